@@ -1,0 +1,3 @@
+"""Penstock: tiered KV-cache offloading for LLM inference."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,167 @@
+"""The words of the house as types. Plain data only: it crosses process boundaries as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NamedTuple, NewType
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes naming a block's content (see `penstock.keys`)."""
+
+Slot = NewType("Slot", int)
+"""An index into a tier's fixed-size storage."""
+
+TicketId = NewType("TicketId", int)
+TransferId = NewType("TransferId", int)
+
+KEY_BYTES = 32
+PAGE_BYTES = 4096
+"""Direct I/O wants addresses, offsets and lengths in whole pages; so do pinned copies."""
+
+
+def round_up(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit
+
+
+class Tier(IntEnum):
+    """Where a block can lie, fastest first. Lower tiers reach the device only through HOST."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    REMOTE = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class State(IntEnum):
+    """What a ledger knows of one slot."""
+
+    UNKNOWN = 0  # not yet looked at after a restart; neither offered nor reused
+    FREE = 1
+    FILLING = 2  # claimed; its bytes are on the way
+    READY = 3
+    DOOMED = 4  # dropped while leased: no longer offered, freed with its last lease
+
+
+class Verdict(IntEnum):
+    """How the move of one block ended."""
+
+    OK = 0
+    MISSING = 1
+    CORRUPT = 2
+    FAILED = 3  # the tier answered with an error
+    EXPIRED = 4  # its deadline passed first
+    CANCELLED = 5
+    DROPPED = 6  # refused by back-pressure, or there was no room
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Direction(Enum):
+    """load: towards the device. save: away from it."""
+
+    LOAD = "load"
+    SAVE = "save"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """What every block of a store has in common."""
+
+    namespace: bytes  # 32 bytes: digest of the physical namespace (see keys.Namespace.physical)
+    block_bytes: int
+    block_tokens: int
+
+    @property
+    def stride_bytes(self) -> int:
+        """Distance between neighbouring slots: the block, padded to whole pages."""
+        return round_up(self.block_bytes, PAGE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """An order from the books to the transfers: move these blocks one hop.
+
+    The books hold a lease or a claim on every slot named here until the `Outcome` is settled.
+    """
+
+    id: TransferId
+    source: Tier
+    target: Tier
+    keys: tuple[BlockKey, ...]
+    source_slots: tuple[Slot, ...]
+    target_slots: tuple[Slot, ...]
+    deadline: float | None = None  # on the Clock that books and transfers share
+
+    @property
+    def direction(self) -> Direction:
+        return Direction.LOAD if self.target < self.source else Direction.SAVE
+
+    @property
+    def link(self) -> Tier:
+        """The lower of the two ends names the link: HOST for the device's, DISK for the disk's."""
+        return max(self.source, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a `Transfer`, block by block, in the order of its keys."""
+
+    transfer_id: TransferId
+    verdicts: tuple[Verdict, ...]
+    seconds: float = 0.0
+    error: str = ""  # the first error's own words, for the log
+
+
+class Run(NamedTuple):
+    """Consecutive blocks of a match that would be loaded from the same tier."""
+
+    tier: Tier
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How many leading blocks of a prompt can be loaded, from where, at what estimated cost."""
+
+    num_asked: int
+    runs: tuple[Run, ...] = ()
+    num_pending: int = 0  # of the matched blocks, those still on their way into HOST
+    load_seconds: float = 0.0  # what the links' measured rates promise; 0 when none is known
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(run.num_blocks for run in self.runs)
+
+    def num_from(self, tier: Tier) -> int:
+        return sum(run.num_blocks for run in self.runs if run.tier is tier)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A ticket has ended; none of its device slots is touched any more."""
+
+    ticket: TicketId
+    direction: Direction
+    keys: tuple[BlockKey, ...]
+    verdicts: tuple[Verdict, ...]
+    sources: tuple[Tier | None, ...]  # per block of a load: the tier it came from
+    seconds: float
+
+    @property
+    def num_leading_ok(self) -> int:
+        """Leading blocks that arrived: what a prefix cache can use."""
+        for index, verdict in enumerate(self.verdicts):
+            if verdict is not Verdict.OK:
+                return index
+        return len(self.verdicts)
+
+    @property
+    def ok(self) -> bool:
+        return self.num_leading_ok == len(self.verdicts)
