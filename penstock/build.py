@@ -1,0 +1,84 @@
+"""The composition root: settings in, a running Offloader out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+from penstock.clock import Clock, SystemClock
+from penstock.config import Config, check_machine
+from penstock.events import Observer
+from penstock.ledger import Ledger
+from penstock.offload import Offloader
+from penstock.policies import POLICIES
+from penstock.stores.base import Arena
+from penstock.stores.disk import DiskStore
+from penstock.stores.host import HostArena
+from penstock.tiers import Limits, TierStack
+from penstock.transfer.engine import LaneSpec, TransferEngine
+from penstock.transfer.io import CopyMover, Seals, StoreMover
+from penstock.transfer.recovery import Recovery
+from penstock.types import BlockSpec, Tier
+
+
+def build_offloader(
+    config: Config,
+    spec: BlockSpec,
+    device: Arena,
+    *,
+    clock: Clock | None = None,
+    observers: Iterable[Observer] = (),
+) -> Offloader:
+    """Build all tiers that `config` names, for blocks of `spec`, below the host's own `device`.
+
+    Raises ConfigError, Locked, Foreign or Full if a tier cannot be had; then nothing is left open.
+    """
+    check_machine(config)
+    clock = clock or SystemClock()
+    host = HostArena(
+        spec,
+        config.host.size_bytes,
+        huge_pages=config.host.huge_pages,
+        numa_node=config.host.numa_node,
+    )
+    seals = Seals(host, checksums=config.host.verify)
+    lanes = {Tier.HOST: LaneSpec(CopyMover(device, host, seals), config.transfer.copy_threads)}
+    lower: dict[Tier, Ledger] = {}
+    recoveries = []
+    stores = ExitStack()
+    if config.disk.path is not None:
+        disk = DiskStore(
+            Path(config.disk.path),
+            spec,
+            config.disk.size_bytes,
+            read_only=config.disk.read_only,
+            direct=config.disk.direct,
+        )
+        stores.callback(disk.close)
+        policy = POLICIES[config.disk.policy](disk.num_slots)
+        lower[Tier.DISK] = Ledger(disk.num_slots, policy, recovering=True)
+        lanes[Tier.DISK] = LaneSpec(StoreMover(host, disk, seals), config.disk.threads)
+        recoveries.append(Recovery(Tier.DISK, disk, disk.num_slots))
+    stack = TierStack(
+        spec.block_bytes,
+        Ledger(host.num_slots, POLICIES[config.host.policy](host.num_slots)),
+        lower,
+        Limits(
+            max_transfer_blocks=max(1, config.transfer.batch_bytes // spec.block_bytes),
+            max_pending_loads=config.transfer.max_pending_loads,
+            max_pending_saves=max(1, config.transfer.max_pending_save_bytes // spec.block_bytes),
+        ),
+        read_only=frozenset({Tier.DISK} if config.disk.read_only else ()),
+    )
+    engine = TransferEngine(lanes, clock, max_queued=config.transfer.queue_transfers)
+    return Offloader(
+        stack,
+        engine,
+        clock,
+        block_bytes=spec.block_bytes,
+        load_deadline_seconds=config.transfer.load_deadline_seconds,
+        recoveries=recoveries,
+        observers=observers,
+        close_stores=stores.close,
+    )

@@ -1,0 +1,437 @@
+"""All settings, as frozen dataclasses, and the one loader that fills them.
+
+A setting is named `section.key`. Later sources win:
+
+    defaults < TOML file ([host] size = "8GiB") < PENSTOCK_HOST_SIZE=8GiB < --set host.size=8GiB
+
+A name nobody knows is an error: a misspelt limit must not silently become no limit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import reprlib
+import stat
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import ConfigError
+from penstock.units import GiB, MiB, format_bytes, parse_bytes
+
+POLICIES = ("lru", "s3fifo")
+ENV_PREFIX = "PENSTOCK_"
+ENV_FILE = "PENSTOCK_CONFIG"
+
+_SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a setting may be, and how it is read."""
+
+    expected: str
+    accepts: Callable[[Any], bool]  # judges the value as the dataclass holds it
+    from_text: Callable[[str], object]  # ValueError where the text is no such thing
+    from_file: Callable[[Any], object] = lambda value: value
+    optional: bool = False
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _whole(low: int, high: int, *, optional: bool = False) -> _Kind:
+    return _Kind(
+        f"a whole number from {low} to {high}",
+        accepts=lambda value: _is_whole(value, low, high),
+        from_text=int,
+        optional=optional,
+    )
+
+
+def _bool_from_text(text: str) -> bool:
+    word = text.strip().lower()
+    if word in ("true", "yes", "on", "1"):
+        return True
+    if word in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(text)
+
+
+_SIZE = _Kind(
+    'a size above 0 and below 8EiB such as "32GiB"',
+    accepts=lambda value: _is_whole(value, 1, (1 << 63) - 1),
+    from_text=parse_bytes,
+    from_file=parse_bytes,
+)
+_FLAG = _Kind(
+    "true or false", accepts=lambda value: isinstance(value, bool), from_text=_bool_from_text
+)
+_SECONDS = _Kind(
+    f"a number of seconds above 0 and up to {_SECONDS_PER_DAY}",
+    accepts=lambda value: (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 < value <= _SECONDS_PER_DAY
+    ),
+    from_text=float,
+)
+_POLICY = _Kind(
+    " or ".join(f'"{policy}"' for policy in POLICIES),
+    accepts=lambda value: value in POLICIES,
+    from_text=str.strip,
+)
+_FOLDER = _Kind(
+    "the path of a folder",
+    accepts=lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
+    from_text=os.path.expanduser,
+    # A "~" in a file is expanded by no shell, and a folder named "~" is wanted by nobody.
+    from_file=lambda value: os.path.expanduser(value) if isinstance(value, str) else value,
+    optional=True,
+)
+_THREADS = _whole(1, 256)
+_COUNT = _whole(1, 1 << 20)
+
+
+def _setting(kind: _Kind, key: str = "") -> dict[str, Any]:
+    """Field metadata; `key` where the file's name for it differs from the attribute's."""
+    return {"kind": kind, "key": key}
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """Pinned DRAM."""
+
+    size_bytes: int = field(default=4 * GiB, metadata=_setting(_SIZE, "size"))
+    numa_node: int | None = field(default=None, metadata=_setting(_whole(0, 1023, optional=True)))
+    huge_pages: bool = field(default=True, metadata=_setting(_FLAG))
+    verify: bool = field(default=False, metadata=_setting(_FLAG))  # checksums on DRAM loads too
+    policy: str = field(default="s3fifo", metadata=_setting(_POLICY))
+
+    def __post_init__(self) -> None:
+        _check_section("host", self)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """A folder on a local disk; without a path there is no disk tier."""
+
+    path: str | None = field(default=None, metadata=_setting(_FOLDER))
+    size_bytes: int = field(default=32 * GiB, metadata=_setting(_SIZE, "size"))
+    read_only: bool = field(default=False, metadata=_setting(_FLAG))
+    direct: bool = field(default=True, metadata=_setting(_FLAG))  # O_DIRECT: past the page cache
+    policy: str = field(default="s3fifo", metadata=_setting(_POLICY))
+    threads: int = field(default=4, metadata=_setting(_THREADS))
+
+    def __post_init__(self) -> None:
+        _check_section("disk", self)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Queues and their limits."""
+
+    copy_threads: int = field(default=2, metadata=_setting(_THREADS))
+    queue_transfers: int = field(default=256, metadata=_setting(_COUNT))  # bound of each queue
+    batch_bytes: int = field(default=16 * MiB, metadata=_setting(_SIZE))  # most of one transfer
+    load_deadline_seconds: float = field(default=10.0, metadata=_setting(_SECONDS))
+    max_pending_loads: int = field(default=1024, metadata=_setting(_COUNT))  # tickets
+    max_pending_save_bytes: int = field(default=1 * GiB, metadata=_setting(_SIZE))
+
+    def __post_init__(self) -> None:
+        _check_section("transfer", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    host: HostConfig = field(default_factory=HostConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+
+
+_Section = HostConfig | DiskConfig | TransferConfig
+
+_SECTIONS: dict[str, type[HostConfig] | type[DiskConfig] | type[TransferConfig]] = {
+    "host": HostConfig,
+    "disk": DiskConfig,
+    "transfer": TransferConfig,
+}
+
+
+def _key(setting: Field[Any]) -> str:
+    return setting.metadata["key"] or setting.name
+
+
+_SETTINGS = {
+    f"{section}.{_key(setting)}": (section, setting)
+    for section, cls in _SECTIONS.items()
+    for setting in fields(cls)
+}
+_ENV_NAMES = {ENV_PREFIX + dotted.replace(".", "_").upper(): dotted for dotted in _SETTINGS}
+
+
+class _Given(NamedTuple):
+    """One setting as a source gave it."""
+
+    dotted: str
+    value: object
+    origin: str
+    is_text: bool  # from a place that knows only text, so that "4" may be a number
+
+
+def load_config(
+    path: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Config:
+    """Read the file, the environment (`os.environ` by default) and the overrides, in this order.
+
+    The file is `path`, or else the one PENSTOCK_CONFIG names, or none. Overrides are dotted:
+    {"host.size": "8GiB"}. Raises ConfigError; looks at nothing of the machine but the file.
+    """
+    env = os.environ if env is None else env
+    given: list[_Given] = []
+    if path is not None:
+        given += _from_file(path, str(path))
+    elif env.get(ENV_FILE):
+        given += _from_file(Path(env[ENV_FILE]), f"{env[ENV_FILE]} (named by {ENV_FILE})")
+    given += _from_env(env)
+    given += _from_overrides(overrides or {})
+
+    values: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for item in given:
+        section, setting = _SETTINGS[item.dotted]
+        values[section][setting.name] = _read(item, setting.metadata["kind"])
+    return Config(
+        host=HostConfig(**values["host"]),
+        disk=DiskConfig(**values["disk"]),
+        transfer=TransferConfig(**values["transfer"]),
+    )
+
+
+def describe(config: Config) -> dict[str, dict[str, Any]]:
+    """The configuration as plain data under the names the file uses; sizes in bytes."""
+    return {
+        section: {
+            _key(setting): getattr(getattr(config, section), setting.name)
+            for setting in fields(cls)
+        }
+        for section, cls in _SECTIONS.items()
+    }
+
+
+def _from_file(path: Path, origin: str) -> Iterator[_Given]:
+    advice = "expected a TOML file of settings; correct the path or leave it out"
+    try:
+        text = path.read_bytes().decode()
+        tables = tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {origin}: {advice}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{origin} is a folder: {advice}") from None
+    except OSError as error:
+        raise ConfigError(f"{origin} cannot be read ({error.strerror}): {advice}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{origin} is not text (a byte that is not UTF-8 at line {line}): {advice}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        # tomllib names the line, except at the end.
+        end = f"at line {text.rstrip().count(chr(10)) + 1}, the end"
+        problem = str(error)[:200].replace("at end of document", end)
+        raise ConfigError(
+            f"{origin} is not valid TOML: {problem}; expected lines such as "
+            'size = "8GiB" below [host], correct that line'
+        ) from None
+    for section, table in tables.items():
+        if section in _SECTIONS and not isinstance(table, dict):
+            raise ConfigError(
+                f"{section} in {origin} is {_show(table)}: expected a section; "
+                f"write [{section}] and its settings below"
+            )
+        if section not in _SECTIONS:
+            kind = "section" if isinstance(table, dict) else "setting"
+            known = _SECTIONS if isinstance(table, dict) else _SETTINGS
+            raise _unknown(kind, section, f"in {origin}", known)
+        for key, value in table.items():
+            _check_known(f"{section}.{key}", f"in {origin}")
+            yield _Given(f"{section}.{key}", value, f"in {origin}", is_text=False)
+
+
+def _from_env(env: Mapping[str, str]) -> Iterator[_Given]:
+    for name, value in env.items():
+        if not name.startswith(ENV_PREFIX) or name == ENV_FILE:
+            continue
+        if name not in _ENV_NAMES:
+            raise _unknown("setting", name, "in the environment", [*_ENV_NAMES, ENV_FILE])
+        yield _Given(_ENV_NAMES[name], value, f"in the environment as {name}", is_text=True)
+
+
+def _from_overrides(overrides: Mapping[str, object]) -> Iterator[_Given]:
+    for dotted, value in overrides.items():
+        _check_known(dotted, "in --set")
+        yield _Given(dotted, value, "in --set", is_text=isinstance(value, str))
+
+
+def _check_known(dotted: str, where: str) -> None:
+    if dotted not in _SETTINGS:
+        raise _unknown("setting", dotted, where, _SETTINGS)
+
+
+def _unknown(what: str, name: str, where: str, known: Iterable[str]) -> ConfigError:
+    names = list(known)
+    section = name.partition(".")[0] + "."
+    own = [other for other in names if other.startswith(section)]
+    # What many names share makes them look alike, so only the rest is compared.
+    shared = section if own else ENV_PREFIX
+    candidates = {other.removeprefix(shared): other for other in names}
+    if own:
+        candidates = {other.partition(".")[2]: other for other in [*names, *own]}
+    if close := difflib.get_close_matches(name.removeprefix(shared), candidates, n=1):
+        advice = f"did you mean {candidates[close[0]]}?"
+    else:
+        advice = f"expected one of {', '.join(own or names)}; correct or remove it"
+    return ConfigError(f"unknown {what} {name[:80]!r} {where}: {advice}")
+
+
+def _read(item: _Given, kind: _Kind) -> object:
+    value = item.value
+    if kind.optional and item.is_text and str(value).strip().lower() in ("", "none"):
+        return None
+    try:
+        if item.is_text:
+            value = kind.from_text(str(value))
+        elif value is not None:
+            value = kind.from_file(value)
+    except ConfigError as error:  # has its own words on what is wrong
+        raise ConfigError(f"{item.dotted} {item.origin}: {error}") from None
+    except ValueError:
+        raise _wrong(item.dotted, item.value, item.origin, kind) from None
+    if not _holds(kind, value):
+        raise _wrong(item.dotted, item.value, item.origin, kind)
+    return float(value) if kind is _SECONDS and isinstance(value, int) else value
+
+
+def _check_section(section: str, values: _Section) -> None:
+    for setting in fields(values):
+        value, kind = getattr(values, setting.name), setting.metadata["kind"]
+        if not _holds(kind, value):
+            raise _wrong(f"{section}.{_key(setting)}", value, "", kind)
+
+
+def _holds(kind: _Kind, value: object) -> bool:
+    return kind.optional if value is None else kind.accepts(value)
+
+
+def _wrong(dotted: str, value: object, origin: str, kind: _Kind) -> ConfigError:
+    where = f" {origin}" if origin else ""
+    return ConfigError(
+        f"{dotted} is {_show(value)}{where}: expected {kind.expected}; "
+        "correct it, or leave it out for the default"
+    )
+
+
+def _show(value: object) -> str:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    return str(value).lower() if isinstance(value, bool) else short.repr(value)
+
+
+def check_machine(config: Config, *, total_memory_bytes: int | None = None) -> None:
+    """Raise ConfigError where this machine cannot hold what is asked. Writes nothing."""
+    memory = _physical_memory_bytes() if total_memory_bytes is None else total_memory_bytes
+    if memory is not None and config.host.size_bytes > memory:
+        raise ConfigError(
+            f"host.size is {_exact(config.host.size_bytes)}: expected no more than the machine's "
+            f"memory of {_exact(memory)}; lower host.size"
+        )
+    if config.disk.path is not None:
+        _check_disk(config.disk, config.disk.path)
+
+
+def _check_disk(disk: DiskConfig, path: str) -> None:
+    folder = _nearest_existing(os.path.abspath(path))
+    is_there = folder == os.path.abspath(path)
+    try:
+        is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
+    except OSError as error:
+        raise ConfigError(
+            f"disk.path {path} cannot be used: {folder}: {error.strerror}; expected a folder, or "
+            "a place where one can be made, choose another path"
+        ) from None
+    if not is_folder:
+        which = "is a file" if is_there else f"lies below the file {folder}"
+        raise ConfigError(f"disk.path {path} {which}: expected a folder; choose another path")
+    if disk.read_only:
+        if not is_there:
+            raise ConfigError(
+                f"disk.path {path} does not exist: expected a folder to read from, since "
+                "disk.read_only is true; correct the path"
+            )
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise ConfigError(
+                f"disk.path {path} is not readable: expected a folder this user may read; "
+                "change its permissions or choose another path"
+            )
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        which = "is" if is_there else f"cannot be made: {folder} is"
+        raise ConfigError(
+            f"disk.path {path} {which} not writable: expected a folder this user may write to; "
+            "change its permissions, choose another path or set disk.read_only"
+        )
+    _check_room(disk, folder, _occupied_bytes(folder) if is_there else 0)
+
+
+def _check_room(disk: DiskConfig, folder: str, occupied_bytes: int) -> None:
+    usage = os.statvfs(folder)
+    total, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
+    if total == 0:  # some network and virtual filesystems do not say
+        return
+    asked = f"disk.size is {_exact(disk.size_bytes)}: expected no more than the"
+    if disk.size_bytes > total:
+        raise ConfigError(f"{asked} filesystem of {folder} holds, {_exact(total)}; lower disk.size")
+    if disk.size_bytes > free + occupied_bytes:
+        raise ConfigError(
+            f"{asked} {_exact(free + occupied_bytes)} at hand ({format_bytes(free)} free and "
+            f"{format_bytes(occupied_bytes)} already used by {disk.path}); lower disk.size or "
+            "make room"
+        )
+
+
+def _nearest_existing(path: str) -> str:
+    # A dangling link exists for this purpose: nothing can be made in its place.
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _occupied_bytes(folder: str) -> int:
+    """Disk space of the files below `folder`, holes not counted; other filesystems neither."""
+    device, total = os.stat(folder).st_dev, 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                status = os.lstat(os.path.join(root, name))
+            except OSError:  # gone meanwhile
+                continue
+            if status.st_dev == device:
+                total += status.st_blocks * 512
+    return total
+
+
+def _physical_memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def _exact(num_bytes: int) -> str:
+    # Rounded numbers alone could read "64.0 GiB is more than 64.0 GiB".
+    return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"

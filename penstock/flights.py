@@ -1,0 +1,93 @@
+"""The hops that are planned or under way, and what each of them serves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from penstock.errors import BookError
+from penstock.tickets import Ticket
+from penstock.types import BlockKey, Direction, Slot, Tier, Transfer, TransferId
+
+HasRoom = Callable[[Tier, Direction], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A hop not yet settled. One to or from the device belongs to a ticket, at `positions`."""
+
+    transfer: Transfer
+    ticket: Ticket | None = None
+    positions: tuple[int, ...] = ()
+
+
+class Flights:
+    """Cuts hops into transfers, queues them by link and direction, and keeps them until settled."""
+
+    def __init__(self, max_transfer_blocks: int) -> None:
+        self._max_blocks = max_transfer_blocks
+        self._ids = count(1)
+        self._open: dict[TransferId, Flight] = {}
+        self._outbox: dict[tuple[Tier, Direction], deque[Transfer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._open.values())
+
+    def post(
+        self,
+        source: Tier,
+        target: Tier,
+        keys: Sequence[BlockKey],
+        source_slots: Sequence[Slot],
+        target_slots: Sequence[Slot],
+        *,
+        deadline: float | None = None,
+        ticket: Ticket | None = None,
+        positions: Sequence[int] = (),
+    ) -> None:
+        for start in range(0, len(keys), self._max_blocks):
+            part = slice(start, start + self._max_blocks)
+            transfer = Transfer(
+                TransferId(next(self._ids)),
+                source,
+                target,
+                tuple(keys[part]),
+                tuple(source_slots[part]),
+                tuple(target_slots[part]),
+                deadline,
+            )
+            self._open[transfer.id] = Flight(transfer, ticket, tuple(positions[part]))
+            self._outbox.setdefault((transfer.link, transfer.direction), deque()).append(transfer)
+        if ticket is not None:
+            ticket.num_flying += len(keys)
+
+    def hand_out(self, has_room: HasRoom) -> Iterator[Transfer]:
+        """Transfers whose link has room now, loads before saves."""
+        for link, direction in sorted(self._outbox, key=lambda lane: lane[1] is Direction.SAVE):
+            queue = self._outbox[link, direction]
+            while queue and has_room(link, direction):
+                yield queue.popleft()
+
+    def num_queued(self, link: Tier, direction: Direction) -> int:
+        return len(self._outbox.get((link, direction), ()))
+
+    def withdraw(self, transfer: Transfer) -> bool:
+        """Take back a transfer that was not handed out yet. It still has to be settled."""
+        queue = self._outbox[transfer.link, transfer.direction]
+        if transfer not in queue:
+            return False
+        queue.remove(transfer)
+        return True
+
+    def land(self, transfer_id: TransferId) -> Flight:
+        flight = self._open.pop(transfer_id, None)
+        if flight is None:
+            raise BookError(f"transfer {transfer_id} is settled twice or was never made")
+        if flight.ticket is not None:
+            flight.ticket.num_flying -= len(flight.transfer.keys)
+        return flight

@@ -1,0 +1,47 @@
+"""When to leave a failing tier alone, and for how long. Pure: time is an argument."""
+
+from __future__ import annotations
+
+MAX_FAULTS = 4
+MIN_REST_SECONDS = 1.0
+MAX_REST_SECONDS = 60.0
+
+
+class Health:
+    """Rests a tier after a run of faults; one more fault after a rest doubles the next.
+
+    A rest ends by time alone, so that no tier is given up for ever.
+    """
+
+    def __init__(self) -> None:
+        self._num_faults = 0
+        self._rest_seconds = MIN_REST_SECONDS
+        self._rests_until: float | None = None
+
+    @property
+    def resting(self) -> bool:
+        return self._rests_until is not None
+
+    def fault(self, now: float) -> float:
+        """Note a fault. Returns the seconds of rest that begin with it, or 0."""
+        self._num_faults += 1
+        if self.resting or self._num_faults < MAX_FAULTS:
+            return 0.0
+        rest = self._rest_seconds
+        self._rests_until = now + rest
+        self._rest_seconds = min(2 * rest, MAX_REST_SECONDS)
+        return rest
+
+    def well(self) -> bool:
+        """Note a success. Returns whether the tier had been in trouble."""
+        was_in_trouble = self._num_faults >= MAX_FAULTS
+        self._num_faults = 0
+        self._rest_seconds = MIN_REST_SECONDS
+        self._rests_until = None
+        return was_in_trouble
+
+    def tick(self, now: float) -> None:
+        """End a rest whose time is over; the next fault starts a longer one."""
+        if self._rests_until is not None and now >= self._rests_until:
+            self._rests_until = None
+            self._num_faults = MAX_FAULTS - 1

@@ -1,0 +1,105 @@
+"""Names for blocks: what makes KV differ goes into the namespace, the tokens into the chain.
+
+    root   = BLAKE3(namespace)
+    key[i] = BLAKE3(key[i-1] || tokens of block i as little-endian u32)
+
+The encoding of a namespace is spelled out here and does not depend on Python's hash seed, dict
+order, pickling or the machine's byte order, so equal inputs give equal keys everywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from blake3 import blake3
+
+from penstock.errors import ConfigError
+from penstock.types import BlockKey
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything that makes the KV of the same tokens differ. Two that differ never share."""
+
+    model: str
+    weights: str  # fingerprint of the weights, not only the model's name
+    dtype: str
+    layout: str  # order and packing of a block's bytes, including the attention backend's own
+    block_tokens: int
+    rope: str = ""
+    adapter: str = ""  # LoRA and its like: name and fingerprint
+    shard_rank: int = 0
+    shard_size: int = 1
+    tenant: str = ""  # salt: tenants cannot probe each other's cache
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ConfigError(f"block_tokens is {self.block_tokens}; expected at least 1.")
+        if not 0 <= self.shard_rank < self.shard_size:
+            raise ConfigError(
+                f"shard rank {self.shard_rank} of {self.shard_size} is impossible; "
+                "ranks run from 0 to size - 1."
+            )
+
+    def digest(self) -> bytes:
+        """32 bytes. Every field goes in with its name and length, so none can run into another."""
+        hasher = blake3(b"penstock namespace 1")
+        for field in fields(self):
+            for part in (field.name, str(getattr(self, field.name))):
+                encoded = part.encode()
+                hasher.update(len(encoded).to_bytes(8, "little") + encoded)
+        return hasher.digest()
+
+    def root(self) -> BlockKey:
+        """The parent of a sequence's first block."""
+        return BlockKey(blake3(self.digest()).digest())
+
+    def physical(self) -> Namespace:
+        """What a store must agree on: blocks of all adapters and tenants share one store."""
+        return replace(self, adapter="", tenant="")
+
+
+class KeyChain:
+    """The keys of one growing sequence: appending tokens hashes only the new full blocks."""
+
+    __slots__ = ("_block_bytes", "_parent", "_pending", "keys")
+
+    def __init__(self, namespace: Namespace, tokens: Iterable[int] = ()) -> None:
+        self.keys: list[BlockKey] = []  # of the full blocks so far
+        self._parent: bytes = namespace.root()
+        self._block_bytes = namespace.block_tokens * TOKEN_BYTES
+        self._pending = b""  # the tokens of the last, unfinished block
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append token ids (0 to 2**32 - 1). On a bad id nothing is appended."""
+        data = self._pending + _encode(tokens)
+        size = self._block_bytes
+        full = len(data) - len(data) % size
+        parent = self._parent
+        append = self.keys.append
+        for start in range(0, full, size):
+            parent = blake3(parent + data[start : start + size]).digest()
+            append(BlockKey(parent))
+        self._parent = parent
+        self._pending = data[full:]
+
+
+def chain(namespace: Namespace, tokens: Iterable[int]) -> list[BlockKey]:
+    """The keys of all full blocks of `tokens`."""
+    return KeyChain(namespace, tokens).keys
+
+
+def _encode(tokens: Iterable[int]) -> bytes:
+    try:
+        encoded = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids are whole numbers from 0 to 4294967295: {error}") from None
+    if sys.byteorder == "big":
+        encoded.byteswap()
+    return encoded.tobytes()

@@ -1,0 +1,214 @@
+"""Offloader: the façade. Every host (engine, vLLM connector, simulator) is a tenant of this.
+
+    match = offloader.match(keys)                       # pure: what could be loaded, from where
+    ticket = offloader.load(keys[:n], into=slots)       # asynchronous; slots are the host's own
+    for done in offloader.step(): ...                   # poll, settle, submit; never blocks
+
+One thread owns an Offloader. Between `load` and its `Done` the device slots belong to Penstock:
+the host neither reads nor reuses them. Between `save` and its `Done` it must not overwrite them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+
+from penstock.clock import Clock
+from penstock.costs import RateMeter
+from penstock.events import Event, LookedUp, Moved, Observer, Recovered, TicketDone
+from penstock.tiers import TierStack
+from penstock.transfer.engine import TransferEngine
+from penstock.transfer.recovery import Recovery
+from penstock.types import BlockKey, Direction, Done, Match, Slot, TicketId, Tier, Verdict
+
+_RECOVERY_SECONDS_PER_STEP = 0.005
+
+
+class Offloader:
+    def __init__(
+        self,
+        stack: TierStack,
+        engine: TransferEngine,
+        clock: Clock,
+        *,
+        block_bytes: int,
+        load_deadline_seconds: float,
+        recoveries: Sequence[Recovery] = (),
+        observers: Iterable[Observer] = (),
+        close_stores: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._stack = stack
+        self._engine = engine
+        self._clock = clock
+        self._block_bytes = block_bytes
+        self._load_deadline_seconds = load_deadline_seconds
+        self._recoveries = list(recoveries)
+        self._num_recovered = 0
+        self._observers = list(observers)
+        self._close_stores = close_stores
+        self._meters: dict[Tier, RateMeter] = {}
+        self._closed = False
+
+    def observe(self, observer: Observer) -> None:
+        """Let `observer` be told of every event from now on."""
+        self._observers.append(observer)
+
+    def match(self, keys: Sequence[BlockKey]) -> Match:
+        """How many leading blocks could be loaded, from where, at what cost. Changes nothing."""
+        match = self._stack.match(keys)
+        return replace(match, load_seconds=self._estimate(match)) if self._meters else match
+
+    def note(self, match: Match) -> None:
+        """Count a match as one request's lookup: call it once, when the host has acted on it."""
+        hits = {run.tier: match.num_from(run.tier) for run in match.runs}
+        self._tell([LookedUp(match.num_asked, tuple(hits.items()))])
+
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        into: Sequence[Slot],
+        *,
+        deadline_seconds: float | None = None,
+    ) -> TicketId:
+        """Bring blocks to device slots. Past the deadline, what has not arrived is given up."""
+        now = self._clock.now()
+        seconds = self._load_deadline_seconds if deadline_seconds is None else deadline_seconds
+        ticket = self._stack.load(keys, into, now, now + seconds)
+        self._submit()
+        return ticket
+
+    def save(self, keys: Sequence[BlockKey], source: Sequence[Slot]) -> TicketId:
+        """Copy device slots into HOST, and from there down. What finds no room is dropped."""
+        ticket = self._stack.save(keys, source, self._clock.now())
+        self._submit()
+        return ticket
+
+    def cancel(self, ticket: TicketId) -> None:
+        """Give a ticket up. Its `Done` still comes, once its device slots are left alone."""
+        self._stack.cancel(ticket, self._clock.now())
+        self._submit()
+
+    def step(self) -> list[Done]:
+        """Poll, settle, submit. Never blocks; call it often."""
+        now = self._clock.now()
+        for outcome in self._engine.poll():
+            self._stack.settle(outcome, now)
+        self._stack.tick(now)
+        self._recover()
+        self._submit()
+        dones = self._stack.take_dones()
+        events = self._stack.take_events(self._engine.depth)
+        for event in events:
+            if isinstance(event, Moved) and event.direction is Direction.LOAD:
+                meter = self._meters.setdefault(event.source, RateMeter())
+                meter.observe(event.num_bytes, event.seconds)
+        events.extend(
+            TicketDone(
+                done.direction, len(done.keys), done.verdicts.count(Verdict.OK), done.seconds
+            )
+            for done in dones
+        )
+        self._tell(events)
+        return dones
+
+    def wait(self, tickets: Collection[TicketId], timeout_seconds: float = 60.0) -> list[Done]:
+        """Step until all of `tickets` are done, or time is up; returns every Done met on the way.
+
+        For scripts and tests: a host that has other work calls `step`.
+        """
+        missing = set(tickets)
+        dones: list[Done] = []
+        end = time.monotonic() + timeout_seconds
+        while True:
+            arrived = self.step()
+            dones.extend(arrived)
+            missing.difference_update(done.ticket for done in arrived)
+            if not missing or time.monotonic() >= end:
+                return dones
+            self._engine.wait(0.01)
+
+    def drain(self, timeout_seconds: float = 60.0) -> bool:
+        """Step until nothing is under way, writes to lower tiers included."""
+        end = time.monotonic() + timeout_seconds
+        while not self._stack.idle and time.monotonic() < end:
+            self.step()
+            self._engine.wait(0.01)
+        return self._stack.idle
+
+    def recover(self, timeout_seconds: float = 600.0) -> bool:
+        """Wait until every lower tier's index has been read. Not needed to serve."""
+        end = time.monotonic() + timeout_seconds
+        while self._recoveries and time.monotonic() < end:
+            self._recover(wait_seconds=0.1)
+            self.step()
+        return not self._recoveries
+
+    def empty_host(self) -> int:
+        """Forget every block in DRAM; lower tiers keep theirs."""
+        return self._stack.empty_host()
+
+    def check(self) -> None:
+        """Audit the books; raises BookError if anything does not add up."""
+        self._stack.check()
+
+    def close(self, timeout_seconds: float = 30.0) -> bool:
+        """Finish the saves, stop the threads, close the stores. False if a tier hung."""
+        if self._closed:
+            return True
+        self._closed = True
+        drained = self.drain(timeout_seconds)
+        for recovery in self._recoveries:
+            recovery.stop()
+        stopped = self._engine.close(timeout_seconds)
+        self.step()
+        if stopped:  # a hanging thread still uses the store's files: leave them open
+            self._close_stores()
+        return drained and stopped
+
+    def __enter__(self) -> Offloader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self) -> None:
+        for transfer_id in self._stack.take_cancels():
+            self._engine.cancel(transfer_id)
+        for transfer in self._stack.next_transfers(self._engine.has_room):
+            if not self._engine.submit(transfer):
+                raise RuntimeError("the transfer engine refused what it had room for")
+
+    def _recover(self, wait_seconds: float = 0.0) -> None:
+        if not self._recoveries:
+            return
+        recovery = self._recoveries[0]
+        end = self._clock.now() + _RECOVERY_SECONDS_PER_STEP
+        taken = False
+        while (batch := recovery.take(wait_seconds)) is not None:
+            self._num_recovered += self._stack.adopt(recovery.tier, batch)
+            taken = True
+            if recovery.complete or self._clock.now() >= end:
+                break
+        if taken:
+            progress = Recovered(
+                recovery.tier, recovery.num_taken, recovery.num_slots, self._num_recovered
+            )
+            self._tell([progress])
+        if recovery.complete:
+            self._recoveries.pop(0)
+            self._num_recovered = 0
+
+    def _estimate(self, match: Match) -> float:
+        """Seconds to load a match: tiers stream side by side, every block crosses HOST's link."""
+        seconds = 0.0
+        for tier, meter in self._meters.items():
+            on_link = match.num_blocks if tier is Tier.HOST else match.num_from(tier)
+            if meter.rate is not None and on_link:
+                seconds = max(seconds, meter.rate.seconds(on_link * self._block_bytes))
+        return seconds
+
+    def _tell(self, events: Iterable[Event]) -> None:
+        for event in events:
+            for observer in self._observers:
+                observer(event)

@@ -1,0 +1,1 @@
+"""Before buying: how much KV a model makes, and whether keeping it pays."""

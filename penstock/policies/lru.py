@@ -1,0 +1,45 @@
+"""Least recently used: the baseline every other policy is measured against."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from penstock.types import BlockKey
+
+
+class LRU:
+    def __init__(self, capacity: int) -> None:
+        self._order: OrderedDict[BlockKey, None] = OrderedDict()  # least recent first
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def admit(self, key: BlockKey) -> bool:
+        return True
+
+    def insert(self, key: BlockKey) -> None:
+        self._order[key] = None
+
+    def touch(self, key: BlockKey) -> None:
+        self._order.move_to_end(key)
+
+    def forget(self, key: BlockKey) -> None:
+        del self._order[key]
+
+    def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        victims: list[BlockKey] = []
+        for _ in range(len(self._order)):
+            if len(victims) == num_victims:
+                break
+            key, _ = self._order.popitem(last=False)
+            if is_idle(key):
+                victims.append(key)
+            else:
+                self._order[key] = None  # leased means in use: it belongs at the recent end
+        if len(victims) < num_victims:
+            for key in reversed(victims):
+                self._order[key] = None
+                self._order.move_to_end(key, last=False)
+            return []
+        return victims

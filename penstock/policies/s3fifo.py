@@ -1,0 +1,104 @@
+"""S3-FIFO: three queues that keep one-time blocks from washing out the ones that return.
+
+Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. New blocks enter a small
+queue (a tenth of the tier); those used again there move to the main queue, the others leave early
+and are remembered for a while as ghosts. A ghost that comes back goes straight to main.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+
+from penstock.types import BlockKey
+
+MAX_USES = 3
+
+
+class S3FIFO:
+    def __init__(self, capacity: int) -> None:
+        self._small: OrderedDict[BlockKey, int] = OrderedDict()  # key -> uses since it entered
+        self._main: OrderedDict[BlockKey, int] = OrderedDict()
+        self._max_small = max(1, capacity // 10)
+        self._ghosts = _Ghosts(max(1, capacity - self._max_small))
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def admit(self, key: BlockKey) -> bool:
+        return True
+
+    def insert(self, key: BlockKey) -> None:
+        queue = self._main if key in self._ghosts else self._small
+        queue[key] = 0
+
+    def touch(self, key: BlockKey) -> None:
+        queue = self._small if key in self._small else self._main
+        queue[key] = min(queue[key] + 1, MAX_USES)
+
+    def forget(self, key: BlockKey) -> None:
+        queue = self._small if key in self._small else self._main
+        del queue[key]
+
+    def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        # Each step lowers a use count, moves a key from small to main, or takes a victim; leased
+        # keys are set aside. So the loop ends.
+        victims: list[tuple[OrderedDict[BlockKey, int], BlockKey]] = []
+        leased: list[tuple[OrderedDict[BlockKey, int], BlockKey, int]] = []
+        while len(victims) < num_victims and (self._small or self._main):
+            from_small = len(self._small) >= self._max_small or not self._main
+            queue = self._small if from_small else self._main
+            key, uses = queue.popitem(last=False)
+            if not is_idle(key):
+                leased.append((queue, key, uses))
+            elif from_small and uses > 1:
+                self._main[key] = 0
+            elif not from_small and uses > 0:
+                self._main[key] = uses - 1
+            else:
+                victims.append((queue, key))
+        for queue, key, uses in leased:
+            queue[key] = uses
+        if len(victims) < num_victims:
+            for queue, key in reversed(victims):
+                queue[key] = 0
+                queue.move_to_end(key, last=False)
+            return []
+        for queue, key in victims:
+            if queue is self._small:
+                self._ghosts.add(key)
+        return [key for _, key in victims]
+
+
+class _Ghosts:
+    """The last `capacity` evicted keys, in 16 to 32 bytes each.
+
+    A hash table of 64-bit cells, (fingerprint << 32 | sequence number); a newer key overwrites an
+    older one in its cell. A false positive needs 32 equal bits of BLAKE3, and costs one block a
+    better place than it earned.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._mask = (1 << (2 * capacity - 1).bit_length()) - 1
+        self._cells = array("Q", bytes(8 * (self._mask + 1)))
+        self._count = 0
+
+    def add(self, key: BlockKey) -> None:
+        self._count += 1
+        cell, fingerprint = self._place(key)
+        self._cells[cell] = fingerprint << 32 | (self._count & 0xFFFFFFFF)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        cell, fingerprint = self._place(key)
+        held = self._cells[cell]
+        age = (self._count - held) & 0xFFFFFFFF
+        return held != 0 and held >> 32 == fingerprint and age < self._capacity
+
+    def _place(self, key: BlockKey) -> tuple[int, int]:
+        # The key is already a hash: different bytes of it serve as cell and fingerprint.
+        return (
+            int.from_bytes(key[:8], "little") & self._mask,
+            int.from_bytes(key[8:12], "little"),
+        )

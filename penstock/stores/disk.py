@@ -1,0 +1,413 @@
+"""DISK: preallocated slabs of fixed slots, direct I/O, a record that vouches for every block.
+
+The byte format stands in `penstock.stores.slab`. The store never takes more than its cap, files
+and records together; it is written by one process at a time, and any number may read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from threading import Lock
+
+import xxhash
+
+from penstock.errors import (
+    ConfigError,
+    Corrupt,
+    Foreign,
+    Full,
+    Locked,
+    Missing,
+    ReadOnly,
+    StoreError,
+)
+from penstock.stores import slab
+from penstock.stores.base import Block, Found
+from penstock.stores.slab import RECORD_BYTES, Geometry, Record
+from penstock.types import BlockKey, BlockSpec, Slot
+from penstock.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+SCAN_RECORDS = 4096
+_GROW_BYTES = 1 << 30  # a slab takes disk space in steps of this
+_MAX_RUN = 512  # blocks in one system call; the kernel takes 1024 buffers
+
+_MoveRun = Callable[[Sequence[Block]], list[StoreError | None]]
+
+
+class DiskStore:
+    """One directory. Safe to use from many threads, as long as no two write the same slot."""
+
+    def __init__(
+        self,
+        directory: Path,
+        spec: BlockSpec,
+        cap_bytes: int,
+        *,
+        read_only: bool = False,
+        direct: bool = True,
+        slab_bytes: int = slab.SLAB_BYTES,
+    ) -> None:
+        self.directory = directory
+        self.read_only = read_only
+        self.direct = direct
+        self._spec = spec
+        self._slabs: dict[int, tuple[int, int]] = {}  # slab -> descriptor, bytes it has
+        self._slab_lock = Lock()
+        self._lock_descriptor: int | None = None
+        _make_directory(directory, read_only)
+        if not read_only:
+            self._lock_descriptor = lock_directory(directory)
+        try:
+            self._geometry = self._open_geometry(slab_bytes)
+            self._generations = count(self._geometry.epoch << 40)
+            self._index = self._open_index(cap_bytes)
+        except BaseException:
+            self._unlock()
+            raise
+        if not read_only:
+            self._trim()
+
+    @property
+    def block_bytes(self) -> int:
+        return self._geometry.block_bytes
+
+    def put(self, blocks: Sequence[Block]) -> list[StoreError | None]:
+        if self.read_only:
+            return [ReadOnly(f"{self.directory} was opened for reading only")] * len(blocks)
+        return self._in_runs(blocks, self._put_run)
+
+    def get(self, blocks: Sequence[Block]) -> list[StoreError | None]:
+        return self._in_runs(blocks, self._get_run)
+
+    def drop(self, key: BlockKey, slot: Slot) -> None:
+        if self.read_only:
+            return
+        try:
+            record = self._read_records(slot, 1)[0]
+            if record is None or record.key == key:
+                self._write_records(slot, [slab.empty_record(next(self._generations))])
+        except OSError as error:
+            log.warning("slot %d of %s could not be cleared: %s", slot, self.directory, error)
+
+    def scan(self) -> Iterator[list[Found]]:
+        """Every slot once, oldest block first within a batch. What cannot be read holds nothing."""
+        for start in range(0, self.num_slots, SCAN_RECORDS):
+            num = min(SCAN_RECORDS, self.num_slots - start)
+            try:
+                records = self._read_records(Slot(start), num)
+            except OSError as error:
+                log.warning("records %d to %d are unreadable: %s", start, start + num - 1, error)
+                records = [None] * num
+            found: list[tuple[int, Slot, BlockKey | None]] = []
+            for slot, record in enumerate(records, start):
+                key = record.key if record is not None and self._vouches(record, slot) else None
+                generation = record.generation if record is not None else 0
+                found.append((generation, Slot(slot), key))
+            found.sort(key=lambda entry: entry[0])
+            yield [(slot, key) for _, slot, key in found]
+
+    def records(self) -> Iterator[tuple[Slot, Record]]:
+        """Every slot that claims to hold a block."""
+        for start in range(0, self.num_slots, SCAN_RECORDS):
+            num = min(SCAN_RECORDS, self.num_slots - start)
+            for slot, record in enumerate(self._read_records(Slot(start), num), start):
+                if record is not None and record.held:
+                    yield Slot(slot), record
+
+    def close(self) -> None:
+        with self._slab_lock:
+            for descriptor, _ in self._slabs.values():
+                os.close(descriptor)
+            self._slabs.clear()
+            if self._index >= 0:
+                os.close(self._index)
+                self._index = -1
+        self._unlock()
+
+    # Runs: neighbouring slots of one slab, moved by one system call.
+
+    def _in_runs(self, blocks: Sequence[Block], move: _MoveRun) -> list[StoreError | None]:
+        errors: list[StoreError | None] = [None] * len(blocks)
+        order = sorted(range(len(blocks)), key=lambda index: blocks[index].slot)
+        start = 0
+        while start < len(order):
+            end = start + 1
+            while end < len(order) and self._follows(blocks[order[end - 1]], blocks[order[end]]):
+                if end - start == _MAX_RUN:
+                    break
+                end += 1
+            run = order[start:end]
+            for index, error in zip(run, self._try(move, [blocks[i] for i in run]), strict=True):
+                errors[index] = error
+            start = end
+        return errors
+
+    def _follows(self, block: Block, following: Block) -> bool:
+        same_slab = following.slot % self._geometry.slots_per_slab != 0
+        return same_slab and following.slot == block.slot + 1
+
+    def _try(self, move: _MoveRun, run: Sequence[Block]) -> list[StoreError | None]:
+        """One block's fault must not cost its neighbours: a run that fails is moved singly."""
+        try:
+            return move(run)
+        except OSError as error:
+            if len(run) > 1:
+                return [self._try(move, [block])[0] for block in run]
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            kind = Full if full else StoreError
+            return [kind(f"{self.directory}: {error}")]
+
+    def _put_run(self, run: Sequence[Block]) -> list[StoreError | None]:
+        first = run[0].slot
+        number, offset = self._geometry.place(first)
+        num_bytes = len(run) * self._geometry.stride_bytes
+        descriptor = self._open_slab(number, grow_to=offset + num_bytes)
+        records = [self._record_for(block) for block in run]
+        empty = slab.empty_record(next(self._generations))
+        self._write_records(first, [empty] * len(run))
+        written = os.pwritev(descriptor, [block.memory for block in run], offset)
+        if written != num_bytes:
+            raise OSError(errno.ENOSPC, f"only {written} of {num_bytes} bytes were written")
+        self._write_records(first, records)
+        return [None] * len(run)
+
+    def _get_run(self, run: Sequence[Block]) -> list[StoreError | None]:
+        first = run[0].slot
+        number, offset = self._geometry.place(first)
+        num_bytes = len(run) * self._geometry.stride_bytes
+        records = self._read_records(first, len(run))
+        errors = [self._judge(block, record) for block, record in zip(run, records, strict=True)]
+        if all(errors):
+            return errors
+        try:
+            descriptor = self._open_slab(number)
+        except FileNotFoundError:
+            return [Missing(f"slab {number} of {self.directory} is gone")] * len(run)
+        num_read = os.preadv(descriptor, [block.memory for block in run], offset)
+        if num_read != num_bytes:
+            if len(run) > 1:
+                raise OSError(errno.EIO, "short read")  # each block is tried by itself
+            return [Corrupt(f"slot {first} of {self.directory} is cut off")]
+        for index, (block, record) in enumerate(zip(run, records, strict=True)):
+            if errors[index] is None and record is not None:
+                errors[index] = self._verify(block, record)
+        return errors
+
+    def _judge(self, block: Block, record: Record | None) -> StoreError | None:
+        """Whether a record vouches for the block that is asked for."""
+        if record is None:
+            return Corrupt(f"the record of slot {block.slot} in {self.directory} is damaged")
+        if not record.held or record.key != block.key:
+            return Missing(f"slot {block.slot} of {self.directory} holds another block")
+        if not self._vouches(record, block.slot):
+            return Corrupt(f"slot {block.slot} of {self.directory} is of another layout")
+        return None
+
+    def _verify(self, block: Block, record: Record) -> StoreError | None:
+        if xxhash.xxh3_128_digest(block.memory[: record.length]) == record.checksum:
+            return None
+        if self._read_records(block.slot, 1)[0] != record:
+            return Missing(f"slot {block.slot} of {self.directory} was rewritten meanwhile")
+        return Corrupt(f"slot {block.slot} of {self.directory} fails its checksum")
+
+    def _record_for(self, block: Block) -> bytes:
+        length = self._geometry.block_bytes
+        checksum = xxhash.xxh3_128_digest(block.memory[:length])
+        generation = next(self._generations)
+        return slab.pack_record(
+            Record(True, generation, block.key, self._spec.namespace, length, checksum)
+        )
+
+    def _vouches(self, record: Record, slot: int) -> bool:
+        return (
+            record.held
+            and record.namespace == self._spec.namespace
+            and record.length == self._geometry.block_bytes
+            and self._slab_reaches(slot)
+        )
+
+    # Files.
+
+    def _open_geometry(self, slab_bytes: int) -> Geometry:
+        wanted = Geometry.of(self._spec, slab_bytes)
+        found = slab.read_manifest(self.directory)
+        if found is not None:
+            _refuse_foreign(self.directory, found, wanted)
+        if self.read_only:
+            if found is None:
+                raise Foreign(f"{self.directory} holds no store to read; check the path.")
+            return found
+        if found is None:
+            remove_store_files(self.directory)  # without a manifest nothing vouches for them
+            found = replace(wanted, epoch=0)
+        geometry = replace(found, epoch=found.epoch + 1)
+        slab.write_manifest(self.directory, geometry)
+        return geometry
+
+    def _open_index(self, cap_bytes: int) -> int:
+        path = self.directory / "index"
+        if self.read_only:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.num_slots = os.fstat(descriptor).st_size // RECORD_BYTES
+            return descriptor
+        self.num_slots = self._geometry.num_slots(cap_bytes)
+        if self.num_slots < 1:
+            need = slab.FIXED_BYTES + 4096 + self._geometry.stride_bytes + RECORD_BYTES
+            raise ConfigError(
+                f"disk.size is {format_bytes(cap_bytes)}, too little for one block; "
+                f"give it at least {format_bytes(need)}."
+            )
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, self.num_slots * RECORD_BYTES)
+            os.posix_fallocate(descriptor, 0, self.num_slots * RECORD_BYTES)
+        except OSError as error:
+            os.close(descriptor)
+            raise Full(f"the index of {self.directory} cannot be made: {error}.") from None
+        return descriptor
+
+    def _trim(self) -> None:
+        """Give back what lies beyond the cap, which may have shrunk since the last start."""
+        for number, path in slab.slab_paths(self.directory):
+            most = self._max_slab_bytes(number)
+            if most <= 0:
+                path.unlink()
+            elif path.stat().st_size > most:
+                os.truncate(path, most)
+
+    def _max_slab_bytes(self, number: int) -> int:
+        per_slab = self._geometry.slots_per_slab
+        return min(per_slab, self.num_slots - number * per_slab) * self._geometry.stride_bytes
+
+    def _slab_reaches(self, slot: int) -> bool:
+        number, offset = self._geometry.place(Slot(slot))
+        try:
+            self._open_slab(number)
+        except OSError:
+            return False
+        return offset + self._geometry.stride_bytes <= self._slabs[number][1]
+
+    def _open_slab(self, number: int, grow_to: int = 0) -> int:
+        opened = self._slabs.get(number)
+        if opened is not None and opened[1] >= grow_to:
+            return opened[0]
+        with self._slab_lock:
+            opened = self._slabs.get(number)
+            if opened is None:
+                descriptor = self._open_slab_file(number, create=grow_to > 0)
+                opened = self._slabs[number] = descriptor, os.fstat(descriptor).st_size
+            descriptor, size = opened
+            if size < grow_to:
+                step = -(-grow_to // _GROW_BYTES) * _GROW_BYTES
+                size = min(step, self._max_slab_bytes(number))
+                os.posix_fallocate(descriptor, 0, size)
+                self._slabs[number] = descriptor, size
+            return descriptor
+
+    def _open_slab_file(self, number: int, create: bool) -> int:
+        path = slab.slab_path(self.directory, number)
+        flags = os.O_CLOEXEC | (os.O_RDONLY if self.read_only else os.O_RDWR)
+        if create:
+            flags |= os.O_CREAT
+        if self.direct:
+            try:
+                return os.open(path, flags | os.O_DIRECT, 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                log.warning(
+                    "%s does not take direct I/O; reads and writes go through the page cache",
+                    self.directory,
+                )
+        return os.open(path, flags, 0o600)
+
+    def _read_records(self, slot: Slot, num: int) -> list[Record | None]:
+        data = os.pread(self._index, num * RECORD_BYTES, slot * RECORD_BYTES)
+        data = data.ljust(num * RECORD_BYTES, b"\0")  # a truncated index holds nothing there
+        return [
+            slab.unpack_record(data[start : start + RECORD_BYTES])
+            for start in range(0, len(data), RECORD_BYTES)
+        ]
+
+    def _write_records(self, slot: Slot, records: Sequence[bytes]) -> None:
+        data = b"".join(records)
+        if os.pwrite(self._index, data, slot * RECORD_BYTES) != len(data):
+            raise OSError(errno.ENOSPC, "the index took only part of a record")
+
+    def _unlock(self) -> None:
+        if self._lock_descriptor is not None:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = None
+
+
+def lock_directory(directory: Path) -> int:
+    """Become the directory's one writer. The kernel lets go when the process ends, however."""
+    try:
+        descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"disk.path {directory} cannot be written ({error.strerror}); choose a path this "
+            "user may write, or open it with disk.read_only = true."
+        ) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise Locked(
+            f"{directory} is being written by {holder}; stop it, choose another disk.path, "
+            "or open this one with disk.read_only = true."
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return descriptor
+
+
+def remove_store_files(directory: Path) -> int:
+    """Delete what a store made, and nothing else; returns the bytes given back."""
+    num_bytes = 0
+    paths = [path for _, path in slab.slab_paths(directory)]
+    paths += [directory / "index", *directory.glob(".MANIFEST-*"), directory / "MANIFEST"]
+    for path in paths:
+        if path.is_file():
+            num_bytes += path.stat().st_blocks * 512
+            path.unlink()
+    return num_bytes
+
+
+def _make_directory(directory: Path, read_only: bool) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"disk.path {directory} is a file; expected a directory to keep KV in.")
+    if read_only:
+        if not directory.is_dir():
+            raise ConfigError(f"disk.path {directory} does not exist; there is nothing to read.")
+        return
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"disk.path {directory} cannot be made ({error.strerror}); choose another path."
+        ) from None
+
+
+def _refuse_foreign(directory: Path, found: Geometry, wanted: Geometry) -> None:
+    names = ("namespace", "block_bytes", "block_tokens", "stride_bytes")
+    for name in names:
+        have, want = getattr(found, name), getattr(wanted, name)
+        if have != want:
+            raise Foreign(
+                f"{directory} was made for another model or layout ({name} is {have}, expected "
+                f"{want}); use another disk.path, or empty it with "
+                f"`penstock store clear {directory}`."
+            )

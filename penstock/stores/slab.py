@@ -1,0 +1,184 @@
+"""The byte format of a disk store: its files, and the record that vouches for each slot.
+
+    DIR/
+      MANIFEST      JSON: format version, namespace, geometry; replaced whole, never edited
+      LOCK          held with flock by the one writer; names it for people
+      index         one 128-byte record a slot, in slot order
+      slab-00000    payloads: `slots_per_slab` slots of `stride_bytes` each; slab-00001, ...
+
+A record (little-endian):
+
+    offset  size
+         0     4  magic "PKV1"
+         4     4  state: 0 empty, 1 holds a block
+         8     8  generation: epoch of the writer << 40 | its count of writes; newer is larger
+        16    32  key
+        48    32  namespace (physical, see keys.Namespace)
+        80     8  length of the payload in bytes
+        88    16  XXH3-128 of the payload
+       104    16  reserved, zero
+       120     8  XXH3-64 of the 120 bytes before
+
+A slot is written in three steps: its record is made empty, the payload is written, the record is
+written. Whenever a writer dies, a record that names a block was written after its payload; and
+should the machine lose power and reorder the writes, the payload's checksum tells. A record that
+is all zero, or whose own checksum fails, holds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from penstock.errors import Foreign
+from penstock.types import PAGE_BYTES, BlockKey, BlockSpec, Slot
+
+FORMAT_VERSION = 1
+MAGIC = b"PKV1"
+RECORD_BYTES = 128
+SLAB_BYTES = 16 << 30
+EMPTY, HELD = 0, 1
+_BODY = struct.Struct("<4sIQ32s32sQ16s16x")
+_SUM = struct.Struct("<Q")
+_ZERO = bytes(RECORD_BYTES)
+# MANIFEST and LOCK, and the manifest's temporary while it is replaced: a page each.
+FIXED_BYTES = 3 * PAGE_BYTES
+
+
+class Record(NamedTuple):
+    held: bool
+    generation: int
+    key: BlockKey
+    namespace: bytes
+    length: int
+    checksum: bytes
+
+
+def pack_record(record: Record) -> bytes:
+    body = _BODY.pack(
+        MAGIC,
+        HELD if record.held else EMPTY,
+        record.generation,
+        record.key,
+        record.namespace,
+        record.length,
+        record.checksum,
+    )
+    return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def empty_record(generation: int) -> bytes:
+    return pack_record(Record(False, generation, BlockKey(bytes(32)), bytes(32), 0, bytes(16)))
+
+
+def unpack_record(data: bytes | memoryview) -> Record | None:
+    """The record, or None where there is none: never written, torn, or damaged."""
+    if data == _ZERO or len(data) != RECORD_BYTES:
+        return None
+    body = data[: _BODY.size]
+    magic, state, generation, key, namespace, length, checksum = _BODY.unpack(body)
+    if magic != MAGIC or _SUM.unpack(data[_BODY.size :])[0] != xxhash.xxh3_64_intdigest(body):
+        return None
+    return Record(state == HELD, generation, BlockKey(key), namespace, length, checksum)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a store was made for. It is opened again only for the same."""
+
+    format_version: int
+    namespace: str
+    block_bytes: int
+    block_tokens: int
+    stride_bytes: int
+    slots_per_slab: int
+    # Counts the writers that opened the store: makes generations grow without trusting a clock.
+    epoch: int = field(default=1, compare=False)
+
+    @classmethod
+    def of(cls, spec: BlockSpec, slab_bytes: int = SLAB_BYTES) -> Geometry:
+        return cls(
+            FORMAT_VERSION,
+            spec.namespace.hex(),
+            spec.block_bytes,
+            spec.block_tokens,
+            spec.stride_bytes,
+            max(1, slab_bytes // spec.stride_bytes),
+        )
+
+    @property
+    def spec(self) -> BlockSpec:
+        return BlockSpec(bytes.fromhex(self.namespace), self.block_bytes, self.block_tokens)
+
+    def num_slots(self, cap_bytes: int) -> int:
+        """Slots that fit under the cap together with everything else the store writes."""
+        # The index is rounded up to a page by the filesystem: count that page as fixed.
+        room = cap_bytes - FIXED_BYTES - PAGE_BYTES
+        return max(0, room // (self.stride_bytes + RECORD_BYTES))
+
+    def place(self, slot: Slot) -> tuple[int, int]:
+        """Number of the slab, and offset of the slot's payload in it."""
+        slab, index = divmod(slot, self.slots_per_slab)
+        return slab, index * self.stride_bytes
+
+
+def slab_path(directory: Path, slab: int) -> Path:
+    return directory / f"slab-{slab:05d}"
+
+
+def slab_paths(directory: Path) -> list[tuple[int, Path]]:
+    """The slabs there are, by number."""
+    return sorted(
+        (int(path.name[5:]), path) for path in directory.glob("slab-*") if path.name[5:].isdigit()
+    )
+
+
+def read_manifest(directory: Path) -> Geometry | None:
+    """The geometry a directory was made for, or None where there is no store."""
+    try:
+        text = (directory / "MANIFEST").read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Foreign(f"{directory}/MANIFEST cannot be read: {error}.") from None
+    try:
+        fields = json.loads(text)
+        version = fields["format_version"]
+        if version != FORMAT_VERSION:
+            raise Foreign(
+                f"{directory} holds a store of format version {version}, and this Penstock reads "
+                f"version {FORMAT_VERSION}; use another path, or empty it with "
+                f"`penstock store clear {directory}`."
+            )
+        geometry = Geometry(**fields)
+        valid = all(value > 0 for key, value in fields.items() if key != "namespace")
+        if not valid or len(bytes.fromhex(geometry.namespace)) != 32:
+            raise ValueError("a field is out of range")
+    except (ValueError, KeyError, TypeError) as error:
+        raise Foreign(
+            f"{directory}/MANIFEST is damaged ({error}); nothing in the store can be trusted: "
+            f"empty it with `penstock store clear {directory}`."
+        ) from None
+    return geometry
+
+
+def write_manifest(directory: Path, geometry: Geometry) -> None:
+    """Replace the manifest whole: it is the old one or the new one, never a part."""
+    text = json.dumps(asdict(geometry), indent=2) + "\n"
+    descriptor, temporary = tempfile.mkstemp(prefix=".MANIFEST-", dir=directory)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / "MANIFEST")
+    except BaseException:
+        os.unlink(temporary)
+        raise

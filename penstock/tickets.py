@@ -1,0 +1,53 @@
+"""A host's asynchronous load or save, as the books see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from penstock.types import BlockKey, Direction, Done, Slot, TicketId, Tier, Verdict
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """It ends when every block has a verdict and no transfer touches its device slots."""
+
+    id: TicketId
+    direction: Direction
+    keys: tuple[BlockKey, ...]
+    device_slots: tuple[Slot, ...]
+    started: float
+    deadline: float | None = None
+    num_flying: int = 0  # blocks whose device slot a transfer may touch right now
+    waiting: list[int] = field(default_factory=list)  # positions with nothing under way yet
+    leased: list[tuple[int, Slot]] = field(default_factory=list)  # in HOST, next: to the device
+    given_up: Verdict | None = None  # why, if it was: EXPIRED or CANCELLED
+    _verdicts: list[Verdict | None] = field(init=False)
+    _sources: list[Tier | None] = field(init=False)
+    _num_open: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._verdicts = [None] * len(self.keys)
+        self._sources = [None] * len(self.keys)
+        self._num_open = len(self.keys)
+
+    @property
+    def over(self) -> bool:
+        return self._num_open == 0 and self.num_flying == 0
+
+    def judge(self, positions: Iterable[int], verdict: Verdict) -> None:
+        for position in positions:
+            self._num_open -= self._verdicts[position] is None
+            self._verdicts[position] = verdict
+
+    def came_from(self, position: int, tier: Tier) -> None:
+        self._sources[position] = tier
+
+    def open_positions(self) -> list[int]:
+        return [position for position, verdict in enumerate(self._verdicts) if verdict is None]
+
+    def done(self, now: float) -> Done:
+        verdicts = tuple(verdict for verdict in self._verdicts if verdict is not None)
+        return Done(
+            self.id, self.direction, self.keys, verdicts, tuple(self._sources), now - self.started
+        )

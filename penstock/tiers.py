@@ -1,0 +1,572 @@
+"""TierStack: the books of all tiers together. It plans hops and settles their outcomes.
+
+    save:  DEVICE ─► HOST ─► DISK         the second hop follows by itself, behind the request
+    load:  DISK ─► HOST ─► DEVICE         what was loaded from below stays in HOST, if it is used
+
+Pure: no I/O, no threads, no clock; time is an argument. Rules it lives by:
+
+- Lease before claim, or the claim may evict what the load needs.
+- A hop holds a lease on its source slots and a claim on its target slots until it is settled, so
+  nothing is freed or overwritten under a running copy, whatever becomes of the request.
+- A block that is on its way into HOST is joined, not fetched again.
+- A failed hop aborts its claims; a block that a tier could not give is dropped from that tier's
+  book, so that it can be stored again. The cache may lose; it may not lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from penstock.errors import BookError
+from penstock.events import Event, Evicted, Lost, Moved, TierRested, TierRevived, Usage
+from penstock.flights import Flight, Flights, HasRoom
+from penstock.health import Health
+from penstock.ledger import Ledger
+from penstock.tickets import Ticket
+from penstock.types import (
+    BlockKey,
+    Direction,
+    Done,
+    Match,
+    Outcome,
+    Run,
+    Slot,
+    TicketId,
+    Tier,
+    Transfer,
+    TransferId,
+    Verdict,
+)
+
+_GONE = (Verdict.MISSING, Verdict.CORRUPT, Verdict.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the books' queues."""
+
+    max_transfer_blocks: int = 8
+    max_pending_loads: int = 1024  # tickets
+    max_pending_saves: int = 1024  # blocks on their way into HOST
+
+
+class TierStack:
+    def __init__(
+        self,
+        block_bytes: int,
+        host: Ledger,
+        lower: Mapping[Tier, Ledger] | None = None,
+        limits: Limits | None = None,
+        *,
+        read_only: frozenset[Tier] = frozenset(),
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._host = host
+        self._lower = dict(sorted((lower or {}).items()))
+        self._limits = limits or Limits()
+        self._health = {
+            (tier, direction): Health() for tier in self._lower for direction in Direction
+        }
+        self._tickets: dict[TicketId, Ticket] = {}
+        self._ticket_ids = count(1)
+        self._flights = Flights(self._limits.max_transfer_blocks)
+        self._joiners: dict[BlockKey, list[tuple[Ticket, int]]] = {}
+        # Blocks leased in HOST until a lower tier has its copy.
+        self._write_down: dict[Tier, OrderedDict[BlockKey, Slot]] = {
+            tier: OrderedDict() for tier in self._lower if tier not in read_only
+        }
+        self._max_write_down = max(1, min(host.capacity // 2, self._limits.max_pending_saves))
+        self._num_saving = 0
+        self._now = 0.0
+        self._dones: list[Done] = []
+        self._events: list[Event] = []
+        self._cancels: list[TransferId] = []
+        self._usage: dict[Tier, Usage] = {}
+
+    # What a host asks for.
+
+    def match(self, keys: Sequence[BlockKey]) -> Match:
+        """How many leading blocks could be loaded, and from where. Changes nothing."""
+        host = self._host.held
+        lower = [
+            (tier, ledger.held)
+            for tier, ledger in self._lower.items()
+            if not self._health[tier, Direction.LOAD].resting
+        ]
+        runs: list[Run] = []
+        current: Tier | None = None
+        start = num_matched = 0
+        for key in keys:
+            if key in host:
+                tier = Tier.HOST
+            else:
+                for tier, held in lower:  # noqa: B007 - the tier found is used below
+                    if key in held:
+                        break
+                else:
+                    break
+            if tier is not current:
+                if current is not None:
+                    runs.append(Run(current, num_matched - start))
+                current, start = tier, num_matched
+            num_matched += 1
+        if current is not None:
+            runs.append(Run(current, num_matched - start))
+        num_pending = 0
+        if self._host.num_filling:
+            num_pending = sum(map(self._host.is_filling, keys[:num_matched]))
+        return Match(len(keys), tuple(runs), num_pending)
+
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        into: Sequence[Slot],
+        now: float,
+        deadline: float | None = None,
+    ) -> TicketId:
+        """Start bringing blocks to device slots; each ends with a verdict of its own."""
+        self._now = now
+        num_loads = sum(ticket.direction is Direction.LOAD for ticket in self._tickets.values())
+        ticket = self._open(Direction.LOAD, keys, into, deadline)
+        if num_loads >= self._limits.max_pending_loads:
+            ticket.judge(range(len(keys)), Verdict.DROPPED)
+            self._lose(Tier.HOST, Tier.DEVICE, Verdict.DROPPED, len(keys), "too many loads")
+        else:
+            self._advance(ticket, list(range(len(keys))))
+        self._close_if_over(ticket)
+        return ticket.id
+
+    def save(self, keys: Sequence[BlockKey], source: Sequence[Slot], now: float) -> TicketId:
+        """Start copying device slots into HOST. What is there, or coming, is not copied again."""
+        self._now = now
+        ticket = self._open(Direction.SAVE, keys, source, None)
+        fresh = []
+        for position, key in enumerate(keys):
+            if key in self._host:
+                self._host.touch(key)
+                ticket.judge([position], Verdict.OK)
+            else:
+                fresh.append(position)
+        room = min(self._host.num_claimable, self._limits.max_pending_saves - self._num_saving)
+        taken, refused = fresh[:room], fresh[room:]  # leading blocks are worth more
+        if refused:
+            ticket.judge(refused, Verdict.DROPPED)
+            self._lose(Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST")
+        if taken:
+            taken_keys = [keys[position] for position in taken]
+            slots = self._claim(Tier.HOST, taken_keys)
+            self._num_saving += len(taken)
+            self._flights.post(
+                Tier.DEVICE,
+                Tier.HOST,
+                taken_keys,
+                [source[position] for position in taken],
+                slots,
+                ticket=ticket,
+                positions=taken,
+            )
+        self._close_if_over(ticket)
+        return ticket.id
+
+    def cancel(self, ticket_id: TicketId, now: float) -> None:
+        """Give up a ticket. It is done as soon as no running copy touches its device slots."""
+        self._now = now
+        ticket = self._tickets.get(ticket_id)
+        if ticket is not None and ticket.given_up is None:
+            self._give_up(ticket, Verdict.CANCELLED)
+
+    def empty_host(self) -> int:
+        """Drop every READY block from HOST; running copies keep their slots until they end."""
+        keys = self._host.ready_keys()
+        for key in keys:
+            self._host.drop(key)
+        return len(keys)
+
+    # What the transfers ask for and report.
+
+    def next_transfers(self, has_room: HasRoom) -> Iterator[Transfer]:
+        """Hand out transfers while their link has room. Each must be settled exactly once."""
+        for ticket in list(self._tickets.values()):
+            if ticket.waiting and self._host.num_claimable:
+                waiting, ticket.waiting = ticket.waiting, []
+                self._advance(ticket, waiting, again=True)
+                self._close_if_over(ticket)
+        yield from self._flights.hand_out(has_room)
+        for tier, queue in self._write_down.items():
+            while queue and has_room(tier, Direction.SAVE) and self._lower[tier].num_claimable:
+                self._plan_write_down(tier)
+                yield from self._flights.hand_out(has_room)
+
+    def settle(self, outcome: Outcome, now: float) -> None:
+        """Enter what became of a transfer."""
+        self._now = now
+        flight = self._flights.land(outcome.transfer_id)
+        transfer = flight.transfer
+        if len(outcome.verdicts) != len(transfer.keys):
+            raise BookError(f"transfer {transfer.id} has a verdict too few or too many")
+        self._report(transfer, outcome)
+        if transfer.target is Tier.DEVICE:
+            self._settle_arrival(flight, outcome.verdicts)
+        elif transfer.source is Tier.DEVICE:
+            self._settle_save(flight, outcome.verdicts)
+        elif transfer.target is Tier.HOST:
+            self._settle_fill(transfer, outcome.verdicts)
+        else:
+            self._settle_write_down(transfer, outcome.verdicts)
+        if flight.ticket is not None:
+            self._close_if_over(flight.ticket)
+
+    def tick(self, now: float) -> None:
+        """Let time pass: end rests of failing tiers, give up loads past their deadline."""
+        self._now = now
+        for health in self._health.values():
+            health.tick(now)
+        for ticket in list(self._tickets.values()):
+            late = ticket.deadline is not None and now >= ticket.deadline
+            if late and ticket.given_up is None:
+                for tier in self._owing(ticket):
+                    self._fault(tier, Direction.LOAD, "a load passed its deadline")
+                self._give_up(ticket, Verdict.EXPIRED)
+
+    def adopt(self, tier: Tier, found: Sequence[tuple[Slot, BlockKey | None]]) -> int:
+        """Enter what a restart found on a lower tier; returns how many blocks are new."""
+        ledger = self._lower[tier]
+        return sum(ledger.adopt(slot, key) and key is not None for slot, key in found)
+
+    # What observers ask for.
+
+    def take_dones(self) -> list[Done]:
+        dones, self._dones = self._dones, []
+        return dones
+
+    def take_cancels(self) -> list[TransferId]:
+        """Handed-out transfers that nobody waits for any more: cancelling them is a courtesy."""
+        cancels, self._cancels = self._cancels, []
+        return cancels
+
+    def take_events(self, depth: Callable[[Tier, Direction], int]) -> list[Event]:
+        """What happened since the last call. `depth` tells how much the transfers have queued."""
+        for tier, ledger in self._books():
+            usage = Usage(
+                tier,
+                ledger.num_used,
+                ledger.capacity,
+                ledger.num_leased,
+                depth(tier, Direction.LOAD) + self._flights.num_queued(tier, Direction.LOAD),
+                depth(tier, Direction.SAVE) + self._flights.num_queued(tier, Direction.SAVE),
+            )
+            if self._usage.get(tier) != usage:
+                self._usage[tier] = usage
+                self._events.append(usage)
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way and nothing waits to be written down."""
+        return not (self._tickets or self._flights or any(self._write_down.values()))
+
+    def is_resting(self, tier: Tier, direction: Direction) -> bool:
+        return self._health[tier, direction].resting
+
+    def check(self) -> None:
+        """Audit all books: every lease and claim belongs to something that is under way."""
+        leases: dict[Tier, Counter[Slot]] = {tier: Counter() for tier, _ in self._books()}
+        filling: dict[Tier, list[BlockKey]] = {tier: [] for tier, _ in self._books()}
+        num_flying: Counter[TicketId] = Counter()
+        num_saving = 0
+        for flight in self._flights:
+            transfer = flight.transfer
+            if transfer.source is Tier.DEVICE:
+                num_saving += len(transfer.keys)
+            else:
+                leases[transfer.source].update(transfer.source_slots)
+            if transfer.target is not Tier.DEVICE:
+                filling[transfer.target].extend(transfer.keys)
+            if flight.ticket is not None:
+                num_flying[flight.ticket.id] += len(transfer.keys)
+        for queue in self._write_down.values():
+            leases[Tier.HOST].update(queue.values())
+        for ticket in self._tickets.values():
+            if ticket.over or ticket.leased or num_flying[ticket.id] != ticket.num_flying:
+                raise BookError(f"ticket {ticket.id} is over, idle or miscounted")
+        for tier, ledger in self._books():
+            ledger.check()
+            if ledger.leases() != dict(leases[tier]):
+                raise BookError(f"{tier.name} has leases that nothing under way holds")
+            if sorted(ledger.filling_keys()) != sorted(filling[tier]):
+                raise BookError(f"{tier.name} has claims that nothing under way fills")
+        if num_saving != self._num_saving:
+            raise BookError("the blocks being saved are miscounted")
+        if not self._joiners.keys() <= set(filling[Tier.HOST]):
+            raise BookError("a ticket waits for a block that nobody brings")
+
+    # Loads.
+
+    def _advance(self, ticket: Ticket, positions: Sequence[int], *, again: bool = False) -> None:
+        """Lease, join or fetch each block; what finds no room in HOST waits in the ticket."""
+        below: dict[Tier, list[int]] = {}
+        num_below = num_missing = 0
+        for index, position in enumerate(positions):
+            key = ticket.keys[position]
+            if again and num_below >= self._host.num_claimable:
+                ticket.waiting.extend(positions[index:])
+                break
+            if self._host.is_ready(key):
+                ticket.came_from(position, Tier.HOST)
+                self._lease_for(ticket, position)
+                self._host.touch(key)
+                self._offer_down(key)
+            elif self._host.is_filling(key):
+                ticket.came_from(position, Tier.HOST)
+                self._joiners.setdefault(key, []).append((ticket, position))
+            elif (tier := self._find_below(key)) is not None:
+                below.setdefault(tier, []).append(position)
+                num_below += 1
+            else:
+                ticket.judge([position], Verdict.MISSING)
+                num_missing += 1
+        for tier, wanted in below.items():
+            room = self._host.num_claimable
+            self._fetch(tier, ticket, wanted[:room])
+            ticket.waiting.extend(wanted[room:])
+        ticket.waiting.sort()
+        self._send_leased(ticket)
+        if num_missing:
+            self._lose(Tier.HOST, Tier.DEVICE, Verdict.MISSING, num_missing, "")
+
+    def _fetch(self, tier: Tier, ticket: Ticket, positions: Sequence[int]) -> None:
+        keys = [ticket.keys[position] for position in positions]
+        source_slots = self._lower[tier].lease(keys)
+        target_slots = self._claim(Tier.HOST, keys)
+        for position, key in zip(positions, keys, strict=True):
+            self._lower[tier].touch(key)
+            ticket.came_from(position, tier)
+            self._joiners.setdefault(key, []).append((ticket, position))
+        self._flights.post(
+            tier, Tier.HOST, keys, source_slots, target_slots, deadline=ticket.deadline
+        )
+
+    def _find_below(self, key: BlockKey) -> Tier | None:
+        for tier, ledger in self._lower.items():
+            if ledger.is_ready(key) and not self._health[tier, Direction.LOAD].resting:
+                return tier
+        return None
+
+    def _lease_for(self, ticket: Ticket, position: int) -> None:
+        (slot,) = self._host.lease([ticket.keys[position]])
+        ticket.leased.append((position, slot))
+
+    def _send_leased(self, ticket: Ticket) -> None:
+        leased, ticket.leased = ticket.leased, []
+        self._flights.post(
+            Tier.HOST,
+            Tier.DEVICE,
+            [ticket.keys[position] for position, _ in leased],
+            [slot for _, slot in leased],
+            [ticket.device_slots[position] for position, _ in leased],
+            deadline=ticket.deadline,
+            ticket=ticket,
+            positions=[position for position, _ in leased],
+        )
+
+    def _settle_arrival(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
+        ticket, transfer = flight.ticket, flight.transfer
+        assert ticket is not None
+        self._host.release(transfer.source_slots)
+        self._drop_gone(self._host, transfer, verdicts)
+        for position, verdict in zip(flight.positions, verdicts, strict=True):
+            if verdict is Verdict.CANCELLED and ticket.given_up is not None:
+                verdict = ticket.given_up
+            ticket.judge([position], verdict)
+
+    def _settle_fill(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
+        ledger = self._lower[transfer.source]
+        ledger.release(transfer.source_slots)
+        self._drop_gone(ledger, transfer, verdicts)
+        self._arrive(transfer.keys, verdicts)
+
+    def _drop_gone(self, ledger: Ledger, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
+        """What the source could not give is not offered again, and can be stored anew."""
+        for key, slot, verdict in zip(transfer.keys, transfer.source_slots, verdicts, strict=True):
+            if verdict in _GONE and ledger.slot_of(key) == slot:
+                ledger.drop(key)
+
+    def _arrive(self, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
+        """Blocks came into HOST or did not: tell the books and the tickets that joined them."""
+        joined: dict[TicketId, Ticket] = {}
+        for key, verdict in zip(keys, verdicts, strict=True):
+            if verdict is Verdict.OK:
+                self._host.commit([key])
+            else:
+                self._host.abort([key])
+            for ticket, position in self._joiners.pop(key, ()):
+                joined[ticket.id] = ticket
+                if verdict is Verdict.OK:
+                    self._lease_for(ticket, position)
+                elif verdict in _GONE:
+                    ticket.judge([position], verdict)
+                else:
+                    ticket.waiting.append(position)  # given up for another ticket's reasons
+        for ticket in joined.values():
+            self._send_leased(ticket)
+            self._close_if_over(ticket)
+
+    # Saves, and the copies below that follow them.
+
+    def _settle_save(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
+        ticket, keys = flight.ticket, flight.transfer.keys
+        assert ticket is not None
+        self._num_saving -= len(keys)
+        for position, verdict in zip(flight.positions, verdicts, strict=True):
+            ticket.judge([position], verdict)
+        self._arrive(keys, verdicts)
+        for key, verdict in zip(keys, verdicts, strict=True):
+            if verdict is Verdict.OK:
+                self._offer_down(key)
+
+    def _offer_down(self, key: BlockKey) -> None:
+        """Queue a READY block of HOST for every lower tier that lacks and wants it."""
+        for tier, queue in self._write_down.items():
+            ledger = self._lower[tier]
+            if key in queue or key in ledger or not ledger.admits(key):
+                continue
+            if self._health[tier, Direction.SAVE].resting or len(queue) >= self._max_write_down:
+                self._lose(Tier.HOST, tier, Verdict.DROPPED, 1, "the tier cannot keep up")
+                continue
+            (queue[key],) = self._host.lease([key])
+
+    def _plan_write_down(self, tier: Tier) -> None:
+        ledger, queue = self._lower[tier], self._write_down[tier]
+        room = min(len(queue), ledger.num_claimable, self._limits.max_transfer_blocks)
+        batch = [queue.popitem(last=False) for _ in range(room)]
+        keys = [key for key, _ in batch]
+        slots = self._claim(tier, keys)
+        self._flights.post(Tier.HOST, tier, keys, [slot for _, slot in batch], slots)
+
+    def _settle_write_down(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
+        ledger = self._lower[transfer.target]
+        self._host.release(transfer.source_slots)
+        for key, verdict in zip(transfer.keys, verdicts, strict=True):
+            if verdict is Verdict.OK:
+                ledger.commit([key])
+            else:
+                ledger.abort([key])
+
+    # Tickets.
+
+    def _open(
+        self,
+        direction: Direction,
+        keys: Sequence[BlockKey],
+        device_slots: Sequence[Slot],
+        deadline: float | None,
+    ) -> Ticket:
+        if len(keys) != len(device_slots):
+            raise BookError(f"{len(keys)} blocks were named for {len(device_slots)} device slots")
+        if len(set(keys)) != len(keys):
+            raise BookError(f"a {direction.value} names a block twice")
+        ticket_id = TicketId(next(self._ticket_ids))
+        ticket = Ticket(ticket_id, direction, tuple(keys), tuple(device_slots), self._now, deadline)
+        self._tickets[ticket_id] = ticket
+        return ticket
+
+    def _close_if_over(self, ticket: Ticket) -> None:
+        if ticket.over and self._tickets.pop(ticket.id, None) is not None:
+            self._dones.append(ticket.done(self._now))
+
+    def _give_up(self, ticket: Ticket, verdict: Verdict) -> None:
+        """Let go of all that is not flying, and call back what flies."""
+        ticket.given_up = verdict
+        ticket.waiting = []
+        for position, key in enumerate(ticket.keys):
+            joiners = self._joiners.get(key, [])
+            if (ticket, position) in joiners:
+                joiners.remove((ticket, position))
+                if not joiners:
+                    del self._joiners[key]
+        flying: set[int] = set()
+        unwanted: list[Transfer] = []
+        for flight in self._flights:
+            if flight.ticket is ticket:
+                flying.update(flight.positions)
+                unwanted.append(flight.transfer)
+            elif self._is_orphan(flight):
+                unwanted.append(flight.transfer)
+        stranded = [p for p in ticket.open_positions() if p not in flying]
+        ticket.judge(stranded, verdict)
+        if stranded:
+            ends = (Tier.HOST, Tier.DEVICE)
+            source, target = ends if ticket.direction is Direction.LOAD else ends[::-1]
+            self._lose(source, target, verdict, len(stranded), "")
+        for transfer in unwanted:
+            if self._flights.withdraw(transfer):
+                verdicts = (Verdict.CANCELLED,) * len(transfer.keys)
+                self.settle(Outcome(transfer.id, verdicts), self._now)
+            else:
+                self._cancels.append(transfer.id)
+        self._close_if_over(ticket)
+
+    def _is_orphan(self, flight: Flight) -> bool:
+        """A fetch from below that no ticket waits for any more."""
+        transfer = flight.transfer
+        fetches = transfer.target is Tier.HOST and transfer.source is not Tier.DEVICE
+        return fetches and not any(key in self._joiners for key in transfer.keys)
+
+    def _owing(self, ticket: Ticket) -> set[Tier]:
+        """The lower tiers that still owe this load a block."""
+        owed = {
+            key
+            for position, key in enumerate(ticket.keys)
+            if (ticket, position) in self._joiners.get(key, ())
+        }
+        return {
+            flight.transfer.source
+            for flight in self._flights
+            if flight.transfer.source in self._lower and owed.intersection(flight.transfer.keys)
+        }
+
+    # Books and reports.
+
+    def _books(self) -> list[tuple[Tier, Ledger]]:
+        return [(Tier.HOST, self._host), *self._lower.items()]
+
+    def _claim(self, tier: Tier, keys: Sequence[BlockKey]) -> tuple[Slot, ...]:
+        """Claim what the caller has made sure there is room for."""
+        claim = dict(self._books())[tier].claim(keys)
+        if claim is None:
+            raise BookError(f"{tier.name} had room for {len(keys)} blocks and has none")
+        if claim.num_evicted:
+            self._events.append(Evicted(tier, claim.num_evicted))
+        return claim.slots
+
+    def _report(self, transfer: Transfer, outcome: Outcome) -> None:
+        source, target, direction = transfer.source, transfer.target, transfer.direction
+        counts = Counter(outcome.verdicts)
+        num_ok = counts.pop(Verdict.OK, 0)
+        if num_ok:
+            num_bytes = num_ok * self._block_bytes
+            self._events.append(
+                Moved(source, target, direction, num_ok, num_bytes, outcome.seconds)
+            )
+        for verdict, num_blocks in sorted(counts.items()):
+            self._lose(source, target, verdict, num_blocks, outcome.error)
+        if transfer.link in self._lower:
+            if counts[Verdict.FAILED]:
+                self._fault(transfer.link, direction, outcome.error)
+            elif num_ok and self._health[transfer.link, direction].well():
+                self._events.append(TierRevived(transfer.link))
+
+    def _lose(
+        self, source: Tier, target: Tier, verdict: Verdict, num_blocks: int, error: str
+    ) -> None:
+        direction = Direction.LOAD if target < source else Direction.SAVE
+        self._events.append(Lost(source, target, direction, verdict, num_blocks, error))
+
+    def _fault(self, tier: Tier, direction: Direction, error: str) -> None:
+        seconds = self._health[tier, direction].fault(self._now)
+        if seconds:
+            self._events.append(TierRested(tier, seconds, error))

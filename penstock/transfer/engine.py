@@ -1,0 +1,171 @@
+"""TransferEngine: bounded queues, loads before saves, threads that run movers.
+
+A lane serves one link (named by its lower tier) with threads of its own, so that a disk that
+hangs never holds up copies from DRAM. The engine decides nothing: it runs orders, refuses them
+when a queue is full, and reports each exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from penstock.clock import Clock
+from penstock.transfer.io import Mover
+from penstock.types import Direction, Outcome, Tier, Transfer, TransferId, Verdict
+
+log = logging.getLogger(__name__)
+
+_Report = Callable[[Outcome], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpec:
+    mover: Mover
+    num_threads: int
+
+
+class TransferEngine:
+    """`submit`, `cancel` and `poll` never block; they may be called from any thread."""
+
+    def __init__(
+        self, lanes: Mapping[Tier, LaneSpec], clock: Clock, *, max_queued: int = 256
+    ) -> None:
+        self._outcomes: deque[Outcome] = deque()
+        self._arrived = threading.Event()
+        self._lanes = {
+            tier: _Lane(tier, spec, clock, max_queued, self._report) for tier, spec in lanes.items()
+        }
+
+    def has_room(self, link: Tier, direction: Direction) -> bool:
+        return self._lanes[link].has_room(direction)
+
+    def depth(self, link: Tier, direction: Direction) -> int:
+        """Transfers queued, not counting those that run."""
+        return self._lanes[link].depth(direction)
+
+    def submit(self, transfer: Transfer) -> bool:
+        """Queue a transfer; False, and nothing queued, when its queue is full or closed."""
+        return self._lanes[transfer.link].submit(transfer)
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        """Drop a queued transfer; one that runs is left to end. Either way it is reported."""
+        for lane in self._lanes.values():
+            lane.cancel(transfer_id)
+
+    def poll(self) -> list[Outcome]:
+        """What has ended since the last call."""
+        self._arrived.clear()
+        outcomes = []
+        while self._outcomes:
+            outcomes.append(self._outcomes.popleft())
+        return outcomes
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Block until there is something to poll."""
+        return bool(self._outcomes) or self._arrived.wait(timeout_seconds)
+
+    def close(self, timeout_seconds: float = 10.0) -> bool:
+        """Cancel queued loads, finish queued saves, stop the threads. False if one hangs."""
+        deadline = time.monotonic() + timeout_seconds
+        for lane in self._lanes.values():
+            lane.stop()
+        return all(lane.join(deadline) for lane in self._lanes.values())
+
+    def _report(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self._arrived.set()
+
+
+class _Lane:
+    def __init__(
+        self, tier: Tier, spec: LaneSpec, clock: Clock, max_queued: int, report: _Report
+    ) -> None:
+        self._mover = spec.mover
+        self._clock = clock
+        self._max_queued = max_queued
+        self._report = report
+        self._queues: dict[Direction, deque[Transfer]] = {
+            Direction.LOAD: deque(),
+            Direction.SAVE: deque(),
+        }
+        self._ready = threading.Condition()
+        self._stopping = False
+        # Daemons: a thread stuck in a dead disk must not keep the process from ending.
+        self._threads = [
+            threading.Thread(target=self._work, name=f"penstock-{tier.label}-{i}", daemon=True)
+            for i in range(spec.num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def has_room(self, direction: Direction) -> bool:
+        return not self._stopping and len(self._queues[direction]) < self._max_queued
+
+    def depth(self, direction: Direction) -> int:
+        return len(self._queues[direction])
+
+    def submit(self, transfer: Transfer) -> bool:
+        with self._ready:
+            if not self.has_room(transfer.direction):
+                return False
+            self._queues[transfer.direction].append(transfer)
+            self._ready.notify()
+        return True
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        with self._ready:
+            for queue in self._queues.values():
+                for transfer in queue:
+                    if transfer.id == transfer_id:
+                        queue.remove(transfer)
+                        self._report(_all(transfer, Verdict.CANCELLED))
+                        return
+
+    def stop(self) -> None:
+        with self._ready:
+            self._stopping = True
+            loads = self._queues[Direction.LOAD]
+            while loads:
+                self._report(_all(loads.popleft(), Verdict.CANCELLED))
+            self._ready.notify_all()
+
+    def join(self, deadline: float) -> bool:
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (transfer := self._next()) is not None:
+            if transfer.deadline is not None and self._clock.now() >= transfer.deadline:
+                self._report(_all(transfer, Verdict.EXPIRED))
+            else:
+                self._report(self._run(transfer))
+
+    def _next(self) -> Transfer | None:
+        with self._ready:
+            while True:
+                for queue in self._queues.values():  # loads first
+                    if queue:
+                        return queue.popleft()
+                if self._stopping:
+                    return None
+                self._ready.wait()
+
+    def _run(self, transfer: Transfer) -> Outcome:
+        started = time.perf_counter()
+        try:
+            moved = self._mover.move(transfer)
+        except Exception as error:  # a mover's bug costs its blocks, never the thread
+            log.exception("transfer %d failed", transfer.id)
+            return _all(transfer, Verdict.FAILED, repr(error))
+        seconds = time.perf_counter() - started
+        return Outcome(transfer.id, tuple(moved.verdicts), seconds, moved.error)
+
+
+def _all(transfer: Transfer, verdict: Verdict, error: str = "") -> Outcome:
+    return Outcome(transfer.id, (verdict,) * len(transfer.keys), 0.0, error)

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.costs import LinkRate, PrefillRate, RateMeter, break_even_tokens
+from penstock.errors import ConfigError
+
+LLAMA_8B_BYTES_PER_TOKEN = 131_072
+
+rates = st.floats(1e-3, 1e12)
+costs = st.floats(0, 1e3)
+links = st.builds(LinkRate, rates, costs)
+prefills = st.builds(PrefillRate, rates, st.floats(0, 1e-2), costs)
+
+
+def test_a_link_takes_its_latency_and_its_share() -> None:
+    link = LinkRate(bytes_per_second=50e9, latency_seconds=1e-3)
+    assert link.seconds(50_000_000) == pytest.approx(2e-3)
+    assert link.seconds(0) == link.seconds(-1) == 0.0
+
+
+def test_prefill_adds_its_parts() -> None:
+    prefill = PrefillRate(1000.0, quadratic_seconds_per_token2=1e-6, fixed_seconds=0.5)
+    assert prefill.seconds(2000) == pytest.approx(0.5 + 2.0 + 4.0)
+    assert prefill.seconds(1000, 1000) == pytest.approx(0.5 + 1.0 + 3.0)
+    assert prefill.seconds(0, 1000) == 0.0
+
+
+@given(prefills, st.integers(1, 1 << 20), st.integers(1, 1 << 20))
+def test_a_tail_costs_the_whole_less_the_head(
+    prefill: PrefillRate, num_tokens: int, num_past: int
+) -> None:
+    fixed = prefill.fixed_seconds
+    tail = prefill.seconds(num_tokens, num_past) - fixed
+    whole = prefill.seconds(num_past + num_tokens) - fixed
+    head = prefill.seconds(num_past) - fixed
+    assert tail == pytest.approx(whole - head, rel=1e-6, abs=1e-9 * whole + 1e-9 * fixed)
+
+
+@given(links, prefills, st.integers(1, 1 << 30))
+def test_more_never_takes_less(link: LinkRate, prefill: PrefillRate, amount: int) -> None:
+    assert link.seconds(amount + 1) >= link.seconds(amount) >= 0
+    assert prefill.seconds(amount + 1) >= prefill.seconds(amount) >= 0
+    assert prefill.seconds(amount, 1) >= prefill.seconds(amount)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
+def test_impossible_rates_are_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match=r"bytes_per_second is .* expected"):
+        LinkRate(rate)
+    with pytest.raises(ConfigError, match=r"tokens_per_second is .* expected"):
+        PrefillRate(rate)
+    with pytest.raises(ConfigError, match=r"kv_bytes_per_token is .* expected"):
+        break_even_tokens(LinkRate(1.0), PrefillRate(1.0), rate)
+
+
+@pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan])
+def test_impossible_costs_are_refused(cost: float) -> None:
+    with pytest.raises(ConfigError, match="latency_seconds"):
+        LinkRate(1.0, cost)
+    with pytest.raises(ConfigError, match="quadratic"):
+        PrefillRate(1.0, cost)
+    with pytest.raises(ConfigError, match="fixed_seconds"):
+        PrefillRate(1.0, 0.0, cost)
+
+
+def test_loading_wins_from_where_latency_is_paid_off() -> None:
+    # 1 ms of latency; a token gains 1 ms computed less 0.5 ms loaded: even at 2, better from 3.
+    assert break_even_tokens(LinkRate(2000.0, 1e-3), PrefillRate(1000.0), 1) in (2, 3)
+    # The same in numbers that are exact in binary.
+    assert break_even_tokens(LinkRate(2.0, 1.0), PrefillRate(1.0), 1) == 3
+
+
+def test_a_fast_link_wins_from_the_first_token() -> None:
+    prefill = PrefillRate(40_000.0, fixed_seconds=5e-3)
+    assert break_even_tokens(LinkRate(55e9, 1e-4), prefill, LLAMA_8B_BYTES_PER_TOKEN) == 1
+
+
+def test_a_slow_link_never_wins_over_linear_compute() -> None:
+    disk = LinkRate(2.8e9)
+    assert break_even_tokens(disk, PrefillRate(40_000.0), LLAMA_8B_BYTES_PER_TOKEN) is None
+    # Winning only the shortest prompts, thanks to the fixed part, is not winning from a length on.
+    prefill = PrefillRate(40_000.0, fixed_seconds=1.0)
+    assert break_even_tokens(disk, prefill, LLAMA_8B_BYTES_PER_TOKEN) is None
+
+
+def test_a_slow_link_wins_long_prompts_once_attention_is_dear() -> None:
+    disk, prefill = LinkRate(2.8e9, 1e-3), PrefillRate(40_000.0, 4e-10, fixed_seconds=4e-3)
+    tokens = break_even_tokens(disk, prefill, LLAMA_8B_BYTES_PER_TOKEN)
+    assert tokens is not None
+    assert 50_000 < tokens < 60_000
+    for num_tokens, wins in [(tokens - 1, False), (tokens, True), (4 * tokens, True)]:
+        load = disk.seconds(num_tokens * LLAMA_8B_BYTES_PER_TOKEN)
+        assert (load < prefill.seconds(num_tokens)) is wins
+    assert break_even_tokens(disk, prefill, LLAMA_8B_BYTES_PER_TOKEN, tokens) == tokens
+    assert break_even_tokens(disk, prefill, LLAMA_8B_BYTES_PER_TOKEN, tokens - 1) is None
+
+
+def test_no_prompts_no_break_even() -> None:
+    assert break_even_tokens(LinkRate(1e9), PrefillRate(1.0), 1, max_tokens=0) is None
+
+
+@given(
+    st.builds(LinkRate, st.floats(1, 1e3), st.floats(0, 50)),
+    st.builds(PrefillRate, st.floats(1, 1e3), st.floats(0, 1), st.floats(0, 50)),
+    st.floats(0.1, 100),
+    st.integers(1, 120),
+)
+def test_break_even_agrees_with_looking_at_every_length(
+    link: LinkRate, prefill: PrefillRate, bytes_per_token: float, max_tokens: int
+) -> None:
+    def gains(n: int) -> bool:
+        load = Fraction(link.latency_seconds) + n * Fraction(bytes_per_token) / Fraction(
+            link.bytes_per_second
+        )
+        compute = (
+            Fraction(prefill.fixed_seconds)
+            + n / Fraction(prefill.tokens_per_second)
+            + n * n * Fraction(prefill.quadratic_seconds_per_token2)
+        )
+        return load < compute
+
+    losing = [n for n in range(1, max_tokens + 1) if not gains(n)]
+    last_loss = losing[-1] if losing else 0
+    expected = None if last_loss == max_tokens else last_loss + 1
+    assert break_even_tokens(link, prefill, bytes_per_token, max_tokens) == expected
+
+
+@given(links, prefills, st.floats(1e-3, 1e9))
+def test_break_even_copes_with_any_rates(
+    link: LinkRate, prefill: PrefillRate, bytes_per_token: float
+) -> None:
+    tokens = break_even_tokens(link, prefill, bytes_per_token)
+    assert tokens is None or 1 <= tokens <= 1 << 20
+
+
+def test_a_meter_knows_nothing_at_first() -> None:
+    assert RateMeter().rate is None
+    assert RateMeter().num_observations == 0
+
+
+def test_one_observation_is_all_rate() -> None:
+    meter = RateMeter()
+    meter.observe(1000, 0.5)
+    assert meter.rate == LinkRate(2000.0, 0.0)
+
+
+def test_a_meter_learns_rate_and_latency_from_mixed_sizes() -> None:
+    link, meter, draw = LinkRate(50e9, 30e-6), RateMeter(), random.Random(1)
+    for _ in range(200):
+        num_bytes = draw.randrange(1, 9) << 21
+        meter.observe(num_bytes, link.seconds(num_bytes) * draw.uniform(0.99, 1.01))
+    assert meter.rate is not None
+    assert meter.rate.bytes_per_second == pytest.approx(link.bytes_per_second, rel=0.05)
+    assert meter.rate.latency_seconds == pytest.approx(link.latency_seconds, rel=0.3)
+
+
+def test_noise_at_one_size_is_not_taken_for_latency() -> None:
+    meter, draw = RateMeter(), random.Random(2)
+    for _ in range(200):
+        meter.observe(2 << 20, 40e-6 * draw.uniform(0.8, 1.2))
+    assert meter.rate is not None
+    assert meter.rate.latency_seconds == pytest.approx(0.0, abs=1e-9)
+    assert meter.rate.seconds(2 << 20) == pytest.approx(40e-6, rel=0.1)
+
+
+def test_a_meter_follows_a_link_that_slows_down() -> None:
+    meter = RateMeter()
+    for _ in range(50):
+        meter.observe(1 << 20, 1e-3)
+    for _ in range(100):
+        meter.observe(1 << 20, 1.0)
+    assert meter.rate is not None
+    assert meter.rate.seconds(1 << 20) == pytest.approx(1.0, rel=0.01)
+
+
+def test_one_stall_does_not_condemn_a_link() -> None:
+    meter = RateMeter()
+    for _ in range(50):
+        meter.observe(1 << 20, 1e-3)
+    meter.observe(1 << 20, 600.0)
+    assert meter.rate is not None
+    assert meter.rate.seconds(1 << 20) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"),
+    [(0, 1.0), (-5, 1.0), (10, 0.0), (10, -1.0), (10, math.nan), (10, math.inf), (1 << 80, 1.0)],
+)
+def test_impossible_observations_are_passed_over(num_bytes: int, seconds: float) -> None:
+    meter = RateMeter()
+    meter.observe(num_bytes, seconds)
+    assert meter.rate is None
+    meter.observe(1000, 0.5)
+    meter.observe(num_bytes, seconds)
+    assert meter.rate == LinkRate(2000.0)
+    assert meter.num_observations == 1
+
+
+@pytest.mark.parametrize("weight", [0.0, -0.1, 1.1, math.nan])
+def test_a_weight_out_of_range_is_refused(weight: float) -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        RateMeter(weight)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-10, 1 << 64), st.floats(allow_nan=True)), max_size=40),
+    st.floats(0.001, 1),
+)
+def test_a_meter_always_yields_a_usable_rate(
+    observations: list[tuple[int, float]], weight: float
+) -> None:
+    meter = RateMeter(weight)
+    for num_bytes, seconds in observations:
+        meter.observe(num_bytes, seconds)
+    rate = meter.rate  # LinkRate itself refuses what is not finite and positive
+    assert (rate is None) == (meter.num_observations == 0)
+
+
+# As many as are weighed alike, so that the mean is known here.
+@given(st.lists(st.tuples(st.integers(1, 1 << 28), st.floats(1e-6, 1e3)), min_size=1, max_size=10))
+def test_the_mean_transfer_is_predicted_within_what_was_seen(
+    observations: list[tuple[int, float]],
+) -> None:
+    meter = RateMeter(weight=0.1)
+    for num_bytes, seconds in observations:
+        meter.observe(num_bytes, seconds)
+    assert meter.rate is not None
+    mean_bytes = sum(num_bytes for num_bytes, _ in observations) / len(observations)
+    predicted = meter.rate.seconds(mean_bytes)
+    fastest = min(seconds for _, seconds in observations)
+    slowest = max(seconds for _, seconds in observations)
+    assert fastest * 0.999 <= predicted <= slowest * 1.001
