@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.types import Direction, Tier, Verdict
+from penstock.types import BlockKey, Direction, Tier, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,20 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
-    """Idle blocks made room for others."""
+class Stored:
+    """A tier offers these blocks from now on."""
 
     tier: Tier
-    num_blocks: int
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A tier no longer offers these blocks: evicted to make room, or dropped."""
+
+    tier: Tier
+    keys: tuple[BlockKey, ...]
+    evicted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,15 @@ class TicketDone:
 
 
 Event = (
-    LookedUp | Moved | Lost | Evicted | Usage | TierRested | TierRevived | Recovered | TicketDone
+    LookedUp
+    | Moved
+    | Lost
+    | Stored
+    | Removed
+    | Usage
+    | TierRested
+    | TierRevived
+    | Recovered
+    | TicketDone
 )
 Observer = Callable[[Event], None]

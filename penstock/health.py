@@ -17,6 +17,7 @@ class Health:
         self._num_faults = 0
         self._rest_seconds = MIN_REST_SECONDS
         self._rests_until: float | None = None
+        self._in_trouble = False  # from a first rest until the next success
 
     @property
     def resting(self) -> bool:
@@ -27,14 +28,15 @@ class Health:
         self._num_faults += 1
         if self.resting or self._num_faults < MAX_FAULTS:
             return 0.0
+        self._in_trouble = True
         rest = self._rest_seconds
         self._rests_until = now + rest
         self._rest_seconds = min(2 * rest, MAX_REST_SECONDS)
         return rest
 
     def well(self) -> bool:
-        """Note a success. Returns whether the tier had been in trouble."""
-        was_in_trouble = self._num_faults >= MAX_FAULTS
+        """Note a success. Returns whether it ends a time of rests."""
+        was_in_trouble, self._in_trouble = self._in_trouble, False
         self._num_faults = 0
         self._rest_seconds = MIN_REST_SECONDS
         self._rests_until = None

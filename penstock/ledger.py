@@ -26,7 +26,7 @@ _UNKNOWN, _FREE, _FILLING, _READY, _DOOMED = (int(state) for state in State)
 
 class Claim(NamedTuple):
     slots: tuple[Slot, ...]
-    num_evicted: int
+    evicted: tuple[BlockKey, ...]
 
 
 class Ledger:
@@ -108,6 +108,7 @@ class Ledger:
         if len(keys) > self.num_claimable:
             return None
         num_short = len(keys) - self.num_free
+        victims: list[BlockKey] = []
         if num_short > 0:
             victims = self._policy.pick(num_short, self._is_idle)
             if not victims:
@@ -120,7 +121,7 @@ class Ledger:
             self._key_in[slot] = key
             self._state[slot] = _FILLING
         self._num_filling += len(keys)
-        return Claim(slots, max(0, num_short))
+        return Claim(slots, tuple(victims))
 
     def commit(self, keys: Iterable[BlockKey]) -> None:
         """The claimed blocks have arrived and may be offered."""

@@ -13,11 +13,11 @@ from prometheus_client.core import Metric
 
 from penstock.events import (
     Event,
-    Evicted,
     LookedUp,
     Lost,
     Moved,
     Recovered,
+    Removed,
     TicketDone,
     TierRested,
     TierRevived,
@@ -112,8 +112,8 @@ class Metrics:
                 for tier, count in hits:
                     self._hits.labels(tier.label).inc(count)
                 self._misses.inc(num_asked - event.num_hits)
-            case Evicted(tier, num_blocks):
-                self._evicted.labels(tier.label).inc(num_blocks)
+            case Removed(tier, keys, evicted=True):
+                self._evicted.labels(tier.label).inc(len(keys))
             case TicketDone(direction, _, _, seconds):
                 self._tickets.labels(direction.value).observe(seconds)
             case Usage(tier, num_used, num_slots, num_leased, num_loads, num_saves):

@@ -21,7 +21,16 @@ from dataclasses import dataclass
 from itertools import count
 
 from penstock.errors import BookError
-from penstock.events import Event, Evicted, Lost, Moved, TierRested, TierRevived, Usage
+from penstock.events import (
+    Event,
+    Lost,
+    Moved,
+    Removed,
+    Stored,
+    TierRested,
+    TierRevived,
+    Usage,
+)
 from penstock.flights import Flight, Flights, HasRoom
 from penstock.health import Health
 from penstock.ledger import Ledger
@@ -74,9 +83,14 @@ class TierStack:
         self._ticket_ids = count(1)
         self._flights = Flights(self._limits.max_transfer_blocks)
         self._joiners: dict[BlockKey, list[tuple[Ticket, int]]] = {}
-        # Blocks leased in HOST until a lower tier has its copy.
+        # Blocks leased in HOST until a lower tier has its copy; and blocks of HOST that the tier
+        # had no time for yet, written when it has, unless HOST needs their room before.
+        written = [tier for tier in self._lower if tier not in read_only]
         self._write_down: dict[Tier, OrderedDict[BlockKey, Slot]] = {
-            tier: OrderedDict() for tier in self._lower if tier not in read_only
+            tier: OrderedDict() for tier in written
+        }
+        self._write_later: dict[Tier, OrderedDict[BlockKey, None]] = {
+            tier: OrderedDict() for tier in written
         }
         self._max_write_down = max(1, min(host.capacity // 2, self._limits.max_pending_saves))
         self._num_saving = 0
@@ -183,6 +197,7 @@ class TierStack:
         keys = self._host.ready_keys()
         for key in keys:
             self._host.drop(key)
+        self._tell_removed(Tier.HOST, keys, evicted=False)
         return len(keys)
 
     # What the transfers ask for and report.
@@ -195,8 +210,8 @@ class TierStack:
                 self._advance(ticket, waiting, again=True)
                 self._close_if_over(ticket)
         yield from self._flights.hand_out(has_room)
-        for tier, queue in self._write_down.items():
-            while queue and has_room(tier, Direction.SAVE) and self._lower[tier].num_claimable:
+        for tier in self._write_down:
+            while self._can_write(tier) and has_room(tier, Direction.SAVE):
                 self._plan_write_down(tier)
                 yield from self._flights.hand_out(has_room)
 
@@ -234,7 +249,9 @@ class TierStack:
     def adopt(self, tier: Tier, found: Sequence[tuple[Slot, BlockKey | None]]) -> int:
         """Enter what a restart found on a lower tier; returns how many blocks are new."""
         ledger = self._lower[tier]
-        return sum(ledger.adopt(slot, key) and key is not None for slot, key in found)
+        keys = [key for slot, key in found if ledger.adopt(slot, key) and key is not None]
+        self._tell_stored(tier, keys)
+        return len(keys)
 
     # What observers ask for.
 
@@ -266,8 +283,8 @@ class TierStack:
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way and nothing waits to be written down."""
-        return not (self._tickets or self._flights or any(self._write_down.values()))
+        """Nothing is under way, and nothing is left to write to a tier that takes it."""
+        return not (self._tickets or self._flights or any(map(self._can_write, self._write_down)))
 
     def is_resting(self, tier: Tier, direction: Direction) -> bool:
         return self._health[tier, direction].resting
@@ -288,8 +305,10 @@ class TierStack:
                 filling[transfer.target].extend(transfer.keys)
             if flight.ticket is not None:
                 num_flying[flight.ticket.id] += len(transfer.keys)
-        for queue in self._write_down.values():
+        for tier, queue in self._write_down.items():
             leases[Tier.HOST].update(queue.values())
+            if not all(map(self._host.is_ready, self._write_later[tier])):
+                raise BookError(f"{tier.name} is to be given a block that HOST does not have")
         for ticket in self._tickets.values():
             if ticket.over or ticket.leased or num_flying[ticket.id] != ticket.num_flying:
                 raise BookError(f"ticket {ticket.id} is over, idle or miscounted")
@@ -377,32 +396,36 @@ class TierStack:
         ticket, transfer = flight.ticket, flight.transfer
         assert ticket is not None
         self._host.release(transfer.source_slots)
-        self._drop_gone(self._host, transfer, verdicts)
+        self._drop_gone(transfer, verdicts)
         for position, verdict in zip(flight.positions, verdicts, strict=True):
             if verdict is Verdict.CANCELLED and ticket.given_up is not None:
                 verdict = ticket.given_up
             ticket.judge([position], verdict)
 
     def _settle_fill(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
-        ledger = self._lower[transfer.source]
-        ledger.release(transfer.source_slots)
-        self._drop_gone(ledger, transfer, verdicts)
+        self._lower[transfer.source].release(transfer.source_slots)
+        self._drop_gone(transfer, verdicts)
         self._arrive(transfer.keys, verdicts)
 
-    def _drop_gone(self, ledger: Ledger, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
+    def _drop_gone(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
         """What the source could not give is not offered again, and can be stored anew."""
-        for key, slot, verdict in zip(transfer.keys, transfer.source_slots, verdicts, strict=True):
-            if verdict in _GONE and ledger.slot_of(key) == slot:
-                ledger.drop(key)
+        ledger = self._book(transfer.source)
+        gone = [
+            key
+            for key, slot, verdict in zip(
+                transfer.keys, transfer.source_slots, verdicts, strict=True
+            )
+            if verdict in _GONE and ledger.slot_of(key) == slot
+        ]
+        for key in gone:
+            ledger.drop(key)
+        self._tell_removed(transfer.source, gone, evicted=False)
 
     def _arrive(self, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
         """Blocks came into HOST or did not: tell the books and the tickets that joined them."""
         joined: dict[TicketId, Ticket] = {}
+        self._conclude(Tier.HOST, keys, verdicts)
         for key, verdict in zip(keys, verdicts, strict=True):
-            if verdict is Verdict.OK:
-                self._host.commit([key])
-            else:
-                self._host.abort([key])
             for ticket, position in self._joiners.pop(key, ()):
                 joined[ticket.id] = ticket
                 if verdict is Verdict.OK:
@@ -431,16 +454,25 @@ class TierStack:
     def _offer_down(self, key: BlockKey) -> None:
         """Queue a READY block of HOST for every lower tier that lacks and wants it."""
         for tier, queue in self._write_down.items():
-            ledger = self._lower[tier]
-            if key in queue or key in ledger or not ledger.admits(key):
+            ledger, later = self._lower[tier], self._write_later[tier]
+            if key in queue or key in later or key in ledger or not ledger.admits(key):
                 continue
-            if self._health[tier, Direction.SAVE].resting or len(queue) >= self._max_write_down:
-                self._lose(Tier.HOST, tier, Verdict.DROPPED, 1, "the tier cannot keep up")
-                continue
-            (queue[key],) = self._host.lease([key])
+            if len(queue) < self._max_write_down and not self.is_resting(tier, Direction.SAVE):
+                (queue[key],) = self._host.lease([key])
+            else:
+                later[key] = None
+
+    def _can_write(self, tier: Tier) -> bool:
+        waiting = self._write_down[tier] or (
+            self._write_later[tier] and not self.is_resting(tier, Direction.SAVE)
+        )
+        return bool(waiting) and self._lower[tier].num_claimable > 0
 
     def _plan_write_down(self, tier: Tier) -> None:
-        ledger, queue = self._lower[tier], self._write_down[tier]
+        ledger, queue, later = self._lower[tier], self._write_down[tier], self._write_later[tier]
+        while later and len(queue) < self._limits.max_transfer_blocks:
+            key, _ = later.popitem(last=False)
+            (queue[key],) = self._host.lease([key])
         room = min(len(queue), ledger.num_claimable, self._limits.max_transfer_blocks)
         batch = [queue.popitem(last=False) for _ in range(room)]
         keys = [key for key, _ in batch]
@@ -448,13 +480,8 @@ class TierStack:
         self._flights.post(Tier.HOST, tier, keys, [slot for _, slot in batch], slots)
 
     def _settle_write_down(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
-        ledger = self._lower[transfer.target]
         self._host.release(transfer.source_slots)
-        for key, verdict in zip(transfer.keys, verdicts, strict=True):
-            if verdict is Verdict.OK:
-                ledger.commit([key])
-            else:
-                ledger.abort([key])
+        self._conclude(transfer.target, transfer.keys, verdicts)
 
     # Tickets.
 
@@ -534,14 +561,38 @@ class TierStack:
     def _books(self) -> list[tuple[Tier, Ledger]]:
         return [(Tier.HOST, self._host), *self._lower.items()]
 
+    def _book(self, tier: Tier) -> Ledger:
+        return self._host if tier is Tier.HOST else self._lower[tier]
+
     def _claim(self, tier: Tier, keys: Sequence[BlockKey]) -> tuple[Slot, ...]:
         """Claim what the caller has made sure there is room for."""
-        claim = dict(self._books())[tier].claim(keys)
+        claim = self._book(tier).claim(keys)
         if claim is None:
             raise BookError(f"{tier.name} had room for {len(keys)} blocks and has none")
-        if claim.num_evicted:
-            self._events.append(Evicted(tier, claim.num_evicted))
+        self._tell_removed(tier, claim.evicted, evicted=True)
         return claim.slots
+
+    def _conclude(self, tier: Tier, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
+        """End claims: what arrived is offered from now on, what did not is forgotten."""
+        ledger = self._book(tier)
+        pairs = list(zip(keys, verdicts, strict=True))
+        arrived = [key for key, verdict in pairs if verdict is Verdict.OK]
+        ledger.commit(arrived)
+        ledger.abort([key for key, verdict in pairs if verdict is not Verdict.OK])
+        self._tell_stored(tier, arrived)
+
+    def _tell_stored(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        if keys:
+            self._events.append(Stored(tier, tuple(keys)))
+
+    def _tell_removed(self, tier: Tier, keys: Sequence[BlockKey], *, evicted: bool) -> None:
+        if keys:
+            self._events.append(Removed(tier, tuple(keys), evicted))
+        if tier is Tier.HOST:
+            for below, later in self._write_later.items():
+                num_late = sum(later.pop(key, 0) is None for key in keys)
+                if num_late:
+                    self._lose(tier, below, Verdict.DROPPED, num_late, "it could not keep up")
 
     def _report(self, transfer: Transfer, outcome: Outcome) -> None:
         source, target, direction = transfer.source, transfer.target, transfer.direction
