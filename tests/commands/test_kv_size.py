@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.plan.sizing import PRESETS
+
+Run = Callable[..., Any]
+SHAPE = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
+MLA = {
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_the_textbook_formula(run: Run, model: str) -> None:
+    found = run("kv-size", model, "--tokens", 100, "--batch", 3, "--json").json
+    elements = 2 * found["num_layers"] * found["num_kv_heads"] * found["head_dim"]
+    assert found["kv_bytes_per_token"] == elements * found["bits"] // 8
+    assert found["kv_bytes_per_sequence"] == 100 * found["kv_bytes_per_token"]
+    assert found["kv_bytes_total"] == 3 * found["kv_bytes_per_sequence"]
+    assert found["block_bytes"] == found["block_tokens"] * found["kv_bytes_per_token"]
+    assert found["num_kv_heads"] < found["num_heads"]  # grouped: not one KV head per head
+
+
+def test_a_shape_in_place_of_a_model(run: Run) -> None:
+    from_shape = run("kv-size", *SHAPE, "--json").json
+    from_model = run("kv-size", "llama-3.1-8b", "--json").json
+    unknown = {"model": None, "num_heads": None}
+    assert from_shape == from_model | unknown
+    assert from_shape["kv_bytes_per_token"] == 131_072
+    assert from_shape["block_tokens"] == 16
+
+
+def test_bits_overrule_the_model(run: Run, tmp_path: Path) -> None:
+    assert run("kv-size", "llama-3.1-8b", "--bits", 8, "--json").json["kv_bytes_total"] == 65_536
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**MLA, "dtype": "of another world"}))
+    assert "dtype" in run("kv-size", config).refusal
+    assert run("kv-size", config, "--bits", 8, "--json").json["bits"] == 8
+
+
+def test_the_table(run: Run) -> None:
+    ran = run("kv-size", "llama-3.1-8b", "--tokens", 8192, "--batch", 16)
+    assert ran.code == 0
+    assert "32 heads share them" in ran.stdout
+    for text in ("131,072 bytes", "1.0 GiB", "16.0 GiB", "16 tokens, 2.0 MiB"):
+        assert text in ran.stdout
+
+
+def test_a_compressed_cache_says_so(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MLA))
+    assert run("kv-size", tmp_path, "--json").json["kv_bytes_per_token"] == 27 * 576 * 2
+    assert "MLA" in run("kv-size", tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "neither a model nor a shape"),
+        (["llama-3.1-8b", "--layers", "32"], "both the model"),
+        (["--layers", "32", "--head-dim", "128"], "--kv-heads is missing"),
+        (["--bits", "8"], "neither a model nor a shape"),
+        ([*SHAPE, "--bits", "7"], "bits is 7"),
+        (["llama-3.1-8", "--tokens", "1"], "did you mean llama-3.1-8b?"),
+        (["llama-3.1-8b", "--tokens", "0"], "--tokens is 0"),
+        (["llama-3.1-8b", "--batch", "9" * 400], "--batch is 999"),
+        (["/", "--tokens", "5"], "config.json"),
+    ],
+)
+def test_refusals(run: Run, argv: list[str], words: str) -> None:
+    assert words in run("kv-size", *argv).refusal

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools import Desk, cap_for, flip_bit, key_of, spec
+
+from penstock.commands import audit
+from penstock.stores.disk import DiskStore
+from penstock.stores.slab import RECORD_BYTES
+from penstock.types import Slot
+
+Run = Callable[..., Any]
+SPEC = spec()
+NUM_SLOTS = 24
+HELD = (0, 1, 2, 5, 6, 20)
+
+
+def fill(store: DiskStore) -> None:
+    desk = Desk(SPEC, len(HELD))
+    assert not any(store.put(desk.write([key_of(slot) for slot in HELD], HELD)))
+
+
+@pytest.fixture
+def store_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "kv"
+    store = DiskStore(directory, SPEC, cap_for(SPEC, NUM_SLOTS), slab_bytes=8 * SPEC.stride_bytes)
+    fill(store)
+    store.close()
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_ls(run: Run, store_dir: Path) -> None:
+    before = contents(store_dir)
+    found = run("store", "ls", store_dir, "--json").json
+    assert found | {"disk_bytes": 0} == {
+        "directory": str(store_dir),
+        "format_version": 1,
+        "namespace": SPEC.namespace.hex(),
+        "block_bytes": 8192,
+        "block_tokens": 16,
+        "num_slots": NUM_SLOTS,
+        "num_used": len(HELD),
+        "num_free": NUM_SLOTS - len(HELD),
+        "num_damaged_records": 0,
+        "capacity_bytes": NUM_SLOTS * 8192,
+        "used_bytes": len(HELD) * 8192,
+        "free_bytes": (NUM_SLOTS - len(HELD)) * 8192,
+        "disk_bytes": 0,
+        "writer": None,
+    }
+    assert found["disk_bytes"] >= len(HELD) * 8192
+    assert contents(store_dir) == before
+
+
+def test_ls_blocks(run: Run, store_dir: Path) -> None:
+    blocks = run("store", "ls", store_dir, "--blocks", "--json").json["blocks"]
+    assert [block["slot"] for block in blocks] == list(HELD)
+    assert [block["key"] for block in blocks] == [key_of(slot).hex() for slot in HELD]
+    assert len({block["generation"] for block in blocks}) == len(HELD)
+    lines = run("store", "ls", store_dir, "--blocks").stdout.splitlines()[-len(HELD) :]
+    for slot, line in zip(HELD, lines, strict=True):
+        assert line.split()[:2] == [str(slot), key_of(slot).hex()[:16] + "…"]
+
+
+def test_ls_draws_what_it_found(run: Run, store_dir: Path) -> None:
+    flip_bit(store_dir / "index", 5 * RECORD_BYTES + 20)
+    ran = run("store", "ls", store_dir)
+    assert ran.code == 0
+    for words in ("24 blocks, 192.0 KiB", "5 blocks, 40.0 KiB (21%)", "1 records", "none"):
+        assert words in ran.stdout
+
+
+def test_ls_of_a_store_in_use(run: Run, store_dir: Path) -> None:
+    store = DiskStore(store_dir, SPEC, cap_for(SPEC, NUM_SLOTS))
+    try:
+        assert f"process {os.getpid()}" in run("store", "ls", store_dir, "--json").json["writer"]
+        assert run("store", "check", store_dir).code == 0
+    finally:
+        store.close()
+    assert run("store", "ls", store_dir, "--json").json["writer"] is None
+
+
+def test_check_of_a_sound_store(run: Run, store_dir: Path) -> None:
+    before = contents(store_dir)
+    ran = run("store", "check", store_dir, "--json")
+    assert ran.code == 0
+    assert ran.json == {
+        "directory": str(store_dir),
+        "sound": True,
+        "num_slots": NUM_SLOTS,
+        "num_ok": len(HELD),
+        "num_corrupt": 0,
+        "num_empty": NUM_SLOTS - len(HELD),
+        "num_changed": 0,
+        "num_cleared": 0,
+        "damaged": [],
+    }
+    assert "sound" in run("store", "check", store_dir).stdout
+    assert contents(store_dir) == before
+
+
+def damage_in_every_way(directory: Path) -> dict[int, str]:
+    """Slots 1, 5, 6 and 20, of 8 slots to a slab."""
+    flip_bit(directory / "slab-00000", 1 * 8192 + 100)
+    flip_bit(directory / "index", 5 * RECORD_BYTES + 60)
+    os.truncate(directory / "slab-00000", 6 * 8192 + 4096)
+    os.unlink(directory / "slab-00002")
+    return {
+        1: "it fails its checksum",
+        5: "its record is damaged",
+        6: "slab-00000 is cut off",
+        20: "slab-00002 is gone",
+    }
+
+
+def test_check_finds_every_kind_of_damage(run: Run, store_dir: Path) -> None:
+    damage = damage_in_every_way(store_dir)
+    before = contents(store_dir)
+    ran = run("store", "check", store_dir, "--json")
+    assert ran.code == 1
+    assert ran.stderr == ""
+    found = ran.json
+    assert {entry["slot"]: entry["problem"] for entry in found["damaged"]} == damage
+    keys = [entry["key"] for entry in found["damaged"]]
+    assert keys == [key_of(1).hex(), None, key_of(6).hex(), key_of(20).hex()]
+    assert not found["sound"]
+    assert (found["num_ok"], found["num_corrupt"], found["num_empty"]) == (2, 4, 18)
+    drawn = run("store", "check", store_dir)
+    assert drawn.code == 1
+    for problem in damage.values():
+        assert problem in drawn.stdout
+    assert contents(store_dir) == before
+
+
+def test_repair_clears_what_is_damaged_and_keeps_the_rest(run: Run, store_dir: Path) -> None:
+    damage = damage_in_every_way(store_dir)
+    ran = run("store", "check", store_dir, "--repair", "--json")
+    assert ran.code == 1  # there was damage
+    assert ran.json["num_cleared"] == len(damage)
+    again = run("store", "check", store_dir, "--json")
+    assert again.code == 0
+    assert (again.json["num_ok"], again.json["num_slots"]) == (2, NUM_SLOTS)
+    blocks = run("store", "ls", store_dir, "--blocks", "--json").json["blocks"]
+    assert [block["slot"] for block in blocks] == [0, 2]
+
+
+def test_a_record_of_another_model_is_damage(run: Run, store_dir: Path) -> None:
+    data = bytearray((store_dir / "index").read_bytes())
+    data[0:RECORD_BYTES] = _foreign_record()
+    (store_dir / "index").write_bytes(data)
+    (damage,) = run("store", "check", store_dir, "--json").json["damaged"]
+    assert (damage["slot"], damage["problem"]) == (0, "it is of another model or layout")
+
+
+def _foreign_record() -> bytes:
+    from penstock.stores.slab import Record, pack_record
+
+    return pack_record(Record(True, 7, key_of(0), bytes(32), 8192, bytes(16)))
+
+
+def test_a_slot_rewritten_during_the_check_is_not_damage(
+    run: Run, store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer replaces one block and drops another, between the index and the payload."""
+    writer = DiskStore(store_dir, SPEC, cap_for(SPEC, NUM_SLOTS))
+    read_index = audit.read_index
+
+    def read_index_then_write(directory: Path) -> Any:
+        entries = list(read_index(directory))
+        desk = Desk(SPEC, 1)
+        assert writer.put(desk.write([key_of("new")], [1])) == [None]
+        writer.drop(key_of(2), Slot(2))
+        return iter(entries)
+
+    monkeypatch.setattr(audit, "read_index", read_index_then_write)
+    try:
+        ran = run("store", "check", store_dir, "--json")
+    finally:
+        writer.close()
+    assert ran.code == 0
+    assert (ran.json["num_ok"], ran.json["num_changed"]) == (len(HELD) - 1, 1)
+
+
+def test_repair_refuses_a_store_in_use(run: Run, store_dir: Path) -> None:
+    store = DiskStore(store_dir, SPEC, cap_for(SPEC, NUM_SLOTS))
+    try:
+        assert "is being written by" in run("store", "check", store_dir, "--repair").refusal
+    finally:
+        store.close()
+
+
+def test_without_its_index_a_store_cannot_be_read(run: Run, store_dir: Path) -> None:
+    (store_dir / "index").unlink()
+    for command in ("ls", "check"):
+        assert "store clear" in run("store", command, store_dir).refusal
+    assert run("store", "clear", store_dir, "--yes").code == 0
+
+
+def test_clear_deletes_the_store_and_nothing_else(run: Run, store_dir: Path) -> None:
+    (store_dir / "notes.txt").write_text("mine")
+    (store_dir / "slab-of-marble").write_text("mine")
+    ran = run("store", "clear", store_dir, "--yes", "--json")
+    assert ran.code == 0
+    assert ran.json["freed_bytes"] >= len(HELD) * 8192
+    left = sorted(path.name for path in store_dir.iterdir())
+    assert left == ["LOCK", "notes.txt", "slab-of-marble"]
+    assert "holds no Penstock store" in run("store", "clear", store_dir, "--yes").refusal
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "[1]", '{"format_version": 99}', "\0" * 50])
+def test_clear_takes_what_cannot_be_opened(run: Run, store_dir: Path, manifest: str) -> None:
+    (store_dir / "MANIFEST").write_text(manifest)
+    assert "store clear" in run("store", "ls", store_dir).refusal
+    assert run("store", "clear", store_dir, "--yes").code == 0
+    assert [path.name for path in store_dir.iterdir()] == ["LOCK"]
+
+
+def test_clear_spares_another_program_s_manifest(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "MANIFEST").write_text("include README.md\n")
+    (tmp_path / "index").write_text("mine")
+    before = contents(tmp_path)
+    assert "holds no Penstock store" in run("store", "clear", tmp_path, "--yes").refusal
+    assert contents(tmp_path) == before
+
+
+def test_clear_refuses_a_store_in_use(run: Run, store_dir: Path) -> None:
+    store = DiskStore(store_dir, SPEC, cap_for(SPEC, NUM_SLOTS))
+    try:
+        before = contents(store_dir)
+        assert "is being written by" in run("store", "clear", store_dir, "--yes").refusal
+        assert contents(store_dir) == before
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("", 1)])
+def test_clear_asks(
+    run: Run, store_dir: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    ran = run("store", "clear", store_dir)
+    assert ran.code == code
+    assert "Delete all" in ran.stderr
+    assert (store_dir / "MANIFEST").exists() is (code == 1)
+    if code == 1:
+        assert "nothing was done" in ran.stderr
+
+
+def test_clear_with_json_does_not_ask(run: Run, store_dir: Path) -> None:
+    assert "--yes" in run("store", "clear", store_dir, "--json").refusal
+    assert (store_dir / "MANIFEST").exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "check", "clear"])
+def test_what_is_no_store_is_refused_and_left_alone(run: Run, tmp_path: Path, command: str) -> None:
+    file, empty = tmp_path / "file", tmp_path / "empty"
+    file.write_text("mine")
+    empty.mkdir()
+    yes = ["--yes"] if command == "clear" else []
+    assert "is not a folder" in run("store", command, file, *yes).refusal
+    assert "does not exist" in run("store", command, tmp_path / "none", *yes).refusal
+    assert "holds no Penstock store" in run("store", command, empty, *yes).refusal
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
+    assert list(empty.iterdir()) == []
+
+
+def test_manifest_of_the_tests_is_json(store_dir: Path) -> None:
+    assert json.loads((store_dir / "MANIFEST").read_text())["slots_per_slab"] == 8

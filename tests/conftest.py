@@ -1,0 +1,22 @@
+"""Stands here so that tests can import `tools`, and to close what a test leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from tools import Rig
+
+
+@pytest.fixture
+def rigs() -> Iterator[Callable[..., Rig]]:
+    """Makes rigs; each is closed at the end, and must close cleanly."""
+    made: list[Rig] = []
+
+    def make(*args: object, **kwargs: object) -> Rig:
+        made.append(Rig(*args, **kwargs))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()

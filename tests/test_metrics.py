@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from tools import Rig, keys_of
+
+from penstock.events import LookedUp, Lost, TierRested, TierRevived, Usage
+from penstock.metrics import Metrics
+from penstock.types import Direction, Tier, Verdict
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Parsed back from the text that is scraped."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.expose().decode())
+        for sample in family.samples
+    }
+
+
+def test_a_real_workload_is_counted_by_tier_and_direction(
+    rigs: Callable[..., Rig], tmp_path: Path
+) -> None:
+    rig = rigs(tmp_path)
+    keys = keys_of(8)
+    rig.save(keys)
+    rig.load_cold(keys)
+    rig.offloader.note(rig.offloader.match([*keys, *keys_of(2, "new")]))
+    found = samples(rig.metrics)
+
+    def hop(name: str, source: str, target: str, direction: str) -> float:
+        labels = (("direction", direction), ("source", source), ("target", target))
+        return found[name, labels]
+
+    size = 8 * rig.spec.block_bytes
+    for source, target, direction in (
+        ("device", "host", "save"),
+        ("host", "disk", "save"),
+        ("disk", "host", "load"),
+        ("host", "device", "load"),
+    ):
+        assert hop("penstock_blocks_total", source, target, direction) == 8
+        assert hop("penstock_bytes_total", source, target, direction) == size
+        assert hop("penstock_transfer_seconds_total", source, target, direction) > 0
+    assert found["penstock_hit_blocks_total", (("tier", "host"),)] == 8
+    assert found["penstock_miss_blocks_total", ()] == 2
+    assert found["penstock_used_blocks", (("tier", "disk"),)] == 8
+    assert found["penstock_capacity_blocks", (("tier", "host"),)] == 64
+    assert found["penstock_queued_transfers", (("direction", "load"), ("tier", "disk"))] == 0
+    assert found["kv_offload_total", ()] == 8
+    assert found["kv_offload_bytes", ()] == size
+    assert found["kv_reload_total", ()] == 8
+    assert found["kv_cache_hit_rate", ()] == 0.8
+    assert found["cpu_cache_usage_perc", ()] == 8 / 64
+    assert found["gpu_cache_usage_perc", ()] == 0
+
+
+def test_losses_are_counted_by_what_became_of_them() -> None:
+    metrics = Metrics()
+    metrics(Lost(Tier.DISK, Tier.HOST, Direction.LOAD, Verdict.CORRUPT, 3))
+    metrics(Lost(Tier.HOST, Tier.DISK, Direction.SAVE, Verdict.DROPPED, 2))
+    metrics(Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, Verdict.EXPIRED, 1))
+    found = samples(metrics)
+    assert found["penstock_corrupt_blocks_total", (("tier", "disk"),)] == 3
+    assert found["penstock_dropped_blocks_total", (("tier", "disk"),)] == 2
+    hop = (("direction", "load"), ("source", "host"), ("target", "device"))
+    assert found["penstock_lost_blocks_total", (*hop, ("verdict", "expired"))] == 1
+
+
+def test_a_resting_tier_shows() -> None:
+    metrics = Metrics()
+    metrics(TierRested(Tier.DISK, 1.0, "I/O error"))
+    assert samples(metrics)["penstock_tier_resting", (("tier", "disk"),)] == 1
+    metrics(TierRevived(Tier.DISK))
+    found = samples(metrics)
+    assert found["penstock_tier_resting", (("tier", "disk"),)] == 0
+    assert found["penstock_tier_rests_total", (("tier", "disk"),)] == 1
+
+
+def test_a_host_reports_its_own_pool_as_the_device_tier() -> None:
+    metrics = Metrics()
+    metrics(Usage(Tier.DEVICE, 3, 4, 0, 0, 0))
+    assert samples(metrics)["gpu_cache_usage_perc", ()] == 0.75
+
+
+def test_before_the_first_lookup_the_hit_rate_is_zero() -> None:
+    metrics = Metrics()
+    assert samples(metrics)["kv_cache_hit_rate", ()] == 0
+    metrics(LookedUp(0, ()))
+    assert samples(metrics)["kv_cache_hit_rate", ()] == 0

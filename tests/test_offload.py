@@ -1,0 +1,353 @@
+"""The façade with real threads: what comes back is what was saved, bit for bit, or a miss."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tools import TIMEOUT_SECONDS, Rig, content, key_of, keys_of, spec
+
+from penstock.clock import ManualClock
+from penstock.errors import ConfigError, Foreign, Locked
+from penstock.events import Event, LookedUp, Recovered, TicketDone, TierRested
+from penstock.ledger import Ledger
+from penstock.offload import Offloader
+from penstock.policies import LRU
+from penstock.stores.base import Block, Found
+from penstock.stores.host import HostArena
+from penstock.stores.memory import Faults, MemoryStore
+from penstock.tiers import Limits, TierStack
+from penstock.transfer.engine import LaneSpec, TransferEngine
+from penstock.transfer.io import CopyMover, Seals, StoreMover
+from penstock.transfer.recovery import Recovery
+from penstock.types import BlockKey, Slot, TicketId, Tier, Verdict
+
+Rigs = Callable[..., Rig]
+
+
+def test_saved_and_loaded_is_the_same_from_dram_from_disk_and_after_a_restart(
+    rigs: Rigs, tmp_path: Path
+) -> None:
+    keys = keys_of(32)
+    rig = rigs(tmp_path, num_host=16)
+    for start in range(0, 32, 8):
+        assert rig.save(keys[start : start + 8]) == [Verdict.OK] * 8
+    done = rig.load_done(keys)  # compares every block bit for bit
+    assert done.ok
+    assert {Tier.HOST, Tier.DISK} == set(done.sources)
+    rig.close()
+    again = rigs(tmp_path, num_host=16)
+    assert again.offloader.match(keys).num_from(Tier.DISK) == 32
+    done = again.load_done(keys)
+    assert done.ok
+    assert set(done.sources) == {Tier.DISK}
+
+
+@pytest.mark.parametrize("block_bytes", [100, 4096, 9001, 368_640])
+def test_any_block_size_will_do(rigs: Rigs, tmp_path: Path, block_bytes: int) -> None:
+    rig = rigs(tmp_path, block_spec=spec(block_bytes), num_host=4, num_disk=16, num_device=8)
+    keys = keys_of(8)
+    for key in keys:
+        rig.save([key])
+    assert rig.load(keys) == [Verdict.OK] * 8
+    assert rig.load_cold(keys) == [Verdict.OK] * 8
+
+
+def test_random_work_never_yields_a_wrong_block(rigs: Rigs, tmp_path: Path) -> None:
+    """Hundreds of overlapping saves, loads and cancellations over tiers far too small for them."""
+    rig = rigs(tmp_path, num_host=12, num_disk=40, num_device=64, batch_blocks=3)
+    rng = random.Random(7)
+    universe = keys_of(80)
+    free = [Slot(i) for i in range(64)]
+    open_tickets: dict[TicketId, tuple[str, list[BlockKey], list[Slot]]] = {}
+    num_loaded = 0
+
+    def collect() -> None:
+        nonlocal num_loaded
+        for done in rig.offloader.step():
+            kind, keys, slots = open_tickets.pop(done.ticket)
+            for key, slot, verdict in zip(keys, slots, done.verdicts, strict=True):
+                view = rig.device.view(slot)[: rig.spec.block_bytes]
+                if kind == "load" and verdict is Verdict.OK:
+                    assert view == content(key), "the cache lied"
+                    num_loaded += 1
+                view[:] = bytes(len(view))  # the slot is ours again: use it at once
+            free.extend(slots)
+
+    for _ in range(1500):
+        keys = rng.sample(universe, rng.randint(1, 6))
+        if len(free) < len(keys):
+            collect()
+            continue
+        slots = [free.pop(rng.randrange(len(free))) for _ in keys]
+        if rng.random() < 0.5:
+            for key, slot in zip(keys, slots, strict=True):
+                rig.device.view(slot)[: rig.spec.block_bytes] = content(key)
+            open_tickets[rig.offloader.save(keys, slots)] = ("save", keys, slots)
+        else:
+            open_tickets[rig.offloader.load(keys, slots)] = ("load", keys, slots)
+        if open_tickets and rng.random() < 0.1:
+            rig.offloader.cancel(rng.choice(list(open_tickets)))
+        if rng.random() < 0.05:
+            rig.offloader.empty_host()
+        if rng.random() < 0.3:
+            collect()
+        if rng.random() < 0.1:  # let some of it land, or everything ends up cancelled or dropped
+            while open_tickets:
+                collect()
+            rig.offloader.check()
+    while open_tickets:
+        collect()
+    rig.settle()
+    assert num_loaded > 100, "the test hardly loads anything"
+
+
+def test_a_match_costs_nothing_until_noted(rigs: Rigs, tmp_path: Path) -> None:
+    rig = rigs(tmp_path)
+    seen: list[Event] = []
+    rig.offloader.observe(seen.append)
+    keys = keys_of(4)
+    rig.save(keys[:3])
+    rig.load(keys[:3])
+    seen.clear()
+    match = rig.offloader.match(keys)
+    assert match.num_blocks == 3
+    assert match.load_seconds > 0, "rates were learnt from the load before"
+    assert seen == []
+    rig.offloader.note(match)
+    assert seen == [LookedUp(4, ((Tier.HOST, 3),))]
+
+
+def test_every_ticket_ends_in_an_event(rigs: Rigs, tmp_path: Path) -> None:
+    rig = rigs(tmp_path)
+    seen: list[Event] = []
+    rig.offloader.observe(seen.append)
+    rig.save(keys_of(3))
+    rig.load([*keys_of(3), key_of("nowhere")])
+    ends = [(e.num_blocks, e.num_ok) for e in seen if isinstance(e, TicketDone)]
+    assert ends == [(3, 3), (4, 3)]
+
+
+class Hung:
+    """An Offloader over a fake store that hangs, fails or lies when told to."""
+
+    def __init__(self, num_host: int = 8) -> None:
+        self.spec = spec()
+        self.clock = ManualClock()
+        self.events: list[Event] = []
+        self.faults = Faults()
+        self.device = HostArena(self.spec, 16 * self.spec.stride_bytes)
+        host = HostArena(self.spec, num_host * self.spec.stride_bytes)
+        seals = Seals(host, checksums=True)
+        store = MemoryStore(self.spec, 32, self.faults)
+        lanes = {
+            Tier.HOST: LaneSpec(CopyMover(self.device, host, seals), 1),
+            Tier.DISK: LaneSpec(StoreMover(host, store, seals), 1),
+        }
+        self.host = host
+        self.ledger = Ledger(num_host, LRU(num_host))
+        stack = TierStack(
+            self.spec.block_bytes, self.ledger, {Tier.DISK: Ledger(32, LRU(32))}, Limits(2)
+        )
+        self.offloader = Offloader(
+            stack,
+            TransferEngine(lanes, self.clock),
+            self.clock,
+            block_bytes=self.spec.block_bytes,
+            load_deadline_seconds=5.0,
+            observers=[self.events.append],
+        )
+
+    def save(self, keys: list[BlockKey]) -> None:
+        slots = [Slot(i) for i in range(len(keys))]
+        for key, slot in zip(keys, slots, strict=True):
+            self.device.view(slot)[: self.spec.block_bytes] = content(key)
+        self.offloader.wait([self.offloader.save(keys, slots)], TIMEOUT_SECONDS)
+        assert self.offloader.drain(TIMEOUT_SECONDS)
+
+    def start_load(self, keys: list[BlockKey]) -> TicketId:
+        return self.offloader.load(keys, [Slot(i) for i in range(len(keys))])
+
+    def end_load(self, ticket: TicketId) -> tuple[Verdict, ...]:
+        (done,) = self.offloader.wait([ticket], TIMEOUT_SECONDS)
+        for slot, (key, verdict) in enumerate(zip(done.keys, done.verdicts, strict=True)):
+            if verdict is Verdict.OK:
+                assert self.device.view(Slot(slot))[: self.spec.block_bytes] == content(key)
+        return done.verdicts
+
+
+@pytest.fixture
+def hung() -> Iterator[Hung]:
+    rig = Hung()
+    yield rig
+    rig.faults.gate.set()
+    assert rig.offloader.close(TIMEOUT_SECONDS)
+
+
+def test_a_store_that_hangs_delays_a_load_by_its_deadline_and_no_more(hung: Hung) -> None:
+    keys = keys_of(4)
+    hung.save(keys)
+    hung.offloader.empty_host()
+    hung.faults.gate.clear()
+    ticket = hung.start_load(keys)
+    hung.offloader.step()
+    hung.clock.advance(5.0)
+    assert hung.end_load(ticket) == (Verdict.EXPIRED,) * 4
+    hung.offloader.check()
+    # DRAM goes on serving while the store hangs.
+    fresh = keys_of(2, "fresh")
+    slots = [Slot(10), Slot(11)]
+    (saved,) = hung.offloader.wait([hung.offloader.save(fresh, slots)], TIMEOUT_SECONDS)
+    assert saved.ok
+    (loaded,) = hung.offloader.wait([hung.offloader.load(fresh, slots)], TIMEOUT_SECONDS)
+    assert loaded.ok
+    hung.faults.gate.set()
+    assert hung.offloader.drain(TIMEOUT_SECONDS)
+    hung.offloader.check()
+    assert hung.end_load(hung.start_load(keys)) == (Verdict.OK,) * 4
+
+
+def test_a_store_that_keeps_failing_is_left_alone_and_tried_again(hung: Hung) -> None:
+    keys = keys_of(8)
+    for start in (0, 4):
+        hung.save(keys[start : start + 4])
+    hung.offloader.empty_host()
+    hung.faults.failing = True
+    for key in keys[:4]:
+        assert hung.end_load(hung.start_load([key])) == (Verdict.FAILED,)
+    assert any(isinstance(event, TierRested) for event in hung.events)
+    assert hung.offloader.match(keys[4:]).num_blocks == 0
+    hung.faults.failing = False
+    hung.clock.advance(1.0)
+    hung.offloader.step()
+    assert hung.offloader.match(keys[4:]).num_blocks == 4
+    assert hung.end_load(hung.start_load(keys[4:])) == (Verdict.OK,) * 4
+
+
+def test_a_store_that_corrupts_is_caught_block_by_block(hung: Hung) -> None:
+    keys = keys_of(4)
+    hung.save(keys)
+    hung.offloader.empty_host()
+    hung.faults.corrupting = True
+    hung.faults.only = lambda key: key == keys[2]
+    verdicts = hung.end_load(hung.start_load(keys))
+    assert verdicts == (Verdict.OK, Verdict.OK, Verdict.CORRUPT, Verdict.OK)
+    hung.faults.corrupting = False
+    hung.save(keys)
+    hung.offloader.empty_host()
+    assert hung.end_load(hung.start_load(keys)) == (Verdict.OK,) * 4
+
+
+def test_a_full_store_costs_nothing_but_its_copies(hung: Hung) -> None:
+    keys = keys_of(4)
+    hung.faults.full = True
+    hung.save(keys)
+    assert hung.end_load(hung.start_load(keys)) == (Verdict.OK,) * 4
+    hung.offloader.check()
+
+
+def test_dram_that_was_overwritten_behind_the_books_is_a_miss(hung: Hung) -> None:
+    keys = keys_of(2)
+    hung.save(keys)
+    slot = hung.ledger.slot_of(keys[0])
+    assert slot is not None
+    hung.host.view(slot)[17] ^= 1
+    assert hung.end_load(hung.start_load(keys)) == (Verdict.CORRUPT, Verdict.OK)
+    assert hung.end_load(hung.start_load(keys)) == (Verdict.OK, Verdict.OK), "from the store"
+
+
+def test_a_scan_that_breaks_off_loses_blocks_but_no_slot() -> None:
+    class Broken(MemoryStore):
+        def scan(self) -> Iterator[list[Found]]:
+            yield [(Slot(0), None), (Slot(1), key_of("found"))]
+            raise OSError("the disk went away")
+
+    store = Broken(spec(), 10)
+    recovery = Recovery(Tier.DISK, store, 10)
+    found: list[Found] = []
+    while not recovery.complete:
+        found.extend(recovery.take(TIMEOUT_SECONDS) or [])
+    assert [slot for slot, _ in found] == list(range(10))
+    assert [key for _, key in found if key] == [key_of("found")]
+
+
+def test_recovery_is_told_as_it_goes(rigs: Rigs, tmp_path: Path) -> None:
+    first = rigs(tmp_path)
+    first.save(keys_of(20))
+    first.close()
+    seen: list[Event] = []
+    rig = rigs(tmp_path)  # a rig waits for its recovery
+    rig.offloader.observe(seen.append)
+    assert rig.gauge("penstock_recovered_ratio", tier="disk") == 1.0
+    assert not any(isinstance(event, Recovered) for event in seen)
+    assert rig.load(keys_of(20)) == [Verdict.OK] * 20
+
+
+def test_loads_are_served_while_the_index_is_still_being_read() -> None:
+    gate = threading.Event()
+
+    class Slow(MemoryStore):
+        def scan(self) -> Iterator[list[Found]]:
+            for number, batch in enumerate(super().scan()):
+                if number == 4:
+                    assert gate.wait(TIMEOUT_SECONDS)
+                yield batch
+
+    block_spec, clock = spec(), ManualClock()
+    store = Slow(block_spec, 32)
+    device = HostArena(block_spec, 8 * block_spec.stride_bytes)
+    host = HostArena(block_spec, 8 * block_spec.stride_bytes)
+    keys = keys_of(8)
+    for slot, key in enumerate(keys):
+        host.view(Slot(0))[: block_spec.block_bytes] = content(key)
+        store.put([Block(key, Slot(slot), host.view(Slot(0)))])
+    seals = Seals(host)
+    lanes = {
+        Tier.HOST: LaneSpec(CopyMover(device, host, seals), 1),
+        Tier.DISK: LaneSpec(StoreMover(host, store, seals), 1),
+    }
+    offloader = Offloader(
+        TierStack(
+            block_spec.block_bytes,
+            Ledger(8, LRU(8)),
+            {Tier.DISK: Ledger(32, LRU(32), recovering=True)},
+        ),
+        TransferEngine(lanes, clock),
+        clock,
+        block_bytes=block_spec.block_bytes,
+        load_deadline_seconds=5.0,
+        recoveries=[Recovery(Tier.DISK, store, 32)],
+    )
+    while offloader.match(keys).num_blocks < 4:
+        offloader.step()
+    (done,) = offloader.wait([offloader.load(keys[:4], [Slot(i) for i in range(4)])])
+    assert done.ok
+    assert offloader.match(keys).num_blocks == 4
+    gate.set()
+    assert offloader.recover(TIMEOUT_SECONDS)
+    assert offloader.match(keys).num_blocks == 8
+    offloader.check()
+    assert offloader.close(TIMEOUT_SECONDS)
+
+
+def test_closing_twice_is_closing_once(rigs: Rigs, tmp_path: Path) -> None:
+    rig = rigs(tmp_path)
+    rig.save(keys_of(2))
+    assert rig.offloader.close(TIMEOUT_SECONDS)
+    assert rig.offloader.close(TIMEOUT_SECONDS)
+
+
+def test_a_tier_that_cannot_be_had_is_one_clear_error(rigs: Rigs, tmp_path: Path) -> None:
+    rigs(tmp_path / "a")
+    with pytest.raises(Locked, match="being written by process"):
+        Rig(tmp_path / "a")
+    rigs(tmp_path / "b").close()
+    with pytest.raises(Foreign, match="another model or layout"):
+        Rig(tmp_path / "b", block_spec=spec(namespace="other"))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError):
+        Rig(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
