@@ -1,0 +1,65 @@
+"""python -m benchmarks [--only host,disk,lookup] [--dir DIR] [--json] [--lmcache-python PYTHON]"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import disk_link, host_link, lookup
+from benchmarks.harness import Row
+from benchmarks.peers import lmcache
+
+PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    "host": host_link.run,
+    "disk": disk_link.run,
+    "lookup": lookup.run,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, by comma")
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--lmcache-python", help="an interpreter that has lmcache 0.5.6")
+    options = parser.parse_args()
+    chosen = options.only.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    progress = Console(stderr=True)
+    rows: list[Row] = []
+    for part in chosen:
+        for row in PARTS[part](options.dir):
+            progress.print(f"[dim]{row.name}: {row.ours:.3g} {row.unit}[/dim]")
+            rows.append(row)
+    if options.lmcache_python and "disk" in chosen:
+        rows.extend(lmcache.run(options.lmcache_python, options.dir, rows))
+    if options.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        _print(rows)
+
+
+def _print(rows: list[Row]) -> None:
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    table = Table(title=f"Penstock on {machine}", title_justify="left")
+    for name in ("what", "ours", "limit or peer", "ratio", "aim"):
+        table.add_column(name, justify="left" if name in ("what", "limit or peer") else "right")
+    for row in rows:
+        limit = "" if row.limit is None else f"{row.limit:.3g} {row.unit} {row.limit_name}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.name, f"{row.ours:.3g} {row.unit}", limit, ratio, row.aim)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

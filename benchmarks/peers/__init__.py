@@ -1,0 +1,1 @@
+"""Other systems, run by their own interpreters beside ours."""
