@@ -56,7 +56,7 @@ def _measure(label: str, block_bytes: int, folder: Path) -> Iterator[Row]:
         # by LRU, so that the newest round is on DISK whole.
         DiskConfig(
             path=str(folder / "store"),
-            size_bytes=num * (spec.stride_bytes + 128) + 64 * 1024,
+            size_bytes=num * (spec.stride_bytes + 256) + 64 * 1024,
             threads=THREADS,
             policy="lru",
         ),

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from typing import cast
 
 from blake3 import blake3
 
@@ -81,11 +82,11 @@ class KeyChain:
         data = self._pending + _encode(tokens)
         size = self._block_bytes
         full = len(data) - len(data) % size
-        parent = self._parent
-        append = self.keys.append
+        parent, hasher = self._parent, blake3
+        append = cast("Callable[[bytes], None]", self.keys.append)
         for start in range(0, full, size):
-            parent = blake3(parent + data[start : start + size]).digest()
-            append(BlockKey(parent))
+            parent = hasher(parent + data[start : start + size]).digest()
+            append(parent)
         self._parent = parent
         self._pending = data[full:]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, KeysView, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from penstock.errors import BookError
@@ -230,9 +231,8 @@ class Ledger:
 
     def _take(self, count: int) -> tuple[Slot, ...]:
         num_recycled = min(count, len(self._freed))
-        slots = self._freed[len(self._freed) - num_recycled :]
-        del self._freed[len(self._freed) - num_recycled :]
-        slots.sort()  # neighbours become one run
+        # The lowest first: neighbours become one run, and a disk fills from its beginning.
+        slots = [heappop(self._freed) for _ in range(num_recycled)]
         num_fresh = count - num_recycled
         slots.extend(Slot(slot) for slot in range(self._fresh, self._fresh + num_fresh))
         self._fresh += num_fresh
@@ -241,7 +241,7 @@ class Ledger:
     def _free(self, slot: Slot) -> None:
         self._key_in[slot] = None
         self._state[slot] = _FREE
-        self._freed.append(slot)
+        heappush(self._freed, slot)
 
     def _filling(self, keys: Iterable[BlockKey]) -> list[tuple[BlockKey, Slot]]:
         pairs = []

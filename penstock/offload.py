@@ -158,9 +158,9 @@ class Offloader:
             return True
         self._closed = True
         drained = self.drain(timeout_seconds)
-        for recovery in self._recoveries:
-            recovery.stop()
         stopped = self._engine.close(timeout_seconds)
+        for recovery in self._recoveries:
+            stopped &= recovery.stop(timeout_seconds)
         self.step()
         if stopped:  # a hanging thread still uses the store's files: leave them open
             self._close_stores()

@@ -16,7 +16,7 @@ Pure: no I/O, no threads, no clock; time is an argument. Rules it lives by:
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -92,7 +92,9 @@ class TierStack:
         self._write_later: dict[Tier, OrderedDict[BlockKey, None]] = {
             tier: OrderedDict() for tier in written
         }
+        # Of HOST, what copies to one tier below may hold: a tier that hangs must not take it all.
         self._max_write_down = max(1, min(host.capacity // 2, self._limits.max_pending_saves))
+        self._num_writing = dict.fromkeys(written, 0)  # blocks in flight to each
         self._num_saving = 0
         self._now = 0.0
         self._dones: list[Done] = []
@@ -104,31 +106,22 @@ class TierStack:
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """How many leading blocks could be loaded, and from where. Changes nothing."""
-        host = self._host.held
-        lower = [
-            (tier, ledger.held)
-            for tier, ledger in self._lower.items()
-            if not self._health[tier, Direction.LOAD].resting
-        ]
+        nothing: Container[BlockKey] = ()
+        tiers = [(Tier.HOST, self._host.held, nothing)]
+        for tier, ledger in self._lower.items():
+            if not self._health[tier, Direction.LOAD].resting:
+                tiers.append((tier, ledger.held, self._host.held))
         runs: list[Run] = []
-        current: Tier | None = None
-        start = num_matched = 0
-        for key in keys:
-            if key in host:
-                tier = Tier.HOST
-            else:
-                for tier, held in lower:  # noqa: B007 - the tier found is used below
-                    if key in held:
-                        break
-                else:
+        num_matched = 0
+        while num_matched < len(keys):
+            for tier, held, faster in tiers:
+                end = _leading_end(keys, num_matched, held, faster)
+                if end > num_matched:
+                    runs.append(Run(tier, end - num_matched))
+                    num_matched = end
                     break
-            if tier is not current:
-                if current is not None:
-                    runs.append(Run(current, num_matched - start))
-                current, start = tier, num_matched
-            num_matched += 1
-        if current is not None:
-            runs.append(Run(current, num_matched - start))
+            else:
+                break
         num_pending = 0
         if self._host.num_filling:
             num_pending = sum(map(self._host.is_filling, keys[:num_matched]))
@@ -160,8 +153,10 @@ class TierStack:
         fresh = []
         for position, key in enumerate(keys):
             if key in self._host:
-                self._host.touch(key)
                 ticket.judge([position], Verdict.OK)
+                if self._host.is_ready(key):
+                    self._host.touch(key)
+                    self._offer_down(key)
             else:
                 fresh.append(position)
         room = min(self._host.num_claimable, self._limits.max_pending_saves - self._num_saving)
@@ -294,6 +289,7 @@ class TierStack:
         leases: dict[Tier, Counter[Slot]] = {tier: Counter() for tier, _ in self._books()}
         filling: dict[Tier, list[BlockKey]] = {tier: [] for tier, _ in self._books()}
         num_flying: Counter[TicketId] = Counter()
+        num_writing = dict.fromkeys(self._num_writing, 0)
         num_saving = 0
         for flight in self._flights:
             transfer = flight.transfer
@@ -301,6 +297,8 @@ class TierStack:
                 num_saving += len(transfer.keys)
             else:
                 leases[transfer.source].update(transfer.source_slots)
+            if transfer.target in num_writing:
+                num_writing[transfer.target] += len(transfer.keys)
             if transfer.target is not Tier.DEVICE:
                 filling[transfer.target].extend(transfer.keys)
             if flight.ticket is not None:
@@ -318,8 +316,8 @@ class TierStack:
                 raise BookError(f"{tier.name} has leases that nothing under way holds")
             if sorted(ledger.filling_keys()) != sorted(filling[tier]):
                 raise BookError(f"{tier.name} has claims that nothing under way fills")
-        if num_saving != self._num_saving:
-            raise BookError("the blocks being saved are miscounted")
+        if num_saving != self._num_saving or num_writing != self._num_writing:
+            raise BookError("the blocks being saved or written down are miscounted")
         if not self._joiners.keys() <= set(filling[Tier.HOST]):
             raise BookError("a ticket waits for a block that nobody brings")
 
@@ -457,29 +455,34 @@ class TierStack:
             ledger, later = self._lower[tier], self._write_later[tier]
             if key in queue or key in later or key in ledger or not ledger.admits(key):
                 continue
-            if len(queue) < self._max_write_down and not self.is_resting(tier, Direction.SAVE):
+            if self._may_lease_for(tier):
                 (queue[key],) = self._host.lease([key])
             else:
                 later[key] = None
 
+    def _may_lease_for(self, tier: Tier) -> bool:
+        num_held = len(self._write_down[tier]) + self._num_writing[tier]
+        return num_held < self._max_write_down and not self.is_resting(tier, Direction.SAVE)
+
     def _can_write(self, tier: Tier) -> bool:
-        waiting = self._write_down[tier] or (
-            self._write_later[tier] and not self.is_resting(tier, Direction.SAVE)
-        )
-        return bool(waiting) and self._lower[tier].num_claimable > 0
+        later = self._write_later[tier] and self._may_lease_for(tier)
+        return bool(self._write_down[tier] or later) and self._lower[tier].num_claimable > 0
 
     def _plan_write_down(self, tier: Tier) -> None:
         ledger, queue, later = self._lower[tier], self._write_down[tier], self._write_later[tier]
-        while later and len(queue) < self._limits.max_transfer_blocks:
+        max_blocks = self._limits.max_transfer_blocks
+        while later and len(queue) < max_blocks and self._may_lease_for(tier):
             key, _ = later.popitem(last=False)
             (queue[key],) = self._host.lease([key])
-        room = min(len(queue), ledger.num_claimable, self._limits.max_transfer_blocks)
+        room = min(len(queue), ledger.num_claimable, max_blocks)
         batch = [queue.popitem(last=False) for _ in range(room)]
         keys = [key for key, _ in batch]
         slots = self._claim(tier, keys)
+        self._num_writing[tier] += len(keys)
         self._flights.post(Tier.HOST, tier, keys, [slot for _, slot in batch], slots)
 
     def _settle_write_down(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
+        self._num_writing[transfer.target] -= len(transfer.keys)
         self._host.release(transfer.source_slots)
         self._conclude(transfer.target, transfer.keys, verdicts)
 
@@ -621,3 +624,17 @@ class TierStack:
         seconds = self._health[tier, direction].fault(self._now)
         if seconds:
             self._events.append(TierRested(tier, seconds, error))
+
+
+def _leading_end(
+    keys: Sequence[BlockKey],
+    start: int,
+    held: Container[BlockKey],
+    faster: Container[BlockKey],
+) -> int:
+    """The first position from `start` on whose block is not held, or is held by a faster tier."""
+    for position in range(start, len(keys)):
+        key = keys[position]
+        if key not in held or key in faster:
+            return position
+    return len(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from tools import Rig
@@ -13,8 +14,8 @@ def rigs() -> Iterator[Callable[..., Rig]]:
     """Makes rigs; each is closed at the end, and must close cleanly."""
     made: list[Rig] = []
 
-    def make(*args: object, **kwargs: object) -> Rig:
-        made.append(Rig(*args, **kwargs))  # type: ignore[arg-type]
+    def make(*args: Any, **kwargs: Any) -> Rig:
+        made.append(Rig(*args, **kwargs))
         return made[-1]
 
     yield make

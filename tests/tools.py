@@ -17,7 +17,7 @@ from penstock.metrics import Metrics
 from penstock.stores import slab
 from penstock.stores.base import Block
 from penstock.stores.host import HostArena
-from penstock.types import PAGE_BYTES, BlockKey, BlockSpec, Done, Slot, Tier, Verdict
+from penstock.types import PAGE_BYTES, BlockKey, BlockSpec, Done, Slot, TicketId, Tier, Verdict
 
 BLOCK_BYTES = 8192
 ODD_BLOCK_BYTES = 9001  # not a multiple of a page, nor of a word
@@ -48,8 +48,8 @@ def slots(*numbers: int) -> list[Slot]:
 def cap_for(spec: BlockSpec, num_slots: int, slab_bytes: int = slab.SLAB_BYTES) -> int:
     """The smallest cap under which a disk store has this many slots."""
     geometry = slab.Geometry.of(spec, slab_bytes)
-    caps = range(2 * (num_slots + 16) * (spec.stride_bytes + PAGE_BYTES))
-    return bisect_left(caps, num_slots, key=geometry.num_slots)
+    most = num_slots * (spec.stride_bytes + 2 * PAGE_BYTES) + 16 * PAGE_BYTES
+    return bisect_left(range(most), num_slots, key=geometry.num_slots)
 
 
 def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
@@ -230,8 +230,8 @@ class Rig:
     def close(self) -> None:
         assert self.offloader.close(TIMEOUT_SECONDS)
 
-    def _done(self, ticket: int) -> Done:
-        for done in self.offloader.wait([ticket], TIMEOUT_SECONDS):  # type: ignore[list-item]
+    def _done(self, ticket: TicketId) -> Done:
+        for done in self.offloader.wait([ticket], TIMEOUT_SECONDS):
             if done.ticket == ticket:
                 return done
         raise AssertionError("the ticket never ended")

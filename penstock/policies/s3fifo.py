@@ -91,6 +91,8 @@ class _Ghosts:
         self._cells[cell] = fingerprint << 32 | (self._count & 0xFFFFFFFF)
 
     def __contains__(self, key: BlockKey) -> bool:
+        if not self._count:
+            return False
         cell, fingerprint = self._place(key)
         held = self._cells[cell]
         age = (self._count - held) & 0xFFFFFFFF

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -45,13 +46,16 @@ _MoveRun = Callable[[Sequence[Block]], list[StoreError | None]]
 
 
 class DiskStore:
-    """One directory. Safe to use from many threads, as long as no two write the same slot."""
+    """One directory. Safe to use from many threads, as long as no two write the same slot.
+
+    Without a cap an existing store keeps the size it has. Readers take it as it is.
+    """
 
     def __init__(
         self,
         directory: Path,
         spec: BlockSpec,
-        cap_bytes: int,
+        cap_bytes: int | None,
         *,
         read_only: bool = False,
         direct: bool = True,
@@ -101,20 +105,24 @@ class DiskStore:
 
     def scan(self) -> Iterator[list[Found]]:
         """Every slot once, oldest block first within a batch. What cannot be read holds nothing."""
-        for start in range(0, self.num_slots, SCAN_RECORDS):
-            num = min(SCAN_RECORDS, self.num_slots - start)
-            try:
-                records = self._read_records(Slot(start), num)
-            except OSError as error:
-                log.warning("records %d to %d are unreadable: %s", start, start + num - 1, error)
-                records = [None] * num
-            found: list[tuple[int, Slot, BlockKey | None]] = []
-            for slot, record in enumerate(records, start):
-                key = record.key if record is not None and self._vouches(record, slot) else None
-                generation = record.generation if record is not None else 0
-                found.append((generation, Slot(slot), key))
-            found.sort(key=lambda entry: entry[0])
-            yield [(slot, key) for _, slot, key in found]
+        per_slab = self._geometry.slots_per_slab
+        for first in range(0, self.num_slots, per_slab):
+            beyond = min(first + per_slab, self.num_slots)
+            reach = first + self._num_slots_in_file(first // per_slab)
+            for start in range(first, beyond, SCAN_RECORDS):
+                batch = self._scan_batch(start, min(start + SCAN_RECORDS, beyond))
+                batch.sort()
+                yield [(Slot(slot), key if slot < reach else None) for _, slot, key in batch]
+
+    def _scan_batch(self, start: int, end: int) -> list[tuple[int, int, BlockKey | None]]:
+        """Generation, slot and key: sorted, the oldest block comes first."""
+        try:
+            data = self._read_index(Slot(start), end - start)
+        except OSError as error:
+            log.warning("records %d to %d are unreadable: %s", start, end - 1, error)
+            data = bytes((end - start) * RECORD_BYTES)
+        found = slab.find_keys(data, self._spec.namespace, self._geometry.block_bytes)
+        return [(generation, slot, key) for slot, (generation, key) in enumerate(found, start)]
 
     def records(self) -> Iterator[tuple[Slot, Record]]:
         """Every slot that claims to hold a block."""
@@ -209,7 +217,7 @@ class DiskStore:
             return Corrupt(f"the record of slot {block.slot} in {self.directory} is damaged")
         if not record.held or record.key != block.key:
             return Missing(f"slot {block.slot} of {self.directory} holds another block")
-        if not self._vouches(record, block.slot):
+        if not self._vouches(record):
             return Corrupt(f"slot {block.slot} of {self.directory} is of another layout")
         return None
 
@@ -228,12 +236,11 @@ class DiskStore:
             Record(True, generation, block.key, self._spec.namespace, length, checksum)
         )
 
-    def _vouches(self, record: Record, slot: int) -> bool:
+    def _vouches(self, record: Record) -> bool:
         return (
             record.held
             and record.namespace == self._spec.namespace
             and record.length == self._geometry.block_bytes
-            and self._slab_reaches(slot)
         )
 
     # Files.
@@ -248,21 +255,34 @@ class DiskStore:
                 raise Foreign(f"{self.directory} holds no store to read; check the path.")
             return found
         if found is None:
+            _refuse_strangers_index(self.directory)
             remove_store_files(self.directory)  # without a manifest nothing vouches for them
             found = replace(wanted, epoch=0)
         geometry = replace(found, epoch=found.epoch + 1)
-        slab.write_manifest(self.directory, geometry)
+        try:
+            for leftover in self.directory.glob(".MANIFEST-*"):
+                leftover.unlink()  # of a writer that was killed
+            slab.write_manifest(self.directory, geometry)
+        except OSError as error:
+            raise Full(f"the manifest of {self.directory} cannot be written: {error}.") from None
         return geometry
 
-    def _open_index(self, cap_bytes: int) -> int:
+    def _open_index(self, cap_bytes: int | None) -> int:
         path = self.directory / "index"
-        if self.read_only:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if self.read_only or cap_bytes is None:
+            try:
+                flags = os.O_RDONLY if self.read_only else os.O_RDWR
+                descriptor = os.open(path, flags | os.O_CLOEXEC)
+            except OSError as error:
+                raise Foreign(f"{path} cannot be read: {error.strerror}.") from None
             self.num_slots = os.fstat(descriptor).st_size // RECORD_BYTES
+            if self.num_slots < 1:
+                os.close(descriptor)
+                raise Foreign(f"{path} is empty; there is nothing to read.")
             return descriptor
         self.num_slots = self._geometry.num_slots(cap_bytes)
         if self.num_slots < 1:
-            need = slab.FIXED_BYTES + 4096 + self._geometry.stride_bytes + RECORD_BYTES
+            need = self._geometry.min_cap_bytes
             raise ConfigError(
                 f"disk.size is {format_bytes(cap_bytes)}, too little for one block; "
                 f"give it at least {format_bytes(need)}."
@@ -289,13 +309,13 @@ class DiskStore:
         per_slab = self._geometry.slots_per_slab
         return min(per_slab, self.num_slots - number * per_slab) * self._geometry.stride_bytes
 
-    def _slab_reaches(self, slot: int) -> bool:
-        number, offset = self._geometry.place(Slot(slot))
+    def _num_slots_in_file(self, number: int) -> int:
+        """Slots of a slab that its file is long enough for; a lost or cut file has fewer."""
         try:
             self._open_slab(number)
         except OSError:
-            return False
-        return offset + self._geometry.stride_bytes <= self._slabs[number][1]
+            return 0
+        return self._slabs[number][1] // self._geometry.stride_bytes
 
     def _open_slab(self, number: int, grow_to: int = 0) -> int:
         opened = self._slabs.get(number)
@@ -332,9 +352,12 @@ class DiskStore:
                 )
         return os.open(path, flags, 0o600)
 
-    def _read_records(self, slot: Slot, num: int) -> list[Record | None]:
+    def _read_index(self, slot: Slot, num: int) -> bytes:
         data = os.pread(self._index, num * RECORD_BYTES, slot * RECORD_BYTES)
-        data = data.ljust(num * RECORD_BYTES, b"\0")  # a truncated index holds nothing there
+        return data.ljust(num * RECORD_BYTES, b"\0")  # a truncated index holds nothing there
+
+    def _read_records(self, slot: Slot, num: int) -> list[Record | None]:
+        data = self._read_index(slot, num)
         return [
             slab.unpack_record(data[start : start + RECORD_BYTES])
             for start in range(0, len(data), RECORD_BYTES)
@@ -369,8 +392,9 @@ def lock_directory(directory: Path) -> int:
             f"{directory} is being written by {holder}; stop it, choose another disk.path, "
             "or open this one with disk.read_only = true."
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with suppress(OSError):  # the text is for people; the lock holds without it
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return descriptor
 
 
@@ -384,6 +408,20 @@ def remove_store_files(directory: Path) -> int:
             num_bytes += path.stat().st_blocks * 512
             path.unlink()
     return num_bytes
+
+
+def _refuse_strangers_index(directory: Path) -> None:
+    """`index` is a common name: one that is not ours must not be deleted as a leftover."""
+    try:
+        with (directory / "index").open("rb") as file:
+            head = file.read(len(slab.MAGIC))
+    except FileNotFoundError:
+        return
+    if head not in (slab.MAGIC, bytes(len(head))):
+        raise Foreign(
+            f"{directory} holds a file named index that is not Penstock's; choose an empty "
+            "directory as disk.path."
+        )
 
 
 def _make_directory(directory: Path, read_only: bool) -> None:

@@ -74,6 +74,7 @@ class MemoryStore:
         if key != block.key:
             return Missing(f"slot {block.slot} holds another block")
         if self.faults.corrupting and self.faults.only(block.key):
+            data = bytearray(data)
             data[len(data) // 2] ^= 1
         block.memory[: self._block_bytes] = data
         if xxhash.xxh3_128_digest(data) != checksum:

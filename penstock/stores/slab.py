@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -47,9 +48,12 @@ SLAB_BYTES = 16 << 30
 EMPTY, HELD = 0, 1
 _BODY = struct.Struct("<4sIQ32s32sQ16s16x")
 _SUM = struct.Struct("<Q")
+_RECORD = struct.Struct("<4sIQ32s32sQ16s16xQ")
 _ZERO = bytes(RECORD_BYTES)
 # MANIFEST and LOCK, and the manifest's temporary while it is replaced: a page each.
 FIXED_BYTES = 3 * PAGE_BYTES
+# What a filesystem may count to a slab for its extent tree, when slots are written here and there.
+EXTENT_BYTES = 32
 
 
 class Record(NamedTuple):
@@ -89,6 +93,38 @@ def unpack_record(data: bytes | memoryview) -> Record | None:
     return Record(state == HELD, generation, BlockKey(key), namespace, length, checksum)
 
 
+def find_keys(data: bytes, namespace: bytes, length: int) -> list[tuple[int, BlockKey | None]]:
+    """Generation and key of each record in `data`; no key where it does not vouch for a block.
+
+    The same judgement as `unpack_record`, for whole stretches of an index at a time.
+    """
+    found: list[tuple[int, BlockKey | None]] = []
+    digest = xxhash.xxh3_64_intdigest
+    body, offset = _BODY.size, 0
+    for (
+        magic,
+        state,
+        generation,
+        key,
+        held_namespace,
+        held_length,
+        _,
+        checksum,
+    ) in _RECORD.iter_unpack(data):
+        if (
+            state == HELD
+            and magic == MAGIC
+            and held_length == length
+            and held_namespace == namespace
+            and checksum == digest(data[offset : offset + body])
+        ):
+            found.append((generation, key))
+        else:
+            found.append((0, None))
+        offset += RECORD_BYTES
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """What a store was made for. It is opened again only for the same."""
@@ -119,9 +155,17 @@ class Geometry:
 
     def num_slots(self, cap_bytes: int) -> int:
         """Slots that fit under the cap together with everything else the store writes."""
-        # The index is rounded up to a page by the filesystem: count that page as fixed.
-        room = cap_bytes - FIXED_BYTES - PAGE_BYTES
-        return max(0, room // (self.stride_bytes + RECORD_BYTES))
+        per_slot = self.stride_bytes + RECORD_BYTES + EXTENT_BYTES
+        per_slab = self.slots_per_slab * per_slot + PAGE_BYTES
+        # The index and its own extents are rounded up to pages.
+        room = max(0, cap_bytes - FIXED_BYTES - 2 * PAGE_BYTES)
+        num_slabs, rest = divmod(room, per_slab)
+        return num_slabs * self.slots_per_slab + max(0, rest - PAGE_BYTES) // per_slot
+
+    @property
+    def min_cap_bytes(self) -> int:
+        """The smallest cap under which there is a slot."""
+        return FIXED_BYTES + 3 * PAGE_BYTES + self.stride_bytes + RECORD_BYTES + EXTENT_BYTES
 
     def place(self, slot: Slot) -> tuple[int, int]:
         """Number of the slab, and offset of the slot's payload in it."""
@@ -136,7 +180,9 @@ def slab_path(directory: Path, slab: int) -> Path:
 def slab_paths(directory: Path) -> list[tuple[int, Path]]:
     """The slabs there are, by number."""
     return sorted(
-        (int(path.name[5:]), path) for path in directory.glob("slab-*") if path.name[5:].isdigit()
+        (int(path.name[5:]), path)
+        for path in directory.glob("slab-*")
+        if re.fullmatch(r"slab-[0-9]{5,9}", path.name)
     )
 
 
@@ -158,10 +204,11 @@ def read_manifest(directory: Path) -> Geometry | None:
                 f"`penstock store clear {directory}`."
             )
         geometry = Geometry(**fields)
-        valid = all(value > 0 for key, value in fields.items() if key != "namespace")
+        numbers = [value for name, value in fields.items() if name != "namespace"]
+        valid = all(type(number) is int and 0 < number < 1 << 62 for number in numbers)
         if not valid or len(bytes.fromhex(geometry.namespace)) != 32:
             raise ValueError("a field is out of range")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Foreign(
             f"{directory}/MANIFEST is damaged ({error}); nothing in the store can be trusted: "
             f"empty it with `penstock store clear {directory}`."

@@ -47,12 +47,11 @@ class Recovery:
         self.num_taken += len(batch)
         return batch
 
-    def stop(self) -> None:
-        """End the scan; the store may be closed afterwards."""
+    def stop(self, timeout_seconds: float = 10.0) -> bool:
+        """End the scan. False if it hangs: then the store must be left open."""
         self._stopped.set()
-        while self._thread.is_alive():
-            self.take()
-            self._thread.join(0.01)
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
 
     def _scan(self) -> None:
         num_read = 0

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,14 @@ from tools import Desk, cap_for, flip_bit, key_of, spec
 
 from penstock.commands import audit
 from penstock.stores.disk import DiskStore
-from penstock.stores.slab import RECORD_BYTES
+from penstock.stores.slab import RECORD_BYTES, Record, pack_record
 from penstock.types import Slot
 
 Run = Callable[..., Any]
 SPEC = spec()
 NUM_SLOTS = 24
+SLAB_BYTES = 8 * SPEC.stride_bytes
+CAP_BYTES = cap_for(SPEC, NUM_SLOTS, SLAB_BYTES)
 HELD = (0, 1, 2, 5, 6, 20)
 
 
@@ -29,7 +30,7 @@ def fill(store: DiskStore) -> None:
 @pytest.fixture
 def store_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "kv"
-    store = DiskStore(directory, SPEC, cap_for(SPEC, NUM_SLOTS), slab_bytes=8 * SPEC.stride_bytes)
+    store = DiskStore(directory, SPEC, CAP_BYTES, slab_bytes=SLAB_BYTES)
     fill(store)
     store.close()
     return directory
@@ -76,12 +77,12 @@ def test_ls_draws_what_it_found(run: Run, store_dir: Path) -> None:
     flip_bit(store_dir / "index", 5 * RECORD_BYTES + 20)
     ran = run("store", "ls", store_dir)
     assert ran.code == 0
-    for words in ("24 blocks, 192.0 KiB", "5 blocks, 40.0 KiB (21%)", "1 records", "none"):
+    for words in ("24 blocks, 192.0 KiB", "5 blocks, 40.0 KiB (21%)", "1 record;", "none"):
         assert words in ran.stdout
 
 
 def test_ls_of_a_store_in_use(run: Run, store_dir: Path) -> None:
-    store = DiskStore(store_dir, SPEC, cap_for(SPEC, NUM_SLOTS))
+    store = DiskStore(store_dir, SPEC, CAP_BYTES)
     try:
         assert f"process {os.getpid()}" in run("store", "ls", store_dir, "--json").json["writer"]
         assert run("store", "check", store_dir).code == 0
@@ -156,23 +157,17 @@ def test_repair_clears_what_is_damaged_and_keeps_the_rest(run: Run, store_dir: P
 
 def test_a_record_of_another_model_is_damage(run: Run, store_dir: Path) -> None:
     data = bytearray((store_dir / "index").read_bytes())
-    data[0:RECORD_BYTES] = _foreign_record()
+    data[:RECORD_BYTES] = pack_record(Record(True, 7, key_of(0), bytes(32), 8192, bytes(16)))
     (store_dir / "index").write_bytes(data)
     (damage,) = run("store", "check", store_dir, "--json").json["damaged"]
     assert (damage["slot"], damage["problem"]) == (0, "it is of another model or layout")
-
-
-def _foreign_record() -> bytes:
-    from penstock.stores.slab import Record, pack_record
-
-    return pack_record(Record(True, 7, key_of(0), bytes(32), 8192, bytes(16)))
 
 
 def test_a_slot_rewritten_during_the_check_is_not_damage(
     run: Run, store_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer replaces one block and drops another, between the index and the payload."""
-    writer = DiskStore(store_dir, SPEC, cap_for(SPEC, NUM_SLOTS))
+    writer = DiskStore(store_dir, SPEC, CAP_BYTES)
     read_index = audit.read_index
 
     def read_index_then_write(directory: Path) -> Any:
@@ -192,7 +187,7 @@ def test_a_slot_rewritten_during_the_check_is_not_damage(
 
 
 def test_repair_refuses_a_store_in_use(run: Run, store_dir: Path) -> None:
-    store = DiskStore(store_dir, SPEC, cap_for(SPEC, NUM_SLOTS))
+    store = DiskStore(store_dir, SPEC, CAP_BYTES)
     try:
         assert "is being written by" in run("store", "check", store_dir, "--repair").refusal
     finally:
@@ -234,7 +229,7 @@ def test_clear_spares_another_program_s_manifest(run: Run, tmp_path: Path) -> No
 
 
 def test_clear_refuses_a_store_in_use(run: Run, store_dir: Path) -> None:
-    store = DiskStore(store_dir, SPEC, cap_for(SPEC, NUM_SLOTS))
+    store = DiskStore(store_dir, SPEC, CAP_BYTES)
     try:
         before = contents(store_dir)
         assert "is being written by" in run("store", "clear", store_dir, "--yes").refusal
@@ -272,7 +267,3 @@ def test_what_is_no_store_is_refused_and_left_alone(run: Run, tmp_path: Path, co
     assert "holds no Penstock store" in run("store", command, empty, *yes).refusal
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
     assert list(empty.iterdir()) == []
-
-
-def test_manifest_of_the_tests_is_json(store_dir: Path) -> None:
-    assert json.loads((store_dir / "MANIFEST").read_text())["slots_per_slab"] == 8

@@ -811,7 +811,7 @@ def test_a_hung_scan_keeps_neither_saves_nor_close_waiting(
     assert not hangs, "close() outlived its timeout by far"
 
 
-def test_loads_given_up_leave_no_lease_behind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_given_up_leave_no_lease_behind(rig: Rig) -> None:
     """Leaked pins drove a peer's hit rate to 0."""
     places = [Slot(i) for i in range(8)]
     for turn in range(50):

@@ -1,0 +1,97 @@
+"""The command line: every command by name, and the one place where an error becomes a sentence.
+
+0    done
+1    `store check` found damage, or a question was answered with no
+2    wrong usage, or what was asked cannot be done; stderr says why in one sentence
+130  interrupted
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from penstock import __version__
+from penstock.commands import config, kv_size, probe, store
+from penstock.errors import PenstockError
+
+app = typer.Typer(
+    help="Tiered KV-cache offloading for LLM inference: GPU, pinned memory, disk, remote.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("kv-size", epilog=kv_size.EXAMPLE)(kv_size.kv_size)
+app.command("probe", epilog=probe.EXAMPLE)(probe.probe)
+app.command("config", epilog=config.EXAMPLE)(config.config)
+app.add_typer(store.app, name="store")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv` is without the program's name."""
+    for stream in (sys.stdout, sys.stderr):
+        # A path need not be text, and a terminal need not know "µ": neither is worth a traceback.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        code = app(args=argv, prog_name="penstock", standalone_mode=False)
+        sys.stdout.flush()
+    except PenstockError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except typer.Abort as abort:
+        # Typer puts this in place of Ctrl-C and of the end of input at a question.
+        if isinstance(abort.__context__, KeyboardInterrupt):
+            return _fail("interrupted", 130)
+        return _fail("nothing was done", 1)
+    except BrokenPipeError:
+        # Whoever read our output has enough of it; the interpreter must not flush the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _fail(f"{where}{error.strerror or error}")
+    except Exception as error:
+        # Wrong usage. Which class it is depends on Typer's version: it once used click's own.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "penstock"
+        return _fail(f"{format_message().rstrip('.')} (see {path} --help)")
+    if code == 130:  # newer versions of Typer answer Ctrl-C themselves
+        return _fail("interrupted", 130)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(sentence: str, code: int = 2) -> int:
+    print("penstock:", " ".join(sentence.split()), file=sys.stderr)
+    return code

@@ -1,0 +1,228 @@
+"""What lies in the files of a disk store: read record by record, and checked block by block."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.errors import ConfigError, Corrupt, Foreign, StoreError
+from penstock.stores import slab
+from penstock.stores.base import Block
+from penstock.stores.disk import DiskStore
+from penstock.stores.host import HostArena
+from penstock.stores.slab import RECORD_BYTES, Geometry, Record
+from penstock.types import BlockKey, Slot
+
+RECORDS_AT_ONCE = 4096
+_BATCH_BYTES = 32 << 20
+_SETTLE_SECONDS = 0.05
+_ZERO = bytes(RECORD_BYTES)
+
+
+class Entry(NamedTuple):
+    """One slot as the index has it."""
+
+    slot: Slot
+    record: Record | None  # None: never written, or damaged
+    damaged: bool
+
+
+class Damage(NamedTuple):
+    slot: Slot
+    key: BlockKey | None  # None where the record itself is damaged
+    problem: str
+
+
+@dataclass(slots=True)
+class Audit:
+    num_ok: int = 0
+    num_empty: int = 0
+    num_changed: int = 0  # rewritten by a live writer while they were looked at; no damage
+    damages: list[Damage] = field(default_factory=list)
+
+
+def count_slots(directory: Path) -> int:
+    return (directory / "index").stat().st_size // RECORD_BYTES
+
+
+def read_index(directory: Path) -> Iterator[Entry]:
+    """Every slot, in order. Unlike a store's own scan it tells damaged records from empty ones."""
+    num_slots = count_slots(directory)
+    with (directory / "index").open("rb") as file:
+        for start in range(0, num_slots, RECORDS_AT_ONCE):
+            data = file.read(min(RECORDS_AT_ONCE, num_slots - start) * RECORD_BYTES)
+            for index in range(len(data) // RECORD_BYTES):
+                yield _entry(start + index, data[index * RECORD_BYTES : (index + 1) * RECORD_BYTES])
+
+
+def _read_entry(directory: Path, slot: Slot) -> Entry:
+    with (directory / "index").open("rb") as file:
+        return _entry(slot, os.pread(file.fileno(), RECORD_BYTES, slot * RECORD_BYTES))
+
+
+def _entry(slot: int, data: bytes) -> Entry:
+    record = slab.unpack_record(data)
+    # Nothing at all: the index became shorter meanwhile.
+    return Entry(Slot(slot), record, damaged=record is None and data not in (_ZERO, b""))
+
+
+def audit(store: DiskStore, geometry: Geometry, tick: Callable[[float], None]) -> Audit:
+    """Read every block that the index names and hold it against its checksum. Changes nothing."""
+    found, suspects = Audit(), list[Slot]()
+    num_slots = count_slots(store.directory)
+    arena = HostArena(geometry.spec, max(_BATCH_BYTES, geometry.stride_bytes))
+    batch: list[tuple[Slot, Record]] = []
+
+    def check_batch() -> None:
+        blocks = [
+            Block(record.key, slot, arena.view(Slot(index)))
+            for index, (slot, record) in enumerate(batch)
+        ]
+        for block, error in zip(blocks, store.get(blocks), strict=True):
+            if error is None:
+                found.num_ok += 1
+            else:
+                suspects.append(block.slot)
+        batch.clear()
+
+    for entry in read_index(store.directory):
+        if entry.damaged:
+            suspects.append(entry.slot)
+        elif entry.record is None or not entry.record.held:
+            found.num_empty += 1
+        else:
+            batch.append((entry.slot, entry.record))
+        if len(batch) == arena.num_slots or entry.slot % RECORDS_AT_ONCE == 0:
+            check_batch()
+            tick((entry.slot + 1) / num_slots)
+    check_batch()
+    if suspects:
+        _look_again(store.directory, geometry, sorted(suspects), arena.view(Slot(0)), found)
+    return found
+
+
+def _look_again(
+    directory: Path, geometry: Geometry, slots: list[Slot], memory: memoryview, found: Audit
+) -> None:
+    """A live writer may have been halfway through a slot, or have made a slab longer meanwhile.
+
+    What fails twice in the same state, the second time through files opened anew, is damaged.
+    """
+    time.sleep(_SETTLE_SECONDS)
+    store = DiskStore(directory, geometry.spec, 0, read_only=True)
+    try:
+        for slot in slots:
+            entry = _read_entry(directory, slot)
+            record = entry.record
+            if entry.damaged:
+                found.damages.append(Damage(slot, None, "its record is damaged"))
+            elif record is None or not record.held:
+                found.num_changed += 1
+            elif (error := store.get([Block(record.key, slot, memory)])[0]) is None:
+                found.num_ok += 1
+            elif _read_entry(directory, slot) != entry:
+                found.num_changed += 1
+            else:
+                problem = _name_problem(directory, geometry, slot, record, error)
+                found.damages.append(Damage(slot, record.key, problem))
+    finally:
+        store.close()
+
+
+def _name_problem(
+    directory: Path, geometry: Geometry, slot: Slot, record: Record, error: StoreError
+) -> str:
+    number, offset = geometry.place(slot)
+    path = slab.slab_path(directory, number)
+    if not path.exists():
+        return f"{path.name} is gone"
+    if path.stat().st_size < offset + geometry.stride_bytes:
+        return f"{path.name} is cut off"
+    if (record.namespace.hex(), record.length) != (geometry.namespace, geometry.block_bytes):
+        return "it is of another model or layout"
+    return "it fails its checksum" if isinstance(error, Corrupt) else str(error)
+
+
+def clear_records(store: DiskStore, damages: list[Damage]) -> int:
+    """Make the damaged slots empty, so that they are not offered again; returns how many are."""
+    for damage in damages:
+        store.drop(damage.key or BlockKey(bytes(32)), damage.slot)
+    entries = (_read_entry(store.directory, damage.slot) for damage in damages)
+    return sum(entry.record is not None and not entry.record.held for entry in entries)
+
+
+def disk_bytes(directory: Path) -> int:
+    """Disk space of the store's own files."""
+    paths = [directory / name for name in ("MANIFEST", "LOCK", "index")]
+    paths += [path for _, path in slab.slab_paths(directory)]
+    return sum(path.stat().st_blocks * 512 for path in paths if path.is_file())
+
+
+def find_writer(directory: Path) -> str | None:
+    """The live process that has the store open for writing, in the words of its LOCK file."""
+    try:
+        descriptor = os.open(directory / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        # Asked with a shared lock, let go at once: there is no way to only look.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        name = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        return name or "another process"
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def read_manifest(directory: Path) -> Geometry:
+    _check_is_folder(directory)
+    geometry = slab.read_manifest(directory)
+    if geometry is None:
+        raise _no_store(directory, "it has no MANIFEST")
+    return geometry
+
+
+def check_index(directory: Path) -> None:
+    if not (directory / "index").is_file():
+        raise StoreError(
+            f"the index of {directory} is gone, and nothing in the store can be found without it: "
+            f"empty it with `penstock store clear {directory}`"
+        )
+
+
+def _check_is_folder(directory: Path) -> None:
+    if not directory.is_dir():
+        problem = "is not a folder" if directory.exists() else "does not exist"
+        raise ConfigError(f"{directory} {problem}: expected the folder of a disk store")
+
+
+def check_is_store(directory: Path) -> None:
+    """A damaged MANIFEST is no reason to refuse, but somebody else's file of that name is."""
+    _check_is_folder(directory)
+    if not (directory / "MANIFEST").is_file():
+        raise _no_store(directory, "it has no MANIFEST")
+    try:
+        fields = json.loads((directory / "MANIFEST").read_bytes())
+        is_ours = isinstance(fields, dict) and "format_version" in fields
+    except (ValueError, RecursionError):
+        is_ours = False
+    if not is_ours and not _has_our_lock(directory):
+        raise _no_store(directory, "its MANIFEST is not Penstock's and no LOCK lies beside it")
+
+
+def _has_our_lock(directory: Path) -> bool:
+    try:
+        return (directory / "LOCK").read_bytes().startswith(b"process ")
+    except OSError:
+        return False
+
+
+def _no_store(directory: Path, reason: str) -> Foreign:
+    return Foreign(f"{directory} holds no Penstock store ({reason}); check the path")

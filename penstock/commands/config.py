@@ -1,0 +1,80 @@
+"""`penstock config`: the settings as Penstock will use them, checked against this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.commands import JsonFlag, new_table, print_json, stdout_console
+from penstock.config import Config, check_machine, describe, load_config
+from penstock.errors import ConfigError
+from penstock.units import format_bytes
+
+EXAMPLE = "Example: penstock config --config penstock.toml --set host.size=8GiB"
+
+
+def config(
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="A TOML file; else the one PENSTOCK_CONFIG names."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Overrules file and environment; may be repeated."
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print the settings in effect, after checking that this machine can hold them.
+
+    Later sources win: defaults, the TOML file, the environment (PENSTOCK_HOST_SIZE=8GiB), --set.
+    """
+    loaded = load_config(file, overrides=parse_settings(settings or ()))
+    check_machine(loaded)
+    sections = describe(loaded)
+    if as_json:
+        print_json(sections)
+        return
+    table = new_table("setting", "value", "default")
+    defaults = describe(Config())
+    for section, values in sections.items():
+        for key, value in values.items():
+            default = defaults[section][key]
+            changed = value != default
+            table.add_row(
+                f"{section}.{key}",
+                _show(key, value),
+                _show(key, default) if changed else "",
+                style="bold" if changed else "",
+            )
+        table.add_section()
+    stdout_console().print(table)
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, object]:
+    """ "host.size=8GiB" to a name and a value; of several for one name, the last."""
+    parsed: dict[str, object] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not (equals and name.strip()):
+            raise ConfigError(
+                f"--set {setting[:80]!r} is not a setting: expected a name, '=' and a value; "
+                "write it like --set host.size=8GiB"
+            )
+        parsed[name.strip()] = value
+    return parsed
+
+
+def _show(key: str, value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    is_size = key == "size" or key.endswith("_bytes")
+    return format_bytes(value) if is_size and isinstance(value, int) else str(value)

@@ -1,0 +1,150 @@
+"""`penstock kv-size`: how many bytes of KV a model makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.commands import JsonFlag, print_fields, print_json
+from penstock.errors import ConfigError
+from penstock.plan.sizing import (
+    PRESETS,
+    ModelShape,
+    find_shape,
+    shape_from_config,
+    suggest_block_tokens,
+)
+from penstock.units import format_bytes
+
+EXAMPLE = (
+    "Example: penstock kv-size llama-3.1-8b --tokens 8192 --batch 16\n\n"
+    "Example: penstock kv-size --layers 32 --kv-heads 8 --head-dim 128"
+)
+# Nothing is larger, and below it no product leaves the range of a float.
+_MAX_COUNT = 1 << 40
+
+
+def kv_size(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help=f"A known model ({', '.join(PRESETS)}), a config.json, or the folder it lies in.",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", help="In place of a model: its layers.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="KV heads; fewer than attention heads where queries are grouped."
+        ),
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Elements in one head.")] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Bits of one KV element: 4, 8, 16 or 32; 16 unless the model says otherwise.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of one sequence.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences held at once.")] = 1,
+    as_json: JsonFlag = False,
+) -> None:
+    """How many bytes of KV a model makes, and which block size suits it.
+
+    KV bytes = 2 x layers x kv_heads x head_dim x bits/8 x tokens x batch
+    """
+    counts = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
+    for name, count in {**counts, "--tokens": tokens, "--batch": batch}.items():
+        if count is not None and not 1 <= count <= _MAX_COUNT:
+            raise ConfigError(f"{name} is {count}: expected a whole number from 1 to 2^40")
+    shape = _shape(model, layers, kv_heads, head_dim, bits)
+    block_tokens = suggest_block_tokens(shape.bytes_per_token)
+    sizes = {
+        "kv_bytes_per_token": shape.bytes_per_token,
+        "kv_bytes_per_sequence": shape.kv_bytes(tokens),
+        "kv_bytes_total": shape.kv_bytes(tokens, batch),
+        "block_tokens": block_tokens,
+        "block_bytes": shape.kv_bytes(block_tokens),
+    }
+    if as_json:
+        facts = {
+            "model": model,
+            "num_layers": shape.num_layers,
+            "num_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "latent_dim": shape.latent_dim,
+            "bits": shape.bits,
+            "tokens": tokens,
+            "batch": batch,
+        }
+        print_json(facts | sizes)
+        return
+    print_fields(
+        f"KV of {model or 'this shape'}",
+        [
+            ("shape", _describe(shape)),
+            ("per token", _exact(sizes["kv_bytes_per_token"])),
+            (f"sequence of {tokens:,}", _exact(sizes["kv_bytes_per_sequence"])),
+            (f"batch of {batch:,}", _exact(sizes["kv_bytes_total"])),
+            ("suggested block", f"{block_tokens:,} tokens, {_exact(sizes['block_bytes'])}"),
+        ],
+    )
+
+
+def _shape(
+    model: str | None,
+    layers: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    bits: int | None,
+) -> ModelShape:
+    given = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
+    either = "expected a model, or --layers, --kv-heads and --head-dim in its place"
+    if model is not None:
+        if extra := [name for name, value in given.items() if value is not None]:
+            raise ConfigError(
+                f"both the model {model} and {', '.join(extra)} are given: {either}; leave out one"
+            )
+        return _model_shape(model, bits)
+    if layers is None or kv_heads is None or head_dim is None:
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == len(given):
+            raise ConfigError(f"neither a model nor a shape is given: {either}")
+        raise ConfigError(f"{', '.join(missing)} is missing: {either}")
+    return ModelShape(layers, kv_heads, head_dim, 16 if bits is None else bits)
+
+
+def _model_shape(model: str, bits: int | None) -> ModelShape:
+    if bits is None:
+        return find_shape(model)
+    if model.strip().lower() not in PRESETS and Path(model).exists():
+        # Not find_shape: with the bits given, a dtype it does not know need not stop it.
+        return shape_from_config(Path(model), bits)
+    return replace(find_shape(model), bits=bits)
+
+
+def _describe(shape: ModelShape) -> str:
+    if shape.latent_dim is not None:
+        return (
+            f"{shape.num_layers} layers x {shape.latent_dim} x {shape.bits} bits; "
+            "one compressed vector in place of keys and values (MLA)"
+        )
+    grouped = shape.num_heads is not None and shape.num_heads > shape.num_kv_heads
+    return (
+        f"K and V x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} "
+        f"x {shape.bits} bits{f'; {shape.num_heads} heads share them' if grouped else ''}"
+    )
+
+
+def _exact(num_bytes: int) -> str:
+    if num_bytes < 1024:
+        return f"{num_bytes} bytes"
+    return f"{format_bytes(num_bytes)} ({num_bytes:,} bytes)"

@@ -1,0 +1,212 @@
+"""`penstock probe`: what this machine's links carry, and from which prompt on loading pays."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from penstock.commands import JsonFlag, new_table, print_json, progress_bar, stdout_console
+from penstock.costs import PrefillRate, break_even_tokens
+from penstock.errors import ConfigError
+from penstock.plan.sizing import ModelShape, find_shape
+from penstock.units import format_bytes, format_rate, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from penstock.plan.links import Link
+
+EXAMPLE = (
+    "Example: penstock probe --dir /mnt/nvme --model llama-3.1-8b\n\n"
+    "Example: penstock probe --prefill-tokens-per-second 9000 --json"
+)
+_MAX_DEFAULT_THREADS = 16
+_MATRIX_SECONDS = 0.5
+_BAR_WIDTH = 20
+_GIVE_RATE = "give --prefill-tokens-per-second for break-even lengths"
+
+
+class _Prefill(NamedTuple):
+    rate: PrefillRate | None
+    source: str  # where the rate is from, or why there is none
+
+
+def probe(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL", help="A known model, a config.json, or the folder it lies in."
+        ),
+    ] = "smollm2-135m",
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="A folder on the disk to measure; the system's temporary folder by default.",
+        ),
+    ] = None,
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes to copy, and to write to the disk.")
+    ] = "256MiB",
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=256, metavar="N", help="Most threads that copy; by default one a core."
+        ),
+    ] = None,
+    prefill_tokens_per_second: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="How fast your engine prefills; estimated by default."),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(min=0.01, max=60, metavar="S", help="The most that one measurement takes."),
+    ] = 1.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure this machine's links, and the prompt length from which loading beats computing.
+
+    Copies memory, checksums it, and writes and reads a file without a name in DIR, past the page
+    cache; nothing is left behind. A prompt of the break-even length or more is loaded over the
+    link sooner than it is computed.
+    """
+    from penstock.plan.disk_link import DiskProbe
+    from penstock.plan.links import BLOCK_BYTES, ChecksumProbe, CopyProbe, LinkProbe, measure_links
+
+    # All that can be refused is refused before anything is measured.
+    shape = find_shape(model)
+    prefill = None
+    if prefill_tokens_per_second is not None:
+        prefill = _Prefill(_given_rate(prefill_tokens_per_second), "given")
+    size_bytes = _size_bytes(size)
+    directory = Path(tempfile.gettempdir()) if directory is None else directory
+    probes: list[LinkProbe] = [
+        CopyProbe(size_bytes, seconds, threads or min(_num_cores(), _MAX_DEFAULT_THREADS)),
+        ChecksumProbe(seconds),
+        DiskProbe(directory, size_bytes, seconds),
+    ]
+    with progress_bar() as tick:
+        links = measure_links(probes, tick)
+        if prefill is None:
+            tick("matrix product", 1.0)
+            prefill = _estimate(shape, min(seconds, _MATRIX_SECONDS))
+    break_evens = [_break_even(link, prefill, shape) for link in links]
+    if not as_json:
+        _draw(links, break_evens, prefill, model, shape, BLOCK_BYTES)
+        return
+    rate = prefill.rate
+    print_json(
+        {
+            "directory": str(directory),
+            "size_bytes": size_bytes,
+            "block_bytes": BLOCK_BYTES,
+            "model": model,
+            "kv_bytes_per_token": shape.bytes_per_token,
+            "prefill": {
+                "tokens_per_second": rate.tokens_per_second if rate else None,
+                "quadratic_seconds_per_token2": rate.quadratic_seconds_per_token2 if rate else None,
+                "source": prefill.source,
+            },
+            "links": [
+                {
+                    "name": link.name,
+                    "num_threads": link.num_threads,
+                    "bytes_per_second": link.bytes_per_second,
+                    "gb_per_second": link.bytes_per_second / 1e9,
+                    "block_seconds": link.block_seconds,
+                    "latency_seconds": link.rate.latency_seconds,
+                    "loads": link.loads,
+                    "break_even_tokens": break_even,
+                    "note": link.note,
+                }
+                for link, break_even in zip(links, break_evens, strict=True)
+            ],
+        }
+    )
+
+
+def _draw(
+    links: Sequence[Link],
+    break_evens: Sequence[int | None],
+    prefill: _Prefill,
+    model: str,
+    shape: ModelShape,
+    block_bytes: int,
+) -> None:
+    from rich.bar import Bar
+
+    table = new_table("link", "rate", "", f"{format_bytes(block_bytes)} block", "break-even")
+    bars = table.columns[2]
+    bars.justify, bars.min_width, bars.max_width = "left", 8, _BAR_WIDTH
+    for column in table.columns:
+        column.no_wrap = column is not bars  # a narrow terminal takes from the bars alone
+    fastest = max(link.bytes_per_second for link in links)
+    for link, break_even in zip(links, break_evens, strict=True):
+        table.add_row(
+            link.name,
+            format_rate(link.bytes_per_second),
+            Bar(fastest, 0, link.bytes_per_second, color="cyan"),
+            format_seconds(link.block_seconds),
+            _show_break_even(link, break_even, prefill),
+        )
+    console = stdout_console()
+    console.print(table)
+    console.print(f"{model}: {format_bytes(shape.bytes_per_token)} of KV per token.")
+    if prefill.rate is None:
+        console.print(f"Prefill rate unknown: {prefill.source}.")
+    else:
+        console.print(f"Prefill: {prefill.rate.tokens_per_second:,.0f} tokens/s, {prefill.source}.")
+    for note in dict.fromkeys(link.note for link in links if link.note):
+        console.print(f"Note: {note}.")
+
+
+def _show_break_even(link: Link, break_even: int | None, prefill: _Prefill) -> str:
+    if not link.loads or prefill.rate is None:
+        return "–"
+    if break_even is None:
+        return "never"
+    return "always" if break_even == 1 else f"{break_even:,} tokens"
+
+
+def _break_even(link: Link, prefill: _Prefill, shape: ModelShape) -> int | None:
+    if not link.loads or prefill.rate is None:
+        return None
+    return break_even_tokens(link.rate, prefill.rate, shape.bytes_per_token)
+
+
+def _estimate(shape: ModelShape, seconds: float) -> _Prefill:
+    from penstock.plan.links import estimate_prefill, measure_matrix_product
+
+    operations_per_second = measure_matrix_product(seconds)
+    if operations_per_second is None:
+        return _Prefill(None, f"numpy is not installed to estimate it; {_GIVE_RATE}")
+    rate = estimate_prefill(shape, operations_per_second)
+    if rate is None:
+        return _Prefill(None, f"the model's config.json does not tell its size; {_GIVE_RATE}")
+    gflops = operations_per_second / 1e9
+    return _Prefill(rate, f"estimated from {gflops:,.0f} GFLOP/s matrix product")
+
+
+def _given_rate(tokens_per_second: float) -> PrefillRate:
+    try:
+        return PrefillRate(tokens_per_second)
+    except ConfigError:
+        raise ConfigError(
+            f"--prefill-tokens-per-second is {tokens_per_second}: expected a number above 0"
+        ) from None
+
+
+def _size_bytes(size: str) -> int:
+    try:
+        return parse_bytes(size)
+    except ConfigError as error:
+        raise ConfigError(f"--size: {error}") from None
+
+
+def _num_cores() -> int:
+    # Those this process may run on: a container often has fewer than the machine.
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,179 @@
+"""What a disk carries: direct writes and reads of whole blocks, as the disk tier does them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+from penstock.errors import ConfigError, StoreError
+from penstock.plan.links import (
+    BLOCK_BYTES,
+    Link,
+    Tick,
+    check_size,
+    fill,
+    new_arena,
+    single_seconds,
+    threads_label,
+    tick_part,
+    walk,
+)
+from penstock.types import Slot
+from penstock.units import format_bytes
+
+DISK_THREADS = 4  # as many as the disk tier has by default
+_NUM_SOURCE_BLOCKS = 16  # different blocks in memory that are written in turn
+
+
+@dataclass(frozen=True, slots=True)
+class DiskProbe:
+    """A file without a name in `directory`: gone with its descriptor, even after kill -9."""
+
+    directory: Path
+    size_bytes: int
+    seconds: float
+    num_threads: int = DISK_THREADS
+
+    def __post_init__(self) -> None:
+        check_size(self.size_bytes)
+        _check_folder(self.directory)
+        usage = os.statvfs(self.directory)
+        free = usage.f_bavail * usage.f_frsize
+        if usage.f_blocks and free < self.size_bytes:  # 0 blocks: a filesystem that does not say
+            raise ConfigError(
+                f"{self.directory} has {format_bytes(free)} free: expected room for --size "
+                f"{format_bytes(self.size_bytes)}; lower --size or choose another --dir"
+            )
+
+    def measure(self, tick: Tick) -> Iterator[Link]:
+        try:
+            with tempfile.TemporaryFile(buffering=0, dir=self.directory) as file:
+                scratch = _Scratch(file.fileno(), self.size_bytes // BLOCK_BYTES)
+                yield from self._measure(scratch, tick)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
+                raise ConfigError(
+                    f"{self.directory} does not take a file of {format_bytes(self.size_bytes)} "
+                    f"({reason}): lower --size or choose another --dir"
+                ) from None
+            raise StoreError(f"{self.directory} failed while measured: {reason}") from None
+
+    def _measure(self, scratch: _Scratch, tick: Tick) -> Iterator[Link]:
+        num_threads = min(self.num_threads, scratch.num_blocks)
+        arena = new_arena(max(_NUM_SOURCE_BLOCKS, num_threads) * BLOCK_BYTES)
+        fill(arena)
+        notes = [] if scratch.direct else ["through the page cache: direct I/O was refused"]
+        if _lies_in_memory(self.directory):
+            notes.append(f"{self.directory} lies in memory, not on a disk")
+        note = "; ".join(notes)
+
+        def write(_thread: int, block: int) -> None:
+            scratch.write(arena.view(Slot(block % arena.num_slots)), block)
+
+        def write_through(thread: int, block: int) -> None:
+            write(thread, block)
+            scratch.flush()
+
+        block_seconds = single_seconds(write_through, scratch.num_blocks)
+        name = f"disk write, {threads_label(num_threads)}"
+        part = tick_part(tick, name, 0, 2)
+        # Once over the file: a second round would find its extents already written to.
+        num_written, seconds = walk(
+            write, iter(range(scratch.num_blocks)), num_threads, self.seconds, part, scratch.flush
+        )
+        rate = num_written * BLOCK_BYTES / seconds
+        written = Link(name, num_threads, rate, block_seconds, note=note)
+
+        def read(thread: int, block: int) -> None:
+            scratch.read(arena.view(Slot(thread)), block)
+
+        scratch.forget()
+        block_seconds = single_seconds(read, num_written)
+        scratch.forget()
+        order = list(range(num_written))
+        # Blocks of a store that has run for a while are found in no order.
+        random.Random(0).shuffle(order)
+        name = f"disk read, {threads_label(num_threads)}"
+        part = tick_part(tick, name, 1, 2)
+        # A second round through the page cache would measure the page cache.
+        blocks = cycle(order) if scratch.direct else iter(order)
+        num_read, seconds = walk(read, blocks, num_threads, self.seconds, part)
+        rate = num_read * BLOCK_BYTES / seconds
+        yield Link(name, num_threads, rate, block_seconds, loads=True, note=note)
+        yield written
+
+
+class _Scratch:
+    """The file that is written and read: nameless, preallocated, past the page cache if it can."""
+
+    def __init__(self, descriptor: int, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._descriptor = descriptor
+        os.posix_fallocate(descriptor, 0, num_blocks * BLOCK_BYTES)
+        self.direct = self._try_direct()
+
+    def write(self, memory: memoryview, block: int) -> None:
+        if os.pwrite(self._descriptor, memory, block * BLOCK_BYTES) != len(memory):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def read(self, memory: memoryview, block: int) -> None:
+        if os.preadv(self._descriptor, [memory], block * BLOCK_BYTES) != len(memory):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def flush(self) -> None:
+        """Wait until the page cache has passed on what it took; direct writes have no need to."""
+        if not self.direct:
+            os.fdatasync(self._descriptor)
+
+    def forget(self) -> None:
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _try_direct(self) -> bool:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+            # Some filesystems take the flag and refuse the first write.
+            self.write(new_arena(BLOCK_BYTES).view(Slot(0)), 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+            return False
+        return True
+
+
+def _check_folder(directory: Path) -> None:
+    if not directory.is_dir():
+        problem = "is not a folder" if directory.exists() else "does not exist"
+        raise ConfigError(
+            f"--dir {directory} {problem}: expected a folder on the disk to measure; "
+            "correct the path"
+        )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--dir {directory} is not writable: expected a folder this user may write to; "
+            "choose another"
+        )
+
+
+def _lies_in_memory(directory: Path) -> bool:
+    """Where /tmp is a tmpfs, the default folder would give memory's rates for a disk's."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    for mount in mounts:
+        fields, _, kind = mount.partition(" - ")
+        if fields.split()[2] == number:
+            return kind.split()[0] in ("tmpfs", "ramfs")
+    return False
