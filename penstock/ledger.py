@@ -103,9 +103,9 @@ class Ledger:
         """Take a slot for each key, evicting idle blocks if need be: all of them or None."""
         if len(set(keys)) != len(keys):
             raise BookError("a claim names a block twice")
-        for key in keys:
-            if key in self._slot_of:
-                raise BookError(f"claimed again while {self._describe(key)}")
+        if not self._slot_of.keys().isdisjoint(keys):
+            again = next(key for key in keys if key in self._slot_of)
+            raise BookError(f"claimed again while {self._describe(again)}")
         if len(keys) > self.num_claimable:
             return None
         num_short = len(keys) - self.num_free
@@ -126,10 +126,12 @@ class Ledger:
 
     def commit(self, keys: Iterable[BlockKey]) -> None:
         """The claimed blocks have arrived and may be offered."""
-        for key, slot in self._filling(keys):
+        pairs = self._filling(keys)
+        insert = self._policy.insert
+        for key, slot in pairs:
             self._state[slot] = _READY
-            self._policy.insert(key)
-            self._num_filling -= 1
+            insert(key)
+        self._num_filling -= len(pairs)
 
     def abort(self, keys: Iterable[BlockKey]) -> None:
         """The claimed blocks will not arrive; their slots are free again."""
@@ -152,14 +154,36 @@ class Ledger:
             self._num_leases[slot] += 1
         return slots
 
+    def use_ready(self, keys: Iterable[BlockKey]) -> list[Slot | None]:
+        """Lease and touch those of `keys` that are READY; None stands for each that is not."""
+        slots: list[Slot | None] = []
+        find, state, num_leases, touch = (
+            self._slot_of.get,
+            self._state,
+            self._num_leases,
+            self._policy.touch,
+        )
+        for key in keys:
+            slot = find(key)
+            if slot is not None and state[slot] == _READY:
+                self._num_leased += num_leases[slot] == 0
+                num_leases[slot] += 1
+                touch(key)
+                slots.append(slot)
+            else:
+                slots.append(None)
+        return slots
+
     def release(self, slots: Sequence[Slot]) -> None:
         """Take back one lease on each slot. By slot: a doomed block's key may be here anew."""
-        for slot, count in Counter(slots).items():
-            if self._num_leases[slot] < count:
+        num_leases = self._num_leases
+        counts = Counter(slots) if len(set(slots)) < len(slots) else dict.fromkeys(slots, 1)
+        for slot, count in counts.items():
+            if num_leases[slot] < count:
                 raise BookError(f"slot {slot} is released more often than leased")
         for slot in slots:
-            self._num_leases[slot] -= 1
-            if self._num_leases[slot] == 0:
+            num_leases[slot] -= 1
+            if not num_leases[slot]:
                 self._num_leased -= 1
                 if self._state[slot] == _DOOMED:
                     self._num_doomed -= 1
@@ -245,10 +269,12 @@ class Ledger:
 
     def _filling(self, keys: Iterable[BlockKey]) -> list[tuple[BlockKey, Slot]]:
         pairs = []
+        find, state = self._slot_of.get, self._state
         for key in keys:
-            if not self.is_filling(key):
+            slot = find(key)
+            if slot is None or state[slot] != _FILLING:
                 raise BookError(f"cannot commit or abort a block that is {self._describe(key)}")
-            pairs.append((key, self._slot_of[key]))
+            pairs.append((key, slot))
         return pairs
 
     def _describe(self, key: BlockKey) -> str:

@@ -23,6 +23,7 @@ from penstock.transfer.recovery import Recovery
 from penstock.types import BlockKey, Direction, Done, Match, Slot, TicketId, Tier, Verdict
 
 _RECOVERY_SECONDS_PER_STEP = 0.005
+_LET_COPIES_START_SECONDS = 50e-6
 
 
 class Offloader:
@@ -98,18 +99,20 @@ class Offloader:
         self._recover()
         self._submit()
         dones = self._stack.take_dones()
-        events = self._stack.take_events(self._engine.depth)
+        events = self._stack.take_events()
         for event in events:
             if isinstance(event, Moved) and event.direction is Direction.LOAD:
                 meter = self._meters.setdefault(event.source, RateMeter())
                 meter.observe(event.num_bytes, event.seconds)
-        events.extend(
-            TicketDone(
-                done.direction, len(done.keys), done.verdicts.count(Verdict.OK), done.seconds
-            )
-            for done in dones
-        )
-        self._tell(events)
+        if self._observers:
+            events += self._stack.take_usage(self._engine.depth)
+            events += [
+                TicketDone(
+                    done.direction, len(done.keys), done.verdicts.count(Verdict.OK), done.seconds
+                )
+                for done in dones
+            ]
+            self._tell(events)
         return dones
 
     def wait(self, tickets: Collection[TicketId], timeout_seconds: float = 60.0) -> list[Done]:
@@ -175,9 +178,14 @@ class Offloader:
     def _submit(self) -> None:
         for transfer_id in self._stack.take_cancels():
             self._engine.cancel(transfer_id)
-        for transfer in self._stack.next_transfers(self._engine.has_room):
-            if not self._engine.submit(transfer):
-                raise RuntimeError("the transfer engine refused what it had room for")
+        while True:
+            for transfer in self._stack.next_transfers(self._engine.has_room):
+                if not self._engine.submit(transfer):
+                    raise RuntimeError("the transfer engine refused what it had room for")
+            if not self._stack.has_more_to_plan:
+                return
+            # The threads cannot start a copy while this one plans: it holds the interpreter.
+            time.sleep(_LET_COPIES_START_SECONDS)
 
     def _recover(self, wait_seconds: float = 0.0) -> None:
         if not self._recoveries:

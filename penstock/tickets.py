@@ -18,29 +18,37 @@ class Ticket:
     device_slots: tuple[Slot, ...]
     started: float
     deadline: float | None = None
+    num_planned: int = 0  # leading positions that have been looked at
     num_flying: int = 0  # blocks whose device slot a transfer may touch right now
-    waiting: list[int] = field(default_factory=list)  # positions with nothing under way yet
+    waiting: list[int] = field(default_factory=list)  # planned, and found no room in HOST yet
     leased: list[tuple[int, Slot]] = field(default_factory=list)  # in HOST, next: to the device
     given_up: Verdict | None = None  # why, if it was: EXPIRED or CANCELLED
     _verdicts: list[Verdict | None] = field(init=False)
-    _sources: list[Tier | None] = field(init=False)
+    _sources: list[Tier] = field(init=False)
     _num_open: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._verdicts = [None] * len(self.keys)
-        self._sources = [None] * len(self.keys)
+        self._sources = [Tier.HOST] * len(self.keys)
         self._num_open = len(self.keys)
 
     @property
     def over(self) -> bool:
         return self._num_open == 0 and self.num_flying == 0
 
-    def judge(self, positions: Iterable[int], verdict: Verdict) -> None:
-        for position in positions:
-            self._num_open -= self._verdicts[position] is None
-            self._verdicts[position] = verdict
+    @property
+    def planned(self) -> bool:
+        return self.num_planned == len(self.keys)
 
-    def came_from(self, position: int, tier: Tier) -> None:
+    def judge(self, positions: Iterable[int], verdict: Verdict) -> None:
+        verdicts = self._verdicts
+        for position in positions:
+            if verdicts[position] is None:
+                self._num_open -= 1
+            verdicts[position] = verdict
+
+    def comes_from(self, position: int, tier: Tier) -> None:
+        """Blocks come from HOST unless it is said otherwise."""
         self._sources[position] = tier
 
     def open_positions(self) -> list[int]:
@@ -48,6 +56,10 @@ class Ticket:
 
     def done(self, now: float) -> Done:
         verdicts = tuple(verdict for verdict in self._verdicts if verdict is not None)
-        return Done(
-            self.id, self.direction, self.keys, verdicts, tuple(self._sources), now - self.started
-        )
+        sources: tuple[Tier | None, ...] = (None,) * len(verdicts)
+        if self.direction is Direction.LOAD:
+            sources = tuple(
+                source if verdict is Verdict.OK else None
+                for source, verdict in zip(self._sources, verdicts, strict=True)
+            )
+        return Done(self.id, self.direction, self.keys, verdicts, sources, now - self.started)

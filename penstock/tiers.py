@@ -58,6 +58,8 @@ class Limits:
     """Bounds of the books' queues."""
 
     max_transfer_blocks: int = 8
+    # Blocks planned at a time, so that a long ticket's first copies run while its rest is planned.
+    max_planned_blocks: int = 256
     max_pending_loads: int = 1024  # tickets
     max_pending_saves: int = 1024  # blocks on their way into HOST
 
@@ -108,9 +110,7 @@ class TierStack:
         """How many leading blocks could be loaded, and from where. Changes nothing."""
         nothing: Container[BlockKey] = ()
         tiers = [(Tier.HOST, self._host.held, nothing)]
-        for tier, ledger in self._lower.items():
-            if not self._health[tier, Direction.LOAD].resting:
-                tiers.append((tier, ledger.held, self._host.held))
+        tiers += [(tier, ledger.held, self._host.held) for tier, ledger in self._readable()]
         runs: list[Run] = []
         num_matched = 0
         while num_matched < len(keys):
@@ -139,45 +139,17 @@ class TierStack:
         num_loads = sum(ticket.direction is Direction.LOAD for ticket in self._tickets.values())
         ticket = self._open(Direction.LOAD, keys, into, deadline)
         if num_loads >= self._limits.max_pending_loads:
+            ticket.num_planned = len(keys)
             ticket.judge(range(len(keys)), Verdict.DROPPED)
             self._lose(Tier.HOST, Tier.DEVICE, Verdict.DROPPED, len(keys), "too many loads")
-        else:
-            self._advance(ticket, list(range(len(keys))))
-        self._close_if_over(ticket)
+        self._plan(ticket)
         return ticket.id
 
     def save(self, keys: Sequence[BlockKey], source: Sequence[Slot], now: float) -> TicketId:
         """Start copying device slots into HOST. What is there, or coming, is not copied again."""
         self._now = now
         ticket = self._open(Direction.SAVE, keys, source, None)
-        fresh = []
-        for position, key in enumerate(keys):
-            if key in self._host:
-                ticket.judge([position], Verdict.OK)
-                if self._host.is_ready(key):
-                    self._host.touch(key)
-                    self._offer_down(key)
-            else:
-                fresh.append(position)
-        room = min(self._host.num_claimable, self._limits.max_pending_saves - self._num_saving)
-        taken, refused = fresh[:room], fresh[room:]  # leading blocks are worth more
-        if refused:
-            ticket.judge(refused, Verdict.DROPPED)
-            self._lose(Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST")
-        if taken:
-            taken_keys = [keys[position] for position in taken]
-            slots = self._claim(Tier.HOST, taken_keys)
-            self._num_saving += len(taken)
-            self._flights.post(
-                Tier.DEVICE,
-                Tier.HOST,
-                taken_keys,
-                [source[position] for position in taken],
-                slots,
-                ticket=ticket,
-                positions=taken,
-            )
-        self._close_if_over(ticket)
+        self._plan(ticket)
         return ticket.id
 
     def cancel(self, ticket_id: TicketId, now: float) -> None:
@@ -198,12 +170,12 @@ class TierStack:
     # What the transfers ask for and report.
 
     def next_transfers(self, has_room: HasRoom) -> Iterator[Transfer]:
-        """Hand out transfers while their link has room. Each must be settled exactly once."""
+        """Hand out transfers while their link has room. Each must be settled exactly once.
+
+        Long tickets are planned a stretch at a time: call again while `has_more_to_plan`.
+        """
         for ticket in list(self._tickets.values()):
-            if ticket.waiting and self._host.num_claimable:
-                waiting, ticket.waiting = ticket.waiting, []
-                self._advance(ticket, waiting, again=True)
-                self._close_if_over(ticket)
+            self._plan(ticket)
         yield from self._flights.hand_out(has_room)
         for tier in self._write_down:
             while self._can_write(tier) and has_room(tier, Direction.SAVE):
@@ -259,8 +231,14 @@ class TierStack:
         cancels, self._cancels = self._cancels, []
         return cancels
 
-    def take_events(self, depth: Callable[[Tier, Direction], int]) -> list[Event]:
-        """What happened since the last call. `depth` tells how much the transfers have queued."""
+    def take_events(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def take_usage(self, depth: Callable[[Tier, Direction], int]) -> list[Event]:
+        """The tiers whose usage changed. `depth` tells how much the transfers have queued."""
+        changed: list[Event] = []
         for tier, ledger in self._books():
             usage = Usage(
                 tier,
@@ -272,9 +250,12 @@ class TierStack:
             )
             if self._usage.get(tier) != usage:
                 self._usage[tier] = usage
-                self._events.append(usage)
-        events, self._events = self._events, []
-        return events
+                changed.append(usage)
+        return changed
+
+    @property
+    def has_more_to_plan(self) -> bool:
+        return not all(ticket.planned for ticket in self._tickets.values())
 
     @property
     def idle(self) -> bool:
@@ -323,29 +304,50 @@ class TierStack:
 
     # Loads.
 
-    def _advance(self, ticket: Ticket, positions: Sequence[int], *, again: bool = False) -> None:
+    def _plan(self, ticket: Ticket) -> None:
+        """Plan the next stretch of a ticket, or try once more what found no room."""
+        if not ticket.planned:
+            stretch = range(ticket.num_planned, len(ticket.keys))[: self._limits.max_planned_blocks]
+            ticket.num_planned = stretch.stop
+            if ticket.direction is Direction.LOAD:
+                self._plan_load(ticket, stretch)
+            else:
+                self._plan_save(ticket, stretch)
+        elif ticket.waiting and self._host.num_claimable:
+            # With little room, look only at what could be started now.
+            window = self._host.num_claimable + self._limits.max_transfer_blocks
+            stretch_again, ticket.waiting = ticket.waiting[:window], ticket.waiting[window:]
+            self._plan_load(ticket, stretch_again)
+        self._close_if_over(ticket)
+
+    def _plan_load(self, ticket: Ticket, positions: Sequence[int]) -> None:
         """Lease, join or fetch each block; what finds no room in HOST waits in the ticket."""
         below: dict[Tier, list[int]] = {}
-        num_below = num_missing = 0
-        for index, position in enumerate(positions):
+        num_missing = 0
+        found = self._host.use_ready([ticket.keys[position] for position in positions])
+        if None in found and not ticket.planned:
+            # Lease before claim: what is in HOST further on must be held before others need room.
+            rest = range(ticket.num_planned, len(ticket.keys))
+            ticket.num_planned = len(ticket.keys)
+            found += self._host.use_ready([ticket.keys[position] for position in rest])
+            positions = [*positions, *rest]
+        lower = self._readable()
+        for position, slot in zip(positions, found, strict=True):
             key = ticket.keys[position]
-            if again and num_below >= self._host.num_claimable:
-                ticket.waiting.extend(positions[index:])
-                break
-            if self._host.is_ready(key):
-                ticket.came_from(position, Tier.HOST)
-                self._lease_for(ticket, position)
-                self._host.touch(key)
-                self._offer_down(key)
-            elif self._host.is_filling(key):
-                ticket.came_from(position, Tier.HOST)
+            if slot is not None:
+                ticket.leased.append((position, slot))
+                continue
+            if self._host.is_filling(key):
                 self._joiners.setdefault(key, []).append((ticket, position))
-            elif (tier := self._find_below(key)) is not None:
-                below.setdefault(tier, []).append(position)
-                num_below += 1
+                continue
+            for tier, ledger in lower:
+                if ledger.is_ready(key):
+                    below.setdefault(tier, []).append(position)
+                    break
             else:
                 ticket.judge([position], Verdict.MISSING)
                 num_missing += 1
+        self._offer_down([ticket.keys[position] for position, _ in ticket.leased])
         for tier, wanted in below.items():
             room = self._host.num_claimable
             self._fetch(tier, ticket, wanted[:room])
@@ -358,24 +360,23 @@ class TierStack:
     def _fetch(self, tier: Tier, ticket: Ticket, positions: Sequence[int]) -> None:
         keys = [ticket.keys[position] for position in positions]
         source_slots = self._lower[tier].lease(keys)
+        for key in keys:
+            self._lower[tier].touch(key)
         target_slots = self._claim(Tier.HOST, keys)
         for position, key in zip(positions, keys, strict=True):
-            self._lower[tier].touch(key)
-            ticket.came_from(position, tier)
+            ticket.comes_from(position, tier)
             self._joiners.setdefault(key, []).append((ticket, position))
         self._flights.post(
             tier, Tier.HOST, keys, source_slots, target_slots, deadline=ticket.deadline
         )
 
-    def _find_below(self, key: BlockKey) -> Tier | None:
-        for tier, ledger in self._lower.items():
-            if ledger.is_ready(key) and not self._health[tier, Direction.LOAD].resting:
-                return tier
-        return None
-
-    def _lease_for(self, ticket: Ticket, position: int) -> None:
-        (slot,) = self._host.lease([ticket.keys[position]])
-        ticket.leased.append((position, slot))
+    def _readable(self) -> list[tuple[Tier, Ledger]]:
+        """The lower tiers that are asked at present."""
+        return [
+            (tier, ledger)
+            for tier, ledger in self._lower.items()
+            if not self.is_resting(tier, Direction.LOAD)
+        ]
 
     def _send_leased(self, ticket: Ticket) -> None:
         leased, ticket.leased = ticket.leased, []
@@ -395,6 +396,9 @@ class TierStack:
         assert ticket is not None
         self._host.release(transfer.source_slots)
         self._drop_gone(transfer, verdicts)
+        if _all_ok(verdicts):
+            ticket.judge(flight.positions, Verdict.OK)
+            return
         for position, verdict in zip(flight.positions, verdicts, strict=True):
             if verdict is Verdict.CANCELLED and ticket.given_up is not None:
                 verdict = ticket.given_up
@@ -407,6 +411,8 @@ class TierStack:
 
     def _drop_gone(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
         """What the source could not give is not offered again, and can be stored anew."""
+        if _all_ok(verdicts):
+            return
         ledger = self._book(transfer.source)
         gone = [
             key
@@ -421,22 +427,57 @@ class TierStack:
 
     def _arrive(self, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
         """Blocks came into HOST or did not: tell the books and the tickets that joined them."""
-        joined: dict[TicketId, Ticket] = {}
         self._conclude(Tier.HOST, keys, verdicts)
+        if not self._joiners:
+            return
+        joined: dict[TicketId, Ticket] = {}
+        arrived: list[tuple[Ticket, int]] = []
         for key, verdict in zip(keys, verdicts, strict=True):
             for ticket, position in self._joiners.pop(key, ()):
                 joined[ticket.id] = ticket
                 if verdict is Verdict.OK:
-                    self._lease_for(ticket, position)
+                    arrived.append((ticket, position))
                 elif verdict in _GONE:
                     ticket.judge([position], verdict)
                 else:
                     ticket.waiting.append(position)  # given up for another ticket's reasons
+        slots = self._host.lease([ticket.keys[position] for ticket, position in arrived])
+        for (ticket, position), slot in zip(arrived, slots, strict=True):
+            ticket.leased.append((position, slot))
         for ticket in joined.values():
             self._send_leased(ticket)
             self._close_if_over(ticket)
 
     # Saves, and the copies below that follow them.
+
+    def _plan_save(self, ticket: Ticket, positions: Sequence[int]) -> None:
+        held = self._host.held
+        fresh = [position for position in positions if ticket.keys[position] not in held]
+        if len(fresh) < len(positions):
+            there = [position for position in positions if ticket.keys[position] in held]
+            ticket.judge(there, Verdict.OK)
+            ready = [key for p in there if self._host.is_ready(key := ticket.keys[p])]
+            for key in ready:
+                self._host.touch(key)
+            self._offer_down(ready)
+        room = min(self._host.num_claimable, self._limits.max_pending_saves - self._num_saving)
+        taken, refused = fresh[:room], fresh[room:]  # leading blocks are worth more
+        if refused:
+            ticket.judge(refused, Verdict.DROPPED)
+            self._lose(Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST")
+        if taken:
+            keys = [ticket.keys[position] for position in taken]
+            slots = self._claim(Tier.HOST, keys)
+            self._num_saving += len(taken)
+            self._flights.post(
+                Tier.DEVICE,
+                Tier.HOST,
+                keys,
+                [ticket.device_slots[position] for position in taken],
+                slots,
+                ticket=ticket,
+                positions=taken,
+            )
 
     def _settle_save(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
         ticket, keys = flight.ticket, flight.transfer.keys
@@ -445,35 +486,41 @@ class TierStack:
         for position, verdict in zip(flight.positions, verdicts, strict=True):
             ticket.judge([position], verdict)
         self._arrive(keys, verdicts)
-        for key, verdict in zip(keys, verdicts, strict=True):
-            if verdict is Verdict.OK:
-                self._offer_down(key)
+        self._offer_down(
+            [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is Verdict.OK]
+        )
 
-    def _offer_down(self, key: BlockKey) -> None:
-        """Queue a READY block of HOST for every lower tier that lacks and wants it."""
+    def _offer_down(self, keys: Sequence[BlockKey]) -> None:
+        """Queue READY blocks of HOST for every lower tier that lacks and wants them."""
         for tier, queue in self._write_down.items():
             ledger, later = self._lower[tier], self._write_later[tier]
-            if key in queue or key in later or key in ledger or not ledger.admits(key):
-                continue
-            if self._may_lease_for(tier):
-                (queue[key],) = self._host.lease([key])
-            else:
-                later[key] = None
+            wanted = [
+                key
+                for key in keys
+                if not (key in ledger or key in queue or key in later) and ledger.admits(key)
+            ]
+            room = self._write_room(tier)
+            now = wanted[:room]
+            queue.update(zip(now, self._host.lease(now), strict=True))
+            later.update(dict.fromkeys(wanted[room:]))
 
-    def _may_lease_for(self, tier: Tier) -> bool:
+    def _write_room(self, tier: Tier) -> int:
+        """How many more blocks of HOST may be leased for copies to this tier."""
+        if self.is_resting(tier, Direction.SAVE):
+            return 0
         num_held = len(self._write_down[tier]) + self._num_writing[tier]
-        return num_held < self._max_write_down and not self.is_resting(tier, Direction.SAVE)
+        return max(0, self._max_write_down - num_held)
 
     def _can_write(self, tier: Tier) -> bool:
-        later = self._write_later[tier] and self._may_lease_for(tier)
+        later = self._write_later[tier] and self._write_room(tier)
         return bool(self._write_down[tier] or later) and self._lower[tier].num_claimable > 0
 
     def _plan_write_down(self, tier: Tier) -> None:
         ledger, queue, later = self._lower[tier], self._write_down[tier], self._write_later[tier]
         max_blocks = self._limits.max_transfer_blocks
-        while later and len(queue) < max_blocks and self._may_lease_for(tier):
-            key, _ = later.popitem(last=False)
-            (queue[key],) = self._host.lease([key])
+        num_more = min(len(later), max_blocks - len(queue), self._write_room(tier))
+        more = [later.popitem(last=False)[0] for _ in range(num_more)]
+        queue.update(zip(more, self._host.lease(more), strict=True))
         room = min(len(queue), ledger.num_claimable, max_blocks)
         batch = [queue.popitem(last=False) for _ in range(room)]
         keys = [key for key, _ in batch]
@@ -511,6 +558,7 @@ class TierStack:
     def _give_up(self, ticket: Ticket, verdict: Verdict) -> None:
         """Let go of all that is not flying, and call back what flies."""
         ticket.given_up = verdict
+        ticket.num_planned = len(ticket.keys)
         ticket.waiting = []
         for position, key in enumerate(ticket.keys):
             joiners = self._joiners.get(key, [])
@@ -578,10 +626,12 @@ class TierStack:
     def _conclude(self, tier: Tier, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
         """End claims: what arrived is offered from now on, what did not is forgotten."""
         ledger = self._book(tier)
-        pairs = list(zip(keys, verdicts, strict=True))
-        arrived = [key for key, verdict in pairs if verdict is Verdict.OK]
+        arrived = keys
+        if not _all_ok(verdicts):
+            pairs = list(zip(keys, verdicts, strict=True))
+            arrived = [key for key, verdict in pairs if verdict is Verdict.OK]
+            ledger.abort([key for key, verdict in pairs if verdict is not Verdict.OK])
         ledger.commit(arrived)
-        ledger.abort([key for key, verdict in pairs if verdict is not Verdict.OK])
         self._tell_stored(tier, arrived)
 
     def _tell_stored(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
@@ -599,17 +649,18 @@ class TierStack:
 
     def _report(self, transfer: Transfer, outcome: Outcome) -> None:
         source, target, direction = transfer.source, transfer.target, transfer.direction
-        counts = Counter(outcome.verdicts)
-        num_ok = counts.pop(Verdict.OK, 0)
+        num_ok = outcome.verdicts.count(Verdict.OK)
         if num_ok:
             num_bytes = num_ok * self._block_bytes
             self._events.append(
                 Moved(source, target, direction, num_ok, num_bytes, outcome.seconds)
             )
-        for verdict, num_blocks in sorted(counts.items()):
-            self._lose(source, target, verdict, num_blocks, outcome.error)
+        if num_ok < len(outcome.verdicts):
+            for verdict, num_blocks in sorted(Counter(outcome.verdicts).items()):
+                if verdict is not Verdict.OK:
+                    self._lose(source, target, verdict, num_blocks, outcome.error)
         if transfer.link in self._lower:
-            if counts[Verdict.FAILED]:
+            if Verdict.FAILED in outcome.verdicts:
                 self._fault(transfer.link, direction, outcome.error)
             elif num_ok and self._health[transfer.link, direction].well():
                 self._events.append(TierRevived(transfer.link))
@@ -624,6 +675,10 @@ class TierStack:
         seconds = self._health[tier, direction].fault(self._now)
         if seconds:
             self._events.append(TierRested(tier, seconds, error))
+
+
+def _all_ok(verdicts: Sequence[Verdict]) -> bool:
+    return verdicts.count(Verdict.OK) == len(verdicts)
 
 
 def _leading_end(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple, NewType
 
 BlockKey = NewType("BlockKey", bytes)
@@ -63,7 +63,7 @@ class Verdict(IntEnum):
         return self.name.lower()
 
 
-class Direction(Enum):
+class Direction(StrEnum):
     """load: towards the device. save: away from it."""
 
     LOAD = "load"

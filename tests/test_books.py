@@ -60,16 +60,23 @@ class Books(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         max_blocks=st.integers(1, 4),
         max_saves=st.integers(1, 8),
+        max_planned=st.integers(1, 6),
     )
     def start(
-        self, num_host: int, num_disk: int, policy: str, max_blocks: int, max_saves: int
+        self,
+        num_host: int,
+        num_disk: int,
+        policy: str,
+        max_blocks: int,
+        max_saves: int,
+        max_planned: int,
     ) -> None:
         self.host = self.ledger_type(num_host, POLICIES[policy](num_host))
         lower: dict[Tier, Ledger] = {}
         if num_disk:
             lower[Tier.DISK] = self.ledger_type(num_disk, POLICIES[policy](num_disk))
         self.books = {Tier.HOST: self.host, **lower}
-        limits = Limits(max_blocks, max_pending_loads=4, max_pending_saves=max_saves)
+        limits = Limits(max_blocks, max_planned, max_pending_loads=4, max_pending_saves=max_saves)
         self.stack = self.stack_type(4096, self.host, lower, limits)
         self.world: dict[Tier, dict[Slot, BlockKey]] = {tier: {} for tier in Tier}
         self.free_device = [Slot(i) for i in range(NUM_DEVICE_SLOTS)]
@@ -153,8 +160,10 @@ class Books(RuleBasedStateMachine):
             return
         for _ in range(1000):
             self.start_transfers(100)
-            if not self.under_way:
+            if not self.under_way and not self.stack.has_more_to_plan:
                 break
+            if not self.under_way:
+                continue
             self.finish(0, None, 0)
         assert self.stack.idle
         assert not self.tickets, "a ticket was never reported"

@@ -60,7 +60,7 @@ class Rig:
         self.stack.load(keys, slots(len(keys)), self.now, deadline)
 
     def events(self) -> list[object]:
-        return list(self.stack.take_events(lambda tier, direction: 0))
+        return list(self.stack.take_events())
 
 
 def slots(count: int) -> list[Slot]:

@@ -35,7 +35,9 @@ class S3FIFO:
 
     def touch(self, key: BlockKey) -> None:
         queue = self._small if key in self._small else self._main
-        queue[key] = min(queue[key] + 1, MAX_USES)
+        uses = queue[key]
+        if uses < MAX_USES:
+            queue[key] = uses + 1
 
     def forget(self, key: BlockKey) -> None:
         queue = self._small if key in self._small else self._main
@@ -87,20 +89,15 @@ class _Ghosts:
 
     def add(self, key: BlockKey) -> None:
         self._count += 1
-        cell, fingerprint = self._place(key)
-        self._cells[cell] = fingerprint << 32 | (self._count & 0xFFFFFFFF)
+        name = int.from_bytes(key[:12], "little")
+        self._cells[name & self._mask] = name >> 64 << 32 | (self._count & 0xFFFFFFFF)
 
     def __contains__(self, key: BlockKey) -> bool:
         if not self._count:
             return False
-        cell, fingerprint = self._place(key)
-        held = self._cells[cell]
-        age = (self._count - held) & 0xFFFFFFFF
-        return held != 0 and held >> 32 == fingerprint and age < self._capacity
-
-    def _place(self, key: BlockKey) -> tuple[int, int]:
         # The key is already a hash: different bytes of it serve as cell and fingerprint.
-        return (
-            int.from_bytes(key[:8], "little") & self._mask,
-            int.from_bytes(key[8:12], "little"),
-        )
+        name = int.from_bytes(key[:12], "little")
+        held = self._cells[name & self._mask]
+        if held == 0 or held >> 32 != name >> 64:
+            return False
+        return (self._count - held) & 0xFFFFFFFF < self._capacity

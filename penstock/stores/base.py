@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.errors import StoreError
@@ -23,17 +23,34 @@ class Block(NamedTuple):
 Found = tuple[Slot, BlockKey | None]
 
 
+Answers = list[StoreError | None]
+"""Block by block: None for success, else what was wrong with that block."""
+
+Verify = Callable[[], Answers]
+Digests = Callable[[], Sequence[bytes]]
+
+
 class Store(Protocol):
     """DISK by slot, REMOTE by key.
 
-    A batch is answered block by block: None for success, else what was wrong with that block. No
-    block's fault touches another's, and no exception leaves `put` or `get` for a tier's faults.
+    I/O and checksums are apart, so that threads that wait for a device need not compute, and the
+    next block is on its way while the last is verified. No block's fault touches another's, and
+    no exception leaves `write`, `read` or the check for a tier's faults.
     """
 
-    def put(self, blocks: Sequence[Block]) -> list[StoreError | None]: ...
+    def digest(self, memory: memoryview) -> bytes:
+        """The fingerprint this store keeps with a block. Computes only; releases the GIL."""
+        ...
 
-    def get(self, blocks: Sequence[Block]) -> list[StoreError | None]:
-        """Fill each block's memory. Where an error is returned, its memory is undefined."""
+    def write(self, blocks: Sequence[Block], digests: Digests) -> Answers:
+        """Store blocks. `digests` is called once, as late as the store can."""
+        ...
+
+    def read(self, blocks: Sequence[Block]) -> Verify:
+        """Fill each block's memory. Nothing of it may be used before the check returned says so.
+
+        Where it tells of an error, the block's memory is undefined.
+        """
         ...
 
     def drop(self, key: BlockKey, slot: Slot) -> None:
@@ -45,6 +62,16 @@ class Store(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class WholeBlocks:
+    """`put` and `get` for whoever has no threads to spare: I/O and checksum in one call."""
+
+    def put(self: Store, blocks: Sequence[Block]) -> Answers:
+        return self.write(blocks, lambda: [self.digest(block.memory) for block in blocks])
+
+    def get(self: Store, blocks: Sequence[Block]) -> Answers:
+        return self.read(blocks)()
 
 
 class Arena(Protocol):

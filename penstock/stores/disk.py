@@ -31,7 +31,7 @@ from penstock.errors import (
     StoreError,
 )
 from penstock.stores import slab
-from penstock.stores.base import Block, Found
+from penstock.stores.base import Answers, Block, Digests, Found, Verify, WholeBlocks
 from penstock.stores.slab import RECORD_BYTES, Geometry, Record
 from penstock.types import BlockKey, BlockSpec, Slot
 from penstock.units import format_bytes
@@ -42,10 +42,12 @@ SCAN_RECORDS = 4096
 _GROW_BYTES = 1 << 30  # a slab takes disk space in steps of this
 _MAX_RUN = 512  # blocks in one system call; the kernel takes 1024 buffers
 
-_MoveRun = Callable[[Sequence[Block]], list[StoreError | None]]
+# A run's answers: an error, or what the store knows of the block that was moved.
+_RunAnswers = Sequence[StoreError | Record | None]
+_MoveRun = Callable[[Sequence[Block]], _RunAnswers]
 
 
-class DiskStore:
+class DiskStore(WholeBlocks):
     """One directory. Safe to use from many threads, as long as no two write the same slot.
 
     Without a cap an existing store keeps the size it has. Readers take it as it is.
@@ -85,13 +87,36 @@ class DiskStore:
     def block_bytes(self) -> int:
         return self._geometry.block_bytes
 
-    def put(self, blocks: Sequence[Block]) -> list[StoreError | None]:
+    def digest(self, memory: memoryview) -> bytes:
+        return xxhash.xxh3_128_digest(memory[: self._geometry.block_bytes])
+
+    def write(self, blocks: Sequence[Block], digests: Digests) -> Answers:
         if self.read_only:
             return [ReadOnly(f"{self.directory} was opened for reading only")] * len(blocks)
-        return self._in_runs(blocks, self._put_run)
+        digest_of: dict[Slot, bytes] = {}
 
-    def get(self, blocks: Sequence[Block]) -> list[StoreError | None]:
-        return self._in_runs(blocks, self._get_run)
+        def write_run(run: Sequence[Block]) -> _RunAnswers:
+            return self._write_run(run, late_digest)
+
+        def late_digest(block: Block) -> bytes:
+            if not digest_of:
+                slots = (block.slot for block in blocks)
+                digest_of.update(zip(slots, digests(), strict=True))
+            return digest_of[block.slot]
+
+        answers = self._in_runs(blocks, write_run)
+        return [answer if isinstance(answer, StoreError) else None for answer in answers]
+
+    def read(self, blocks: Sequence[Block]) -> Verify:
+        answers = self._in_runs(blocks, self._read_run)
+
+        def verify() -> Answers:
+            return [
+                self._verify(block, answer) if isinstance(answer, Record) else answer
+                for block, answer in zip(blocks, answers, strict=True)
+            ]
+
+        return verify
 
     def drop(self, key: BlockKey, slot: Slot) -> None:
         if self.read_only:
@@ -144,8 +169,8 @@ class DiskStore:
 
     # Runs: neighbouring slots of one slab, moved by one system call.
 
-    def _in_runs(self, blocks: Sequence[Block], move: _MoveRun) -> list[StoreError | None]:
-        errors: list[StoreError | None] = [None] * len(blocks)
+    def _in_runs(self, blocks: Sequence[Block], move: _MoveRun) -> _RunAnswers:
+        answers: list[StoreError | Record | None] = [None] * len(blocks)
         order = sorted(range(len(blocks)), key=lambda index: blocks[index].slot)
         start = 0
         while start < len(order):
@@ -155,16 +180,16 @@ class DiskStore:
                     break
                 end += 1
             run = order[start:end]
-            for index, error in zip(run, self._try(move, [blocks[i] for i in run]), strict=True):
-                errors[index] = error
+            for index, answer in zip(run, self._try(move, [blocks[i] for i in run]), strict=True):
+                answers[index] = answer
             start = end
-        return errors
+        return answers
 
     def _follows(self, block: Block, following: Block) -> bool:
         same_slab = following.slot % self._geometry.slots_per_slab != 0
         return same_slab and following.slot == block.slot + 1
 
-    def _try(self, move: _MoveRun, run: Sequence[Block]) -> list[StoreError | None]:
+    def _try(self, move: _MoveRun, run: Sequence[Block]) -> _RunAnswers:
         """One block's fault must not cost its neighbours: a run that fails is moved singly."""
         try:
             return move(run)
@@ -175,28 +200,28 @@ class DiskStore:
             kind = Full if full else StoreError
             return [kind(f"{self.directory}: {error}")]
 
-    def _put_run(self, run: Sequence[Block]) -> list[StoreError | None]:
+    def _write_run(self, run: Sequence[Block], digest: Callable[[Block], bytes]) -> _RunAnswers:
         first = run[0].slot
         number, offset = self._geometry.place(first)
         num_bytes = len(run) * self._geometry.stride_bytes
         descriptor = self._open_slab(number, grow_to=offset + num_bytes)
-        records = [self._record_for(block) for block in run]
         empty = slab.empty_record(next(self._generations))
         self._write_records(first, [empty] * len(run))
         written = os.pwritev(descriptor, [block.memory for block in run], offset)
         if written != num_bytes:
             raise OSError(errno.ENOSPC, f"only {written} of {num_bytes} bytes were written")
-        self._write_records(first, records)
+        self._write_records(first, [self._pack(block, digest(block)) for block in run])
         return [None] * len(run)
 
-    def _get_run(self, run: Sequence[Block]) -> list[StoreError | None]:
+    def _read_run(self, run: Sequence[Block]) -> _RunAnswers:
+        """Each answer is an error, or the record that the bytes read must agree with."""
         first = run[0].slot
         number, offset = self._geometry.place(first)
         num_bytes = len(run) * self._geometry.stride_bytes
         records = self._read_records(first, len(run))
-        errors = [self._judge(block, record) for block, record in zip(run, records, strict=True)]
-        if all(errors):
-            return errors
+        answers = [self._judge(block, record) for block, record in zip(run, records, strict=True)]
+        if all(isinstance(answer, StoreError) for answer in answers):
+            return answers
         try:
             descriptor = self._open_slab(number)
         except FileNotFoundError:
@@ -206,34 +231,33 @@ class DiskStore:
             if len(run) > 1:
                 raise OSError(errno.EIO, "short read")  # each block is tried by itself
             return [Corrupt(f"slot {first} of {self.directory} is cut off")]
-        for index, (block, record) in enumerate(zip(run, records, strict=True)):
-            if errors[index] is None and record is not None:
-                errors[index] = self._verify(block, record)
-        return errors
+        return answers
 
-    def _judge(self, block: Block, record: Record | None) -> StoreError | None:
-        """Whether a record vouches for the block that is asked for."""
+    def _judge(self, block: Block, record: Record | None) -> StoreError | Record:
+        """The record, if it vouches for the block that is asked for."""
         if record is None:
             return Corrupt(f"the record of slot {block.slot} in {self.directory} is damaged")
         if not record.held or record.key != block.key:
             return Missing(f"slot {block.slot} of {self.directory} holds another block")
         if not self._vouches(record):
             return Corrupt(f"slot {block.slot} of {self.directory} is of another layout")
-        return None
+        return record
 
     def _verify(self, block: Block, record: Record) -> StoreError | None:
-        if xxhash.xxh3_128_digest(block.memory[: record.length]) == record.checksum:
+        if self.digest(block.memory) == record.checksum:
             return None
-        if self._read_records(block.slot, 1)[0] != record:
+        try:
+            rewritten = self._read_records(block.slot, 1)[0] != record
+        except OSError as error:
+            return StoreError(f"{self.directory}: {error}")
+        if rewritten:
             return Missing(f"slot {block.slot} of {self.directory} was rewritten meanwhile")
         return Corrupt(f"slot {block.slot} of {self.directory} fails its checksum")
 
-    def _record_for(self, block: Block) -> bytes:
-        length = self._geometry.block_bytes
-        checksum = xxhash.xxh3_128_digest(block.memory[:length])
-        generation = next(self._generations)
+    def _pack(self, block: Block, digest: bytes) -> bytes:
+        generation, length = next(self._generations), self._geometry.block_bytes
         return slab.pack_record(
-            Record(True, generation, block.key, self._spec.namespace, length, checksum)
+            Record(True, generation, block.key, self._spec.namespace, length, digest)
         )
 
     def _vouches(self, record: Record) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from penstock.errors import Corrupt, Full, Missing, StoreError
-from penstock.stores.base import Block, Found
+from penstock.stores.base import Answers, Block, Digests, Found, Verify, WholeBlocks
 from penstock.types import BlockKey, BlockSpec, Slot
 
 
@@ -33,18 +33,30 @@ class Faults:
         self.gate.set()
 
 
-class MemoryStore:
+class MemoryStore(WholeBlocks):
     def __init__(self, spec: BlockSpec, num_slots: int, faults: Faults | None = None) -> None:
         self.num_slots = num_slots
         self.faults = faults or Faults()
         self._block_bytes = spec.block_bytes
-        self._held: dict[Slot, tuple[BlockKey, bytearray, bytes]] = {}
+        self._held: dict[Slot, tuple[BlockKey, bytes, bytes]] = {}
 
-    def put(self, blocks: Sequence[Block]) -> list[StoreError | None]:
-        return [self._put(block) for block in blocks]
+    def digest(self, memory: memoryview) -> bytes:
+        return xxhash.xxh3_128_digest(memory[: self._block_bytes])
 
-    def get(self, blocks: Sequence[Block]) -> list[StoreError | None]:
-        return [self._get(block) for block in blocks]
+    def write(self, blocks: Sequence[Block], digests: Digests) -> Answers:
+        pairs = zip(blocks, digests(), strict=True)
+        return [self._write(block, digest) for block, digest in pairs]
+
+    def read(self, blocks: Sequence[Block]) -> Verify:
+        answers = [self._read(block) for block in blocks]
+
+        def verify() -> Answers:
+            return [
+                self._verify(block, answer) if isinstance(answer, bytes) else answer
+                for block, answer in zip(blocks, answers, strict=True)
+            ]
+
+        return verify
 
     def drop(self, key: BlockKey, slot: Slot) -> None:
         if slot in self._held and self._held[slot][0] == key:
@@ -58,28 +70,31 @@ class MemoryStore:
     def close(self) -> None:
         self._held.clear()
 
-    def _put(self, block: Block) -> StoreError | None:
+    def _write(self, block: Block, digest: bytes) -> StoreError | None:
         error = self._fault(block, Full("asked to be full") if self.faults.full else None)
         self._held.pop(block.slot, None)
         if error is None:
-            data = bytearray(block.memory[: self._block_bytes])
-            self._held[block.slot] = (block.key, data, xxhash.xxh3_128_digest(data))
+            data = bytes(block.memory[: self._block_bytes])
+            self._held[block.slot] = (block.key, data, digest)
         return error
 
-    def _get(self, block: Block) -> StoreError | None:
+    def _read(self, block: Block) -> StoreError | bytes:
+        """The digest that the bytes read must have."""
         error = self._fault(block, None)
         if error is not None:
             return error
-        key, data, checksum = self._held.get(block.slot, (None, bytearray(), b""))
+        key, data, digest = self._held.get(block.slot, (None, b"", b""))
         if key != block.key:
             return Missing(f"slot {block.slot} holds another block")
-        if self.faults.corrupting and self.faults.only(block.key):
-            data = bytearray(data)
-            data[len(data) // 2] ^= 1
         block.memory[: self._block_bytes] = data
-        if xxhash.xxh3_128_digest(data) != checksum:
-            return Corrupt(f"slot {block.slot} fails its checksum")
-        return None
+        if self.faults.corrupting and self.faults.only(block.key):
+            block.memory[self._block_bytes // 2] ^= 1
+        return digest
+
+    def _verify(self, block: Block, digest: bytes) -> StoreError | None:
+        if self.digest(block.memory) == digest:
+            return None
+        return Corrupt(f"slot {block.slot} fails its checksum")
 
     def _fault(self, block: Block, error: StoreError | None) -> StoreError | None:
         if not self.faults.only(block.key):

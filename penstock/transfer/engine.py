@@ -12,10 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from penstock.clock import Clock
-from penstock.transfer.io import Mover
+from penstock.transfer.io import Moved, Mover
 from penstock.types import Direction, Outcome, Tier, Transfer, TransferId, Verdict
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class _Lane:
             Direction.SAVE: deque(),
         }
         self._ready = threading.Condition()
+        self._num_running = 0
         self._stopping = False
         # Daemons: a thread stuck in a dead disk must not keep the process from ending.
         self._threads = [
@@ -135,36 +137,71 @@ class _Lane:
             self._ready.notify_all()
 
     def join(self, deadline: float) -> bool:
+        """Whether everything has ended in time; then the mover is closed too."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        with self._ready:
+            self._ready.wait_for(
+                lambda: not self._num_running, max(0.0, deadline - time.monotonic())
+            )
+            ended = not self._num_running and not any(t.is_alive() for t in self._threads)
+        if ended:
+            self._mover.close()
+        return ended
 
     def _work(self) -> None:
         while (transfer := self._next()) is not None:
             if transfer.deadline is not None and self._clock.now() >= transfer.deadline:
-                self._report(_all(transfer, Verdict.EXPIRED))
+                self._end(_all(transfer, Verdict.EXPIRED))
             else:
-                self._report(self._run(transfer))
+                self._run(transfer)
 
     def _next(self) -> Transfer | None:
         with self._ready:
             while True:
                 for queue in self._queues.values():  # loads first
                     if queue:
+                        self._num_running += 1
                         return queue.popleft()
                 if self._stopping:
                     return None
                 self._ready.wait()
 
-    def _run(self, transfer: Transfer) -> Outcome:
+    def _run(self, transfer: Transfer) -> None:
         started = time.perf_counter()
         try:
             moved = self._mover.move(transfer)
         except Exception as error:  # a mover's bug costs its blocks, never the thread
-            log.exception("transfer %d failed", transfer.id)
-            return _all(transfer, Verdict.FAILED, repr(error))
-        seconds = time.perf_counter() - started
-        return Outcome(transfer.id, tuple(moved.verdicts), seconds, moved.error)
+            self._end(_failed(transfer, error))
+            return
+        if isinstance(moved, Moved):
+            self._end(_outcome(transfer, moved, started))
+        else:
+            moved.add_done_callback(lambda future: self._end(_late(transfer, future, started)))
+
+    def _end(self, outcome: Outcome) -> None:
+        self._report(outcome)
+        with self._ready:
+            self._num_running -= 1
+            if self._stopping:
+                self._ready.notify_all()
+
+
+def _outcome(transfer: Transfer, moved: Moved, started: float) -> Outcome:
+    seconds = time.perf_counter() - started
+    return Outcome(transfer.id, tuple(moved.verdicts), seconds, moved.error)
+
+
+def _late(transfer: Transfer, future: Future[Moved], started: float) -> Outcome:
+    error = future.exception()
+    if error is not None:
+        return _failed(transfer, error)
+    return _outcome(transfer, future.result(), started)
+
+
+def _failed(transfer: Transfer, error: BaseException) -> Outcome:
+    log.error("transfer %d failed", transfer.id, exc_info=error)
+    return _all(transfer, Verdict.FAILED, repr(error))
 
 
 def _all(transfer: Transfer, verdict: Verdict, error: str = "") -> Outcome:

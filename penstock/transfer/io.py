@@ -7,17 +7,16 @@ copies) will stand beside these, behind the same protocol.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 import xxhash
 
 from penstock.errors import Corrupt, Missing, StoreError
-from penstock.stores.base import Arena, Block, Store
+from penstock.stores.base import Answers, Arena, Block, Store
+from penstock.transfer.pool import DaemonPool
 from penstock.types import BlockKey, Direction, Slot, Transfer, Verdict
-
-log = logging.getLogger(__name__)
 
 
 class Moved(NamedTuple):
@@ -26,7 +25,11 @@ class Moved(NamedTuple):
 
 
 class Mover(Protocol):
-    def move(self, transfer: Transfer) -> Moved: ...
+    def move(self, transfer: Transfer) -> Moved | Future[Moved]:
+        """Carry the blocks. A future says that the rest needs this thread no more."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Seals:
@@ -43,21 +46,29 @@ class Seals:
 
     def open(self, slots: Sequence[Slot]) -> None:
         """The slots are about to be written: until sealed again they hold nothing."""
+        keys = self._keys
         for slot in slots:
-            self._keys[slot] = None
+            keys[slot] = None
 
     def seal(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        for key, slot in zip(keys, slots, strict=True):
-            if self._sums is not None:
+        if self._sums is not None:
+            for slot in slots:
                 self._sums[slot] = self._checksum(slot)
-            self._keys[slot] = key
+        held = self._keys
+        for key, slot in zip(keys, slots, strict=True):
+            held[slot] = key
 
-    def verdict(self, key: BlockKey, slot: Slot) -> Verdict:
-        if self._keys[slot] != key:
-            return Verdict.MISSING
-        if self._sums is not None and self._checksum(slot) != self._sums[slot]:
-            return Verdict.CORRUPT
-        return Verdict.OK
+    def verdicts(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Verdict]:
+        held = self._keys
+        verdicts = [
+            Verdict.OK if held[slot] == key else Verdict.MISSING
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+        if self._sums is not None:
+            for index, slot in enumerate(slots):
+                if self._checksum(slot) != self._sums[slot] and verdicts[index] is Verdict.OK:
+                    verdicts[index] = Verdict.CORRUPT
+        return verdicts
 
     def _checksum(self, slot: Slot) -> bytes:
         return xxhash.xxh3_128_digest(self._arena.view(slot)[: self._arena.block_bytes])
@@ -81,11 +92,14 @@ class CopyMover:
         if transfer.direction is Direction.LOAD:
             self._copy(self._host, sources, self._device, targets)
             # After the copy: a slot that changed under it has lost its seal by now.
-            return Moved(list(map(self._seals.verdict, keys, sources)))
+            return Moved(self._seals.verdicts(keys, sources))
         self._seals.open(targets)
         self._copy(self._device, sources, self._host, targets)
         self._seals.seal(keys, targets)
         return Moved([Verdict.OK] * len(keys))
+
+    def close(self) -> None:
+        pass
 
     def _copy(
         self, source: Arena, sources: Sequence[Slot], target: Arena, targets: Sequence[Slot]
@@ -101,43 +115,73 @@ class CopyMover:
 
 
 class StoreMover:
-    """HOST to and from a store."""
+    """HOST to and from a store. Checksums have threads of their own, beside those that do I/O."""
 
-    def __init__(self, host: Arena, store: Store, seals: Seals) -> None:
+    def __init__(
+        self, host: Arena, store: Store, seals: Seals, num_checksum_threads: int = 2
+    ) -> None:
         self._host = host
         self._store = store
         self._seals = seals
+        self._checkers = DaemonPool(num_checksum_threads, "penstock-checksum")
 
-    def move(self, transfer: Transfer) -> Moved:
-        load = transfer.direction is Direction.LOAD
-        host_slots = transfer.target_slots if load else transfer.source_slots
-        store_slots = transfer.source_slots if load else transfer.target_slots
-        blocks = [
+    def move(self, transfer: Transfer) -> Moved | Future[Moved]:
+        if transfer.direction is Direction.LOAD:
+            return self._load(transfer)
+        return self._save(transfer)
+
+    def close(self) -> None:
+        self._checkers.close()
+
+    def _load(self, transfer: Transfer) -> Future[Moved]:
+        self._seals.open(transfer.target_slots)
+        blocks = self._blocks(transfer.keys, transfer.source_slots, transfer.target_slots)
+        verify = self._store.read(blocks)
+
+        def finish() -> Moved:
+            answers = verify()
+            sound = [index for index, answer in enumerate(answers) if answer is None]
+            self._seals.seal(
+                [transfer.keys[index] for index in sound],
+                [transfer.target_slots[index] for index in sound],
+            )
+            for block, answer in zip(blocks, answers, strict=True):
+                if isinstance(answer, Corrupt):
+                    self._store.drop(block.key, block.slot)
+            return _moved(answers)
+
+        return self._checkers.submit(finish)
+
+    def _save(self, transfer: Transfer) -> Moved:
+        keys, sources = transfer.keys, transfer.source_slots
+        blocks = self._blocks(keys, transfer.target_slots, sources)
+        verdicts = self._seals.verdicts(keys, sources)
+        sound = [b for b, verdict in zip(blocks, verdicts, strict=True) if verdict is Verdict.OK]
+        digest = self._store.digest
+        digests = self._checkers.submit(lambda: [digest(block.memory) for block in sound])
+        moved = _moved(self._store.write(sound, digests.result))
+        written = iter(moved.verdicts)
+        return Moved([next(written) if v is Verdict.OK else v for v in verdicts], moved.error)
+
+    def _blocks(
+        self, keys: Sequence[BlockKey], store_slots: Sequence[Slot], host_slots: Sequence[Slot]
+    ) -> list[Block]:
+        return [
             Block(key, slot, self._host.view(host_slot))
-            for key, slot, host_slot in zip(transfer.keys, store_slots, host_slots, strict=True)
+            for key, slot, host_slot in zip(keys, store_slots, host_slots, strict=True)
         ]
-        verdicts = [Verdict.OK] * len(blocks)
-        error = ""
-        if load:
-            self._seals.open(host_slots)
-            answers = self._store.get(blocks)
-        else:
-            verdicts = list(map(self._seals.verdict, transfer.keys, host_slots))
-            sound = [block for block, v in zip(blocks, verdicts, strict=True) if v is Verdict.OK]
-            answered = iter(self._store.put(sound))
-            answers = [next(answered) if v is Verdict.OK else None for v in verdicts]
-        for index, answer in enumerate(answers):
-            if answer is not None:
-                error = error or str(answer)
-                verdicts[index] = _verdict_of(answer)
-                if load and isinstance(answer, Corrupt):
-                    self._store.drop(blocks[index].key, blocks[index].slot)
-            elif load:
-                self._seals.seal([transfer.keys[index]], [host_slots[index]])
-        return Moved(verdicts, error)
 
 
-def _verdict_of(error: StoreError) -> Verdict:
+def _moved(answers: Answers) -> Moved:
+    errors = [answer for answer in answers if answer is not None]
+    if not errors:
+        return Moved([Verdict.OK] * len(answers))
+    return Moved([_verdict_of(answer) for answer in answers], str(errors[0]))
+
+
+def _verdict_of(error: StoreError | None) -> Verdict:
+    if error is None:
+        return Verdict.OK
     if isinstance(error, Corrupt):
         return Verdict.CORRUPT
     return Verdict.MISSING if isinstance(error, Missing) else Verdict.FAILED
@@ -146,15 +190,15 @@ def _verdict_of(error: StoreError) -> Verdict:
 def _runs(sources: Sequence[Slot], targets: Sequence[Slot]) -> Iterator[tuple[int, int]]:
     """Stretches in which the slots of both sides follow each other: one copy instead of many."""
     start = 0
-    for index in range(1, len(sources) + 1):
+    for end in range(1, len(sources) + 1):
+        length = end - start
         if (
-            index < len(sources)
-            and sources[index] == sources[index - 1] + 1
-            and targets[index] == targets[index - 1] + 1
+            end == len(sources)
+            or sources[end] != sources[start] + length
+            or targets[end] != targets[start] + length
         ):
-            continue
-        yield start, index
-        start = index
+            yield start, end
+            start = end
 
 
 def _singles(length: int) -> Iterator[tuple[int, int]]:

@@ -41,6 +41,9 @@ class GatedMover:
         if is_open:
             self.gate.set()
 
+    def close(self) -> None:
+        pass
+
     def move(self, transfer: Transfer) -> Moved:
         self.begun.append(transfer.id)
         self._begins.release()
@@ -56,6 +59,9 @@ class Script:
 
     def __init__(self, move: Callable[[Transfer], Moved]) -> None:
         self.move = move
+
+    def close(self) -> None:
+        pass
 
 
 Engines = Callable[..., TransferEngine]
