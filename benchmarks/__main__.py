@@ -58,7 +58,7 @@ def _print(rows: list[Row]) -> None:
         limit = "" if row.limit is None else f"{row.limit:.3g} {row.unit} {row.limit_name}"
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         table.add_row(row.name, f"{row.ours:.3g} {row.unit}", limit, ratio, row.aim)
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

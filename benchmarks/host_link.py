@@ -39,7 +39,7 @@ def _measure(label: str, block_bytes: int, *, verify: bool) -> Iterator[Row]:
     device, other = filled_arena(spec, num), filled_arena(spec, num)
     slots = slots_up_to(num)
     config = Config(
-        HostConfig(size_bytes=num * spec.stride_bytes, verify=verify),
+        HostConfig(size_bytes=num * spec.stride_bytes, verify=verify, policy="lru"),
         transfer=TransferConfig(copy_threads=THREADS, max_pending_save_bytes=2 * TOTAL_BYTES),
     )
     with build_offloader(config, spec, device) as offloader:

@@ -65,7 +65,8 @@ def build_offloader(
         Ledger(host.num_slots, POLICIES[config.host.policy](host.num_slots)),
         lower,
         Limits(
-            max_transfer_blocks=max(1, config.transfer.batch_bytes // spec.block_bytes),
+            max_host_blocks=max(1, config.transfer.batch_bytes // spec.block_bytes),
+            max_lower_blocks=max(1, config.transfer.batch_bytes // 2 // spec.block_bytes),
             max_pending_loads=config.transfer.max_pending_loads,
             max_pending_saves=max(1, config.transfer.max_pending_save_bytes // spec.block_bytes),
         ),

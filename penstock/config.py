@@ -137,7 +137,7 @@ class TransferConfig:
 
     copy_threads: int = field(default=2, metadata=_setting(_THREADS))
     queue_transfers: int = field(default=256, metadata=_setting(_COUNT))  # bound of each queue
-    batch_bytes: int = field(default=16 * MiB, metadata=_setting(_SIZE))  # most of one transfer
+    batch_bytes: int = field(default=32 * MiB, metadata=_setting(_SIZE))  # most of one transfer
     load_deadline_seconds: float = field(default=10.0, metadata=_setting(_SECONDS))
     max_pending_loads: int = field(default=1024, metadata=_setting(_COUNT))  # tickets
     max_pending_save_bytes: int = field(default=1 * GiB, metadata=_setting(_SIZE))

@@ -26,8 +26,9 @@ class Flight:
 class Flights:
     """Cuts hops into transfers, queues them by link and direction, and keeps them until settled."""
 
-    def __init__(self, max_transfer_blocks: int) -> None:
-        self._max_blocks = max_transfer_blocks
+    def __init__(self, max_host_blocks: int, max_lower_blocks: int) -> None:
+        self._max_host_blocks = max_host_blocks
+        self._max_lower_blocks = max_lower_blocks
         self._ids = count(1)
         self._open: dict[TransferId, Flight] = {}
         self._outbox: dict[tuple[Tier, Direction], deque[Transfer]] = {}
@@ -46,12 +47,15 @@ class Flights:
         source_slots: Sequence[Slot],
         target_slots: Sequence[Slot],
         *,
+        spread: bool = False,
         deadline: float | None = None,
         ticket: Ticket | None = None,
         positions: Sequence[int] = (),
     ) -> None:
-        for start in range(0, len(keys), self._max_blocks):
-            part = slice(start, start + self._max_blocks)
+        """Queue a hop. Where nothing follows it, `spread` it over all of the link's threads."""
+        by_host = max(source, target) is Tier.HOST
+        max_blocks = self._max_host_blocks if by_host else self._max_lower_blocks
+        for part in _parts(len(keys), max_blocks, spread):
             transfer = Transfer(
                 TransferId(next(self._ids)),
                 source,
@@ -91,3 +95,18 @@ class Flights:
         if flight.ticket is not None:
             flight.ticket.num_flying -= len(flight.transfer.keys)
         return flight
+
+
+def _parts(num_blocks: int, max_blocks: int, spread: bool) -> Iterator[slice]:
+    """Cut a hop into transfers.
+
+    Spread, the parts get smaller towards the end, so that the threads end together, and a short
+    hop crosses the link on several of them.
+    """
+    start = 0
+    while start < num_blocks:
+        size = max_blocks
+        if spread:
+            size = min(max((num_blocks - start) // 4, max_blocks // 4, 1), max_blocks)
+        yield slice(start, start + size)
+        start += size

@@ -92,10 +92,8 @@ class Offloader:
 
     def step(self) -> list[Done]:
         """Poll, settle, submit. Never blocks; call it often."""
-        now = self._clock.now()
-        for outcome in self._engine.poll():
-            self._stack.settle(outcome, now)
-        self._stack.tick(now)
+        self._settle()
+        self._stack.tick(self._clock.now())
         self._recover()
         self._submit()
         dones = self._stack.take_dones()
@@ -186,6 +184,12 @@ class Offloader:
                 return
             # The threads cannot start a copy while this one plans: it holds the interpreter.
             time.sleep(_LET_COPIES_START_SECONDS)
+            self._settle()
+
+    def _settle(self) -> None:
+        now = self._clock.now()
+        for outcome in self._engine.poll():
+            self._stack.settle(outcome, now)
 
     def _recover(self, wait_seconds: float = 0.0) -> None:
         if not self._recoveries:

@@ -57,7 +57,8 @@ _GONE = (Verdict.MISSING, Verdict.CORRUPT, Verdict.FAILED)
 class Limits:
     """Bounds of the books' queues."""
 
-    max_transfer_blocks: int = 8
+    max_host_blocks: int = 16  # of one transfer between DEVICE and HOST
+    max_lower_blocks: int = 8  # of one transfer to or from a lower tier: loads wait for its end
     # Blocks planned at a time, so that a long ticket's first copies run while its rest is planned.
     max_planned_blocks: int = 256
     max_pending_loads: int = 1024  # tickets
@@ -83,7 +84,7 @@ class TierStack:
         }
         self._tickets: dict[TicketId, Ticket] = {}
         self._ticket_ids = count(1)
-        self._flights = Flights(self._limits.max_transfer_blocks)
+        self._flights = Flights(self._limits.max_host_blocks, self._limits.max_lower_blocks)
         self._joiners: dict[BlockKey, list[tuple[Ticket, int]]] = {}
         # Blocks leased in HOST until a lower tier has its copy; and blocks of HOST that the tier
         # had no time for yet, written when it has, unless HOST needs their room before.
@@ -315,7 +316,7 @@ class TierStack:
                 self._plan_save(ticket, stretch)
         elif ticket.waiting and self._host.num_claimable:
             # With little room, look only at what could be started now.
-            window = self._host.num_claimable + self._limits.max_transfer_blocks
+            window = self._host.num_claimable + self._limits.max_lower_blocks
             stretch_again, ticket.waiting = ticket.waiting[:window], ticket.waiting[window:]
             self._plan_load(ticket, stretch_again)
         self._close_if_over(ticket)
@@ -353,7 +354,7 @@ class TierStack:
             self._fetch(tier, ticket, wanted[:room])
             ticket.waiting.extend(wanted[room:])
         ticket.waiting.sort()
-        self._send_leased(ticket)
+        self._send_leased(ticket, spread=ticket.planned)
         if num_missing:
             self._lose(Tier.HOST, Tier.DEVICE, Verdict.MISSING, num_missing, "")
 
@@ -367,7 +368,13 @@ class TierStack:
             ticket.comes_from(position, tier)
             self._joiners.setdefault(key, []).append((ticket, position))
         self._flights.post(
-            tier, Tier.HOST, keys, source_slots, target_slots, deadline=ticket.deadline
+            tier,
+            Tier.HOST,
+            keys,
+            source_slots,
+            target_slots,
+            spread=True,
+            deadline=ticket.deadline,
         )
 
     def _readable(self) -> list[tuple[Tier, Ledger]]:
@@ -378,7 +385,7 @@ class TierStack:
             if not self.is_resting(tier, Direction.LOAD)
         ]
 
-    def _send_leased(self, ticket: Ticket) -> None:
+    def _send_leased(self, ticket: Ticket, *, spread: bool = False) -> None:
         leased, ticket.leased = ticket.leased, []
         self._flights.post(
             Tier.HOST,
@@ -386,6 +393,7 @@ class TierStack:
             [ticket.keys[position] for position, _ in leased],
             [slot for _, slot in leased],
             [ticket.device_slots[position] for position, _ in leased],
+            spread=spread,
             deadline=ticket.deadline,
             ticket=ticket,
             positions=[position for position, _ in leased],
@@ -475,6 +483,7 @@ class TierStack:
                 keys,
                 [ticket.device_slots[position] for position in taken],
                 slots,
+                spread=ticket.planned,
                 ticket=ticket,
                 positions=taken,
             )
@@ -517,7 +526,7 @@ class TierStack:
 
     def _plan_write_down(self, tier: Tier) -> None:
         ledger, queue, later = self._lower[tier], self._write_down[tier], self._write_later[tier]
-        max_blocks = self._limits.max_transfer_blocks
+        max_blocks = self._limits.max_lower_blocks
         num_more = min(len(later), max_blocks - len(queue), self._write_room(tier))
         more = [later.popitem(last=False)[0] for _ in range(num_more)]
         queue.update(zip(more, self._host.lease(more), strict=True))

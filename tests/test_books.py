@@ -76,7 +76,13 @@ class Books(RuleBasedStateMachine):
         if num_disk:
             lower[Tier.DISK] = self.ledger_type(num_disk, POLICIES[policy](num_disk))
         self.books = {Tier.HOST: self.host, **lower}
-        limits = Limits(max_blocks, max_planned, max_pending_loads=4, max_pending_saves=max_saves)
+        limits = Limits(
+            max_blocks,
+            max_blocks,
+            max_planned_blocks=max_planned,
+            max_pending_loads=4,
+            max_pending_saves=max_saves,
+        )
         self.stack = self.stack_type(4096, self.host, lower, limits)
         self.world: dict[Tier, dict[Slot, BlockKey]] = {tier: {} for tier in Tier}
         self.free_device = [Slot(i) for i in range(NUM_DEVICE_SLOTS)]

@@ -60,7 +60,7 @@ def test_defaults() -> None:
     assert config == Config()
     assert config.host == HostConfig(4 * GIB, None, True, False, "s3fifo")
     assert config.disk == DiskConfig(None, 32 * GIB, False, True, "s3fifo", 4)
-    assert config.transfer == TransferConfig(2, 256, 16 << 20, 10.0, 1024, GIB)
+    assert config.transfer == TransferConfig(2, 256, 32 << 20, 10.0, 1024, GIB)
 
 
 def test_every_key_can_be_set_in_a_file(write: Write) -> None:
@@ -149,7 +149,7 @@ def test_a_description_is_plain_data_and_loads_to_the_same_configuration() -> No
     config = Config(HostConfig(size_bytes=12345, numa_node=3), DiskConfig(path="/kv", policy="lru"))
     plain = describe(config)
     assert plain["host"]["size"] == 12345
-    assert plain["transfer"]["batch_bytes"] == 16 << 20
+    assert plain["transfer"]["batch_bytes"] == 32 << 20
     dotted = {f"{name}.{key}": v for name, table in plain.items() for key, v in table.items()}
     assert load_config(env={}, overrides=dotted) == config
 

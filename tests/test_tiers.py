@@ -32,7 +32,7 @@ class Rig:
     def __init__(self, num_host: int = 4, num_disk: int = 8, limits: Limits | None = None) -> None:
         self.host = Ledger(num_host, LRU(num_host))
         self.disk = Ledger(num_disk, LRU(num_disk))
-        limits = limits or Limits(max_transfer_blocks=4)
+        limits = limits or Limits(64, 64)
         self.stack = TierStack(100, self.host, {Tier.DISK: self.disk}, limits)
         self.now = 0.0
 
@@ -244,7 +244,7 @@ def test_a_block_that_host_cannot_give_is_dropped_from_host_alone() -> None:
 
 
 def test_saves_beyond_the_bound_are_dropped_from_the_tail_and_counted() -> None:
-    rig = Rig(num_host=4, limits=Limits(max_transfer_blocks=4, max_pending_saves=3))
+    rig = Rig(num_host=4, limits=Limits(64, 64, max_pending_saves=3))
     rig.save(K[0], K[1])
     rig.save(K[2], K[3], K[4])
     (done,) = (d for d in rig.run() if len(d.keys) == 3)

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("lmcache_storage.py")
 def run(python: str, directory: Path, ours: Sequence[Row]) -> Iterator[Row]:
     """One row for each of LMCache's figures: ours, with theirs as the peer beside it."""
     by_name = {row.name: row for row in ours}
-    for backend in ("local_disk", "fs"):
+    for backend in ("local_disk", "fs", "fs_native"):
         for label, block_bytes in BLOCK_SIZES.items():
             with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=directory) as folder:
                 answer = subprocess.run(
@@ -32,7 +32,7 @@ def run(python: str, directory: Path, ours: Sequence[Row]) -> Iterator[Row]:
                 )
             result = json.loads(answer.stdout.splitlines()[-1])
             for direction in ("save", "load"):
-                row = by_name[f"DISK {direction}, {label}"]
+                row = by_name[f"DISK {direction} end to end, {label}"]
                 theirs = result[f"{direction}_bytes_per_second"] / 1e9
                 name = f"{row.name}, beside a peer"
                 yield Row(name, row.ours, row.unit, theirs, result["peer"], "", row.ours / theirs)

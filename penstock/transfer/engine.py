@@ -13,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from penstock.clock import Clock
 from penstock.transfer.io import Moved, Mover
@@ -31,15 +33,16 @@ class LaneSpec:
 
 
 class TransferEngine:
-    """`submit`, `cancel` and `poll` never block; they may be called from any thread."""
+    """For one owner: `submit`, `cancel` and `poll` never block."""
 
     def __init__(
         self, lanes: Mapping[Tier, LaneSpec], clock: Clock, *, max_queued: int = 256
     ) -> None:
-        self._outcomes: deque[Outcome] = deque()
-        self._arrived = threading.Event()
+        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self._awaited: list[Outcome] = []  # taken from the queue by `wait`, for the next `poll`
         self._lanes = {
-            tier: _Lane(tier, spec, clock, max_queued, self._report) for tier, spec in lanes.items()
+            tier: _Lane(tier, spec, clock, max_queued, self._outcomes.put)
+            for tier, spec in lanes.items()
         }
 
     def has_room(self, link: Tier, direction: Direction) -> bool:
@@ -60,15 +63,18 @@ class TransferEngine:
 
     def poll(self) -> list[Outcome]:
         """What has ended since the last call."""
-        self._arrived.clear()
-        outcomes = []
-        while self._outcomes:
-            outcomes.append(self._outcomes.popleft())
+        outcomes, self._awaited = self._awaited, []
+        with suppress(Empty):
+            while True:
+                outcomes.append(self._outcomes.get_nowait())
         return outcomes
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until there is something to poll."""
-        return bool(self._outcomes) or self._arrived.wait(timeout_seconds)
+        if not self._awaited:
+            with suppress(Empty):
+                self._awaited.append(self._outcomes.get(timeout=timeout_seconds))
+        return bool(self._awaited)
 
     def close(self, timeout_seconds: float = 10.0) -> bool:
         """Cancel queued loads, finish queued saves, stop the threads. False if one hangs."""
@@ -76,10 +82,6 @@ class TransferEngine:
         for lane in self._lanes.values():
             lane.stop()
         return all(lane.join(deadline) for lane in self._lanes.values())
-
-    def _report(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self._arrived.set()
 
 
 class _Lane:
@@ -95,7 +97,7 @@ class _Lane:
             Direction.SAVE: deque(),
         }
         self._ready = threading.Condition()
-        self._num_running = 0
+        self._running: dict[TransferId, Transfer] = {}
         self._stopping = False
         # Daemons: a thread stuck in a dead disk must not keep the process from ending.
         self._threads = [
@@ -140,11 +142,9 @@ class _Lane:
         """Whether everything has ended in time; then the mover is closed too."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        with self._ready:
-            self._ready.wait_for(
-                lambda: not self._num_running, max(0.0, deadline - time.monotonic())
-            )
-            ended = not self._num_running and not any(t.is_alive() for t in self._threads)
+        while self._running and time.monotonic() < deadline:
+            time.sleep(0.001)  # checksums of what was read last
+        ended = not self._running and not any(thread.is_alive() for thread in self._threads)
         if ended:
             self._mover.close()
         return ended
@@ -161,8 +161,9 @@ class _Lane:
             while True:
                 for queue in self._queues.values():  # loads first
                     if queue:
-                        self._num_running += 1
-                        return queue.popleft()
+                        transfer = queue.popleft()
+                        self._running[transfer.id] = transfer
+                        return transfer
                 if self._stopping:
                     return None
                 self._ready.wait()
@@ -181,10 +182,7 @@ class _Lane:
 
     def _end(self, outcome: Outcome) -> None:
         self._report(outcome)
-        with self._ready:
-            self._num_running -= 1
-            if self._stopping:
-                self._ready.notify_all()
+        del self._running[outcome.transfer_id]
 
 
 def _outcome(transfer: Transfer, moved: Moved, started: float) -> Outcome:
