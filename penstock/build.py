@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from penstock.clock import Clock, SystemClock
-from penstock.config import Config, check_machine
+from penstock.config import Config
 from penstock.events import Observer
 from penstock.ledger import Ledger
+from penstock.machine import check_machine
 from penstock.offload import Offloader
 from penstock.policies import POLICIES
 from penstock.stores.base import Arena

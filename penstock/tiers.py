@@ -15,24 +15,15 @@ Pure: no I/O, no threads, no clock; time is an argument. Rules it lives by:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from penstock.books import GONE, Books, all_ok
 from penstock.errors import BookError
-from penstock.events import (
-    Event,
-    Lost,
-    Moved,
-    Removed,
-    Stored,
-    TierRested,
-    TierRevived,
-    Usage,
-)
+from penstock.events import Event, Usage
 from penstock.flights import Flight, Flights, HasRoom
-from penstock.health import Health
 from penstock.ledger import Ledger
 from penstock.tickets import Ticket
 from penstock.types import (
@@ -49,8 +40,7 @@ from penstock.types import (
     TransferId,
     Verdict,
 )
-
-_GONE = (Verdict.MISSING, Verdict.CORRUPT, Verdict.FAILED)
+from penstock.write_down import WriteDown
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +65,22 @@ class TierStack:
         *,
         read_only: frozenset[Tier] = frozenset(),
     ) -> None:
-        self._block_bytes = block_bytes
-        self._host = host
-        self._lower = dict(sorted((lower or {}).items()))
         self._limits = limits or Limits()
-        self._health = {
-            (tier, direction): Health() for tier in self._lower for direction in Direction
-        }
+        self._books = Books(block_bytes, host, lower or {})
+        self._host = host
+        self._flights = Flights(self._limits.max_host_blocks, self._limits.max_lower_blocks)
+        self._write_down = WriteDown(
+            self._books,
+            self._flights,
+            [tier for tier in self._books.lower if tier not in read_only],
+            self._limits.max_lower_blocks,
+            self._limits.max_pending_saves,
+        )
         self._tickets: dict[TicketId, Ticket] = {}
         self._ticket_ids = count(1)
-        self._flights = Flights(self._limits.max_host_blocks, self._limits.max_lower_blocks)
         self._joiners: dict[BlockKey, list[tuple[Ticket, int]]] = {}
-        # Blocks leased in HOST until a lower tier has its copy; and blocks of HOST that the tier
-        # had no time for yet, written when it has, unless HOST needs their room before.
-        written = [tier for tier in self._lower if tier not in read_only]
-        self._write_down: dict[Tier, OrderedDict[BlockKey, Slot]] = {
-            tier: OrderedDict() for tier in written
-        }
-        self._write_later: dict[Tier, OrderedDict[BlockKey, None]] = {
-            tier: OrderedDict() for tier in written
-        }
-        # Of HOST, what copies to one tier below may hold: a tier that hangs must not take it all.
-        self._max_write_down = max(1, min(host.capacity // 2, self._limits.max_pending_saves))
-        self._num_writing = dict.fromkeys(written, 0)  # blocks in flight to each
         self._num_saving = 0
-        self._now = 0.0
         self._dones: list[Done] = []
-        self._events: list[Event] = []
         self._cancels: list[TransferId] = []
         self._usage: dict[Tier, Usage] = {}
 
@@ -111,7 +90,7 @@ class TierStack:
         """How many leading blocks could be loaded, and from where. Changes nothing."""
         nothing: Container[BlockKey] = ()
         tiers = [(Tier.HOST, self._host.held, nothing)]
-        tiers += [(tier, ledger.held, self._host.held) for tier, ledger in self._readable()]
+        tiers += [(tier, ledger.held, self._host.held) for tier, ledger in self._books.readable()]
         runs: list[Run] = []
         num_matched = 0
         while num_matched < len(keys):
@@ -136,26 +115,26 @@ class TierStack:
         deadline: float | None = None,
     ) -> TicketId:
         """Start bringing blocks to device slots; each ends with a verdict of its own."""
-        self._now = now
+        self._books.now = now
         num_loads = sum(ticket.direction is Direction.LOAD for ticket in self._tickets.values())
         ticket = self._open(Direction.LOAD, keys, into, deadline)
         if num_loads >= self._limits.max_pending_loads:
             ticket.num_planned = len(keys)
             ticket.judge(range(len(keys)), Verdict.DROPPED)
-            self._lose(Tier.HOST, Tier.DEVICE, Verdict.DROPPED, len(keys), "too many loads")
+            self._books.lose(Tier.HOST, Tier.DEVICE, Verdict.DROPPED, len(keys), "too many loads")
         self._plan(ticket)
         return ticket.id
 
     def save(self, keys: Sequence[BlockKey], source: Sequence[Slot], now: float) -> TicketId:
         """Start copying device slots into HOST. What is there, or coming, is not copied again."""
-        self._now = now
+        self._books.now = now
         ticket = self._open(Direction.SAVE, keys, source, None)
         self._plan(ticket)
         return ticket.id
 
     def cancel(self, ticket_id: TicketId, now: float) -> None:
         """Give up a ticket. It is done as soon as no running copy touches its device slots."""
-        self._now = now
+        self._books.now = now
         ticket = self._tickets.get(ticket_id)
         if ticket is not None and ticket.given_up is None:
             self._give_up(ticket, Verdict.CANCELLED)
@@ -163,9 +142,7 @@ class TierStack:
     def empty_host(self) -> int:
         """Drop every READY block from HOST; running copies keep their slots until they end."""
         keys = self._host.ready_keys()
-        for key in keys:
-            self._host.drop(key)
-        self._tell_removed(Tier.HOST, keys, evicted=False)
+        self._books.drop(Tier.HOST, keys)
         return len(keys)
 
     # What the transfers ask for and report.
@@ -178,19 +155,19 @@ class TierStack:
         for ticket in list(self._tickets.values()):
             self._plan(ticket)
         yield from self._flights.hand_out(has_room)
-        for tier in self._write_down:
-            while self._can_write(tier) and has_room(tier, Direction.SAVE):
-                self._plan_write_down(tier)
+        for tier in self._write_down.tiers:
+            while self._write_down.can_plan(tier) and has_room(tier, Direction.SAVE):
+                self._write_down.plan(tier)
                 yield from self._flights.hand_out(has_room)
 
     def settle(self, outcome: Outcome, now: float) -> None:
         """Enter what became of a transfer."""
-        self._now = now
+        self._books.now = now
         flight = self._flights.land(outcome.transfer_id)
         transfer = flight.transfer
         if len(outcome.verdicts) != len(transfer.keys):
             raise BookError(f"transfer {transfer.id} has a verdict too few or too many")
-        self._report(transfer, outcome)
+        self._books.report(transfer, outcome)
         if transfer.target is Tier.DEVICE:
             self._settle_arrival(flight, outcome.verdicts)
         elif transfer.source is Tier.DEVICE:
@@ -198,28 +175,24 @@ class TierStack:
         elif transfer.target is Tier.HOST:
             self._settle_fill(transfer, outcome.verdicts)
         else:
-            self._settle_write_down(transfer, outcome.verdicts)
+            self._write_down.settle(transfer, outcome.verdicts)
         if flight.ticket is not None:
             self._close_if_over(flight.ticket)
 
     def tick(self, now: float) -> None:
         """Let time pass: end rests of failing tiers, give up loads past their deadline."""
-        self._now = now
-        for health in self._health.values():
-            health.tick(now)
+        self._books.now = now
+        self._books.tick()
         for ticket in list(self._tickets.values()):
             late = ticket.deadline is not None and now >= ticket.deadline
             if late and ticket.given_up is None:
                 for tier in self._owing(ticket):
-                    self._fault(tier, Direction.LOAD, "a load passed its deadline")
+                    self._books.fault(tier, Direction.LOAD, "a load passed its deadline")
                 self._give_up(ticket, Verdict.EXPIRED)
 
     def adopt(self, tier: Tier, found: Sequence[tuple[Slot, BlockKey | None]]) -> int:
         """Enter what a restart found on a lower tier; returns how many blocks are new."""
-        ledger = self._lower[tier]
-        keys = [key for slot, key in found if ledger.adopt(slot, key) and key is not None]
-        self._tell_stored(tier, keys)
-        return len(keys)
+        return self._books.adopt(tier, found)
 
     # What observers ask for.
 
@@ -234,13 +207,12 @@ class TierStack:
 
     def take_events(self) -> list[Event]:
         """What happened since the last call."""
-        events, self._events = self._events, []
-        return events
+        return self._books.take_events()
 
     def take_usage(self, depth: Callable[[Tier, Direction], int]) -> list[Event]:
         """The tiers whose usage changed. `depth` tells how much the transfers have queued."""
         changed: list[Event] = []
-        for tier, ledger in self._books():
+        for tier, ledger in self._books:
             usage = Usage(
                 tier,
                 ledger.num_used,
@@ -261,17 +233,17 @@ class TierStack:
     @property
     def idle(self) -> bool:
         """Nothing is under way, and nothing is left to write to a tier that takes it."""
-        return not (self._tickets or self._flights or any(map(self._can_write, self._write_down)))
+        can_write = any(map(self._write_down.can_plan, self._write_down.tiers))
+        return not (self._tickets or self._flights or can_write)
 
     def is_resting(self, tier: Tier, direction: Direction) -> bool:
-        return self._health[tier, direction].resting
+        return self._books.is_resting(tier, direction)
 
     def check(self) -> None:
         """Audit all books: every lease and claim belongs to something that is under way."""
-        leases: dict[Tier, Counter[Slot]] = {tier: Counter() for tier, _ in self._books()}
-        filling: dict[Tier, list[BlockKey]] = {tier: [] for tier, _ in self._books()}
+        leases: dict[Tier, Counter[Slot]] = {tier: Counter() for tier, _ in self._books}
+        filling: dict[Tier, list[BlockKey]] = {tier: [] for tier, _ in self._books}
         num_flying: Counter[TicketId] = Counter()
-        num_writing = dict.fromkeys(self._num_writing, 0)
         num_saving = 0
         for flight in self._flights:
             transfer = flight.transfer
@@ -279,27 +251,23 @@ class TierStack:
                 num_saving += len(transfer.keys)
             else:
                 leases[transfer.source].update(transfer.source_slots)
-            if transfer.target in num_writing:
-                num_writing[transfer.target] += len(transfer.keys)
             if transfer.target is not Tier.DEVICE:
                 filling[transfer.target].extend(transfer.keys)
             if flight.ticket is not None:
                 num_flying[flight.ticket.id] += len(transfer.keys)
-        for tier, queue in self._write_down.items():
-            leases[Tier.HOST].update(queue.values())
-            if not all(map(self._host.is_ready, self._write_later[tier])):
-                raise BookError(f"{tier.name} is to be given a block that HOST does not have")
+        leases[Tier.HOST].update(self._write_down.leased_slots())
+        self._write_down.check()
         for ticket in self._tickets.values():
             if ticket.over or ticket.leased or num_flying[ticket.id] != ticket.num_flying:
                 raise BookError(f"ticket {ticket.id} is over, idle or miscounted")
-        for tier, ledger in self._books():
+        for tier, ledger in self._books:
             ledger.check()
             if ledger.leases() != dict(leases[tier]):
                 raise BookError(f"{tier.name} has leases that nothing under way holds")
             if sorted(ledger.filling_keys()) != sorted(filling[tier]):
                 raise BookError(f"{tier.name} has claims that nothing under way fills")
-        if num_saving != self._num_saving or num_writing != self._num_writing:
-            raise BookError("the blocks being saved or written down are miscounted")
+        if num_saving != self._num_saving:
+            raise BookError("the blocks being saved are miscounted")
         if not self._joiners.keys() <= set(filling[Tier.HOST]):
             raise BookError("a ticket waits for a block that nobody brings")
 
@@ -332,7 +300,7 @@ class TierStack:
             ticket.num_planned = len(ticket.keys)
             found += self._host.use_ready([ticket.keys[position] for position in rest])
             positions = [*positions, *rest]
-        lower = self._readable()
+        lower = self._books.readable()
         for position, slot in zip(positions, found, strict=True):
             key = ticket.keys[position]
             if slot is not None:
@@ -348,7 +316,7 @@ class TierStack:
             else:
                 ticket.judge([position], Verdict.MISSING)
                 num_missing += 1
-        self._offer_down([ticket.keys[position] for position, _ in ticket.leased])
+        self._write_down.offer([ticket.keys[position] for position, _ in ticket.leased])
         for tier, wanted in below.items():
             room = self._host.num_claimable
             self._fetch(tier, ticket, wanted[:room])
@@ -356,14 +324,14 @@ class TierStack:
         ticket.waiting.sort()
         self._send_leased(ticket, spread=ticket.planned)
         if num_missing:
-            self._lose(Tier.HOST, Tier.DEVICE, Verdict.MISSING, num_missing, "")
+            self._books.lose(Tier.HOST, Tier.DEVICE, Verdict.MISSING, num_missing, "")
 
     def _fetch(self, tier: Tier, ticket: Ticket, positions: Sequence[int]) -> None:
         keys = [ticket.keys[position] for position in positions]
-        source_slots = self._lower[tier].lease(keys)
+        source_slots = self._books.lower[tier].lease(keys)
         for key in keys:
-            self._lower[tier].touch(key)
-        target_slots = self._claim(Tier.HOST, keys)
+            self._books.lower[tier].touch(key)
+        target_slots = self._books.claim(Tier.HOST, keys)
         for position, key in zip(positions, keys, strict=True):
             ticket.comes_from(position, tier)
             self._joiners.setdefault(key, []).append((ticket, position))
@@ -376,14 +344,6 @@ class TierStack:
             spread=True,
             deadline=ticket.deadline,
         )
-
-    def _readable(self) -> list[tuple[Tier, Ledger]]:
-        """The lower tiers that are asked at present."""
-        return [
-            (tier, ledger)
-            for tier, ledger in self._lower.items()
-            if not self.is_resting(tier, Direction.LOAD)
-        ]
 
     def _send_leased(self, ticket: Ticket, *, spread: bool = False) -> None:
         leased, ticket.leased = ticket.leased, []
@@ -403,8 +363,8 @@ class TierStack:
         ticket, transfer = flight.ticket, flight.transfer
         assert ticket is not None
         self._host.release(transfer.source_slots)
-        self._drop_gone(transfer, verdicts)
-        if _all_ok(verdicts):
+        self._books.drop_gone(transfer, verdicts)
+        if all_ok(verdicts):
             ticket.judge(flight.positions, Verdict.OK)
             return
         for position, verdict in zip(flight.positions, verdicts, strict=True):
@@ -413,29 +373,13 @@ class TierStack:
             ticket.judge([position], verdict)
 
     def _settle_fill(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
-        self._lower[transfer.source].release(transfer.source_slots)
-        self._drop_gone(transfer, verdicts)
+        self._books.lower[transfer.source].release(transfer.source_slots)
+        self._books.drop_gone(transfer, verdicts)
         self._arrive(transfer.keys, verdicts)
-
-    def _drop_gone(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
-        """What the source could not give is not offered again, and can be stored anew."""
-        if _all_ok(verdicts):
-            return
-        ledger = self._book(transfer.source)
-        gone = [
-            key
-            for key, slot, verdict in zip(
-                transfer.keys, transfer.source_slots, verdicts, strict=True
-            )
-            if verdict in _GONE and ledger.slot_of(key) == slot
-        ]
-        for key in gone:
-            ledger.drop(key)
-        self._tell_removed(transfer.source, gone, evicted=False)
 
     def _arrive(self, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
         """Blocks came into HOST or did not: tell the books and the tickets that joined them."""
-        self._conclude(Tier.HOST, keys, verdicts)
+        self._books.conclude(Tier.HOST, keys, verdicts)
         if not self._joiners:
             return
         joined: dict[TicketId, Ticket] = {}
@@ -445,7 +389,7 @@ class TierStack:
                 joined[ticket.id] = ticket
                 if verdict is Verdict.OK:
                     arrived.append((ticket, position))
-                elif verdict in _GONE:
+                elif verdict in GONE:
                     ticket.judge([position], verdict)
                 else:
                     ticket.waiting.append(position)  # given up for another ticket's reasons
@@ -467,15 +411,17 @@ class TierStack:
             ready = [key for p in there if self._host.is_ready(key := ticket.keys[p])]
             for key in ready:
                 self._host.touch(key)
-            self._offer_down(ready)
+            self._write_down.offer(ready)
         room = min(self._host.num_claimable, self._limits.max_pending_saves - self._num_saving)
         taken, refused = fresh[:room], fresh[room:]  # leading blocks are worth more
         if refused:
             ticket.judge(refused, Verdict.DROPPED)
-            self._lose(Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST")
+            self._books.lose(
+                Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST"
+            )
         if taken:
             keys = [ticket.keys[position] for position in taken]
-            slots = self._claim(Tier.HOST, keys)
+            slots = self._books.claim(Tier.HOST, keys)
             self._num_saving += len(taken)
             self._flights.post(
                 Tier.DEVICE,
@@ -495,52 +441,9 @@ class TierStack:
         for position, verdict in zip(flight.positions, verdicts, strict=True):
             ticket.judge([position], verdict)
         self._arrive(keys, verdicts)
-        self._offer_down(
+        self._write_down.offer(
             [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is Verdict.OK]
         )
-
-    def _offer_down(self, keys: Sequence[BlockKey]) -> None:
-        """Queue READY blocks of HOST for every lower tier that lacks and wants them."""
-        for tier, queue in self._write_down.items():
-            ledger, later = self._lower[tier], self._write_later[tier]
-            wanted = [
-                key
-                for key in keys
-                if not (key in ledger or key in queue or key in later) and ledger.admits(key)
-            ]
-            room = self._write_room(tier)
-            now = wanted[:room]
-            queue.update(zip(now, self._host.lease(now), strict=True))
-            later.update(dict.fromkeys(wanted[room:]))
-
-    def _write_room(self, tier: Tier) -> int:
-        """How many more blocks of HOST may be leased for copies to this tier."""
-        if self.is_resting(tier, Direction.SAVE):
-            return 0
-        num_held = len(self._write_down[tier]) + self._num_writing[tier]
-        return max(0, self._max_write_down - num_held)
-
-    def _can_write(self, tier: Tier) -> bool:
-        later = self._write_later[tier] and self._write_room(tier)
-        return bool(self._write_down[tier] or later) and self._lower[tier].num_claimable > 0
-
-    def _plan_write_down(self, tier: Tier) -> None:
-        ledger, queue, later = self._lower[tier], self._write_down[tier], self._write_later[tier]
-        max_blocks = self._limits.max_lower_blocks
-        num_more = min(len(later), max_blocks - len(queue), self._write_room(tier))
-        more = [later.popitem(last=False)[0] for _ in range(num_more)]
-        queue.update(zip(more, self._host.lease(more), strict=True))
-        room = min(len(queue), ledger.num_claimable, max_blocks)
-        batch = [queue.popitem(last=False) for _ in range(room)]
-        keys = [key for key, _ in batch]
-        slots = self._claim(tier, keys)
-        self._num_writing[tier] += len(keys)
-        self._flights.post(Tier.HOST, tier, keys, [slot for _, slot in batch], slots)
-
-    def _settle_write_down(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
-        self._num_writing[transfer.target] -= len(transfer.keys)
-        self._host.release(transfer.source_slots)
-        self._conclude(transfer.target, transfer.keys, verdicts)
 
     # Tickets.
 
@@ -556,13 +459,15 @@ class TierStack:
         if len(set(keys)) != len(keys):
             raise BookError(f"a {direction.value} names a block twice")
         ticket_id = TicketId(next(self._ticket_ids))
-        ticket = Ticket(ticket_id, direction, tuple(keys), tuple(device_slots), self._now, deadline)
+        ticket = Ticket(
+            ticket_id, direction, tuple(keys), tuple(device_slots), self._books.now, deadline
+        )
         self._tickets[ticket_id] = ticket
         return ticket
 
     def _close_if_over(self, ticket: Ticket) -> None:
         if ticket.over and self._tickets.pop(ticket.id, None) is not None:
-            self._dones.append(ticket.done(self._now))
+            self._dones.append(ticket.done(self._books.now))
 
     def _give_up(self, ticket: Ticket, verdict: Verdict) -> None:
         """Let go of all that is not flying, and call back what flies."""
@@ -588,11 +493,11 @@ class TierStack:
         if stranded:
             ends = (Tier.HOST, Tier.DEVICE)
             source, target = ends if ticket.direction is Direction.LOAD else ends[::-1]
-            self._lose(source, target, verdict, len(stranded), "")
+            self._books.lose(source, target, verdict, len(stranded), "")
         for transfer in unwanted:
             if self._flights.withdraw(transfer):
                 verdicts = (Verdict.CANCELLED,) * len(transfer.keys)
-                self.settle(Outcome(transfer.id, verdicts), self._now)
+                self.settle(Outcome(transfer.id, verdicts), self._books.now)
             else:
                 self._cancels.append(transfer.id)
         self._close_if_over(ticket)
@@ -613,81 +518,9 @@ class TierStack:
         return {
             flight.transfer.source
             for flight in self._flights
-            if flight.transfer.source in self._lower and owed.intersection(flight.transfer.keys)
+            if flight.transfer.source in self._books.lower
+            and owed.intersection(flight.transfer.keys)
         }
-
-    # Books and reports.
-
-    def _books(self) -> list[tuple[Tier, Ledger]]:
-        return [(Tier.HOST, self._host), *self._lower.items()]
-
-    def _book(self, tier: Tier) -> Ledger:
-        return self._host if tier is Tier.HOST else self._lower[tier]
-
-    def _claim(self, tier: Tier, keys: Sequence[BlockKey]) -> tuple[Slot, ...]:
-        """Claim what the caller has made sure there is room for."""
-        claim = self._book(tier).claim(keys)
-        if claim is None:
-            raise BookError(f"{tier.name} had room for {len(keys)} blocks and has none")
-        self._tell_removed(tier, claim.evicted, evicted=True)
-        return claim.slots
-
-    def _conclude(self, tier: Tier, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
-        """End claims: what arrived is offered from now on, what did not is forgotten."""
-        ledger = self._book(tier)
-        arrived = keys
-        if not _all_ok(verdicts):
-            pairs = list(zip(keys, verdicts, strict=True))
-            arrived = [key for key, verdict in pairs if verdict is Verdict.OK]
-            ledger.abort([key for key, verdict in pairs if verdict is not Verdict.OK])
-        ledger.commit(arrived)
-        self._tell_stored(tier, arrived)
-
-    def _tell_stored(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
-        if keys:
-            self._events.append(Stored(tier, tuple(keys)))
-
-    def _tell_removed(self, tier: Tier, keys: Sequence[BlockKey], *, evicted: bool) -> None:
-        if keys:
-            self._events.append(Removed(tier, tuple(keys), evicted))
-        if tier is Tier.HOST:
-            for below, later in self._write_later.items():
-                num_late = sum(later.pop(key, 0) is None for key in keys)
-                if num_late:
-                    self._lose(tier, below, Verdict.DROPPED, num_late, "it could not keep up")
-
-    def _report(self, transfer: Transfer, outcome: Outcome) -> None:
-        source, target, direction = transfer.source, transfer.target, transfer.direction
-        num_ok = outcome.verdicts.count(Verdict.OK)
-        if num_ok:
-            num_bytes = num_ok * self._block_bytes
-            self._events.append(
-                Moved(source, target, direction, num_ok, num_bytes, outcome.seconds)
-            )
-        if num_ok < len(outcome.verdicts):
-            for verdict, num_blocks in sorted(Counter(outcome.verdicts).items()):
-                if verdict is not Verdict.OK:
-                    self._lose(source, target, verdict, num_blocks, outcome.error)
-        if transfer.link in self._lower:
-            if Verdict.FAILED in outcome.verdicts:
-                self._fault(transfer.link, direction, outcome.error)
-            elif num_ok and self._health[transfer.link, direction].well():
-                self._events.append(TierRevived(transfer.link))
-
-    def _lose(
-        self, source: Tier, target: Tier, verdict: Verdict, num_blocks: int, error: str
-    ) -> None:
-        direction = Direction.LOAD if target < source else Direction.SAVE
-        self._events.append(Lost(source, target, direction, verdict, num_blocks, error))
-
-    def _fault(self, tier: Tier, direction: Direction, error: str) -> None:
-        seconds = self._health[tier, direction].fault(self._now)
-        if seconds:
-            self._events.append(TierRested(tier, seconds, error))
-
-
-def _all_ok(verdicts: Sequence[Verdict]) -> bool:
-    return verdicts.count(Verdict.OK) == len(verdicts)
 
 
 def _leading_end(

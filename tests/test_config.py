@@ -13,11 +13,11 @@ from penstock.config import (
     DiskConfig,
     HostConfig,
     TransferConfig,
-    check_machine,
     describe,
     load_config,
 )
 from penstock.errors import ConfigError
+from penstock.machine import check_machine
 
 GIB = 1 << 30
 TINY_HOST = HostConfig(size_bytes=4096)

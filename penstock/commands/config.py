@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from penstock.commands import JsonFlag, new_table, print_json, stdout_console
-from penstock.config import Config, check_machine, describe, load_config
+from penstock.config import Config, describe, load_config
 from penstock.errors import ConfigError
+from penstock.machine import check_machine
 from penstock.units import format_bytes
 
 EXAMPLE = "Example: penstock config --config penstock.toml --set host.size=8GiB"

@@ -205,7 +205,7 @@ def clear_store(
     Deletes the store's own files, nothing else, and refuses while a server has it open.
     """
     from penstock.commands import audit
-    from penstock.stores.disk import lock_directory, remove_store_files
+    from penstock.stores.directory import lock_directory, remove_store_files
 
     if as_json and not yes:
         raise ConfigError("--json leaves no place for a question: expected --yes with it")

@@ -7,12 +7,9 @@ and records together; it is written by one process at a time, and any number may
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -25,13 +22,19 @@ from penstock.errors import (
     Corrupt,
     Foreign,
     Full,
-    Locked,
     Missing,
     ReadOnly,
     StoreError,
 )
 from penstock.stores import slab
 from penstock.stores.base import Answers, Block, Digests, Found, Verify, WholeBlocks
+from penstock.stores.directory import (
+    lock_directory,
+    make_directory,
+    refuse_foreign,
+    refuse_strangers_index,
+    remove_store_files,
+)
 from penstock.stores.slab import RECORD_BYTES, Geometry, Record
 from penstock.types import BlockKey, BlockSpec, Slot
 from penstock.units import format_bytes
@@ -70,7 +73,7 @@ class DiskStore(WholeBlocks):
         self._slabs: dict[int, tuple[int, int]] = {}  # slab -> descriptor, bytes it has
         self._slab_lock = Lock()
         self._lock_descriptor: int | None = None
-        _make_directory(directory, read_only)
+        make_directory(directory, read_only)
         if not read_only:
             self._lock_descriptor = lock_directory(directory)
         try:
@@ -273,13 +276,13 @@ class DiskStore(WholeBlocks):
         wanted = Geometry.of(self._spec, slab_bytes)
         found = slab.read_manifest(self.directory)
         if found is not None:
-            _refuse_foreign(self.directory, found, wanted)
+            refuse_foreign(self.directory, found, wanted)
         if self.read_only:
             if found is None:
                 raise Foreign(f"{self.directory} holds no store to read; check the path.")
             return found
         if found is None:
-            _refuse_strangers_index(self.directory)
+            refuse_strangers_index(self.directory)
             remove_store_files(self.directory)  # without a manifest nothing vouches for them
             found = replace(wanted, epoch=0)
         geometry = replace(found, epoch=found.epoch + 1)
@@ -396,80 +399,3 @@ class DiskStore(WholeBlocks):
         if self._lock_descriptor is not None:
             os.close(self._lock_descriptor)
             self._lock_descriptor = None
-
-
-def lock_directory(directory: Path) -> int:
-    """Become the directory's one writer. The kernel lets go when the process ends, however."""
-    try:
-        descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"disk.path {directory} cannot be written ({error.strerror}); choose a path this "
-            "user may write, or open it with disk.read_only = true."
-        ) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-        os.close(descriptor)
-        raise Locked(
-            f"{directory} is being written by {holder}; stop it, choose another disk.path, "
-            "or open this one with disk.read_only = true."
-        ) from None
-    with suppress(OSError):  # the text is for people; the lock holds without it
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return descriptor
-
-
-def remove_store_files(directory: Path) -> int:
-    """Delete what a store made, and nothing else; returns the bytes given back."""
-    num_bytes = 0
-    paths = [path for _, path in slab.slab_paths(directory)]
-    paths += [directory / "index", *directory.glob(".MANIFEST-*"), directory / "MANIFEST"]
-    for path in paths:
-        if path.is_file():
-            num_bytes += path.stat().st_blocks * 512
-            path.unlink()
-    return num_bytes
-
-
-def _refuse_strangers_index(directory: Path) -> None:
-    """`index` is a common name: one that is not ours must not be deleted as a leftover."""
-    try:
-        with (directory / "index").open("rb") as file:
-            head = file.read(len(slab.MAGIC))
-    except FileNotFoundError:
-        return
-    if head not in (slab.MAGIC, bytes(len(head))):
-        raise Foreign(
-            f"{directory} holds a file named index that is not Penstock's; choose an empty "
-            "directory as disk.path."
-        )
-
-
-def _make_directory(directory: Path, read_only: bool) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"disk.path {directory} is a file; expected a directory to keep KV in.")
-    if read_only:
-        if not directory.is_dir():
-            raise ConfigError(f"disk.path {directory} does not exist; there is nothing to read.")
-        return
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"disk.path {directory} cannot be made ({error.strerror}); choose another path."
-        ) from None
-
-
-def _refuse_foreign(directory: Path, found: Geometry, wanted: Geometry) -> None:
-    names = ("namespace", "block_bytes", "block_tokens", "stride_bytes")
-    for name in names:
-        have, want = getattr(found, name), getattr(wanted, name)
-        if have != want:
-            raise Foreign(
-                f"{directory} was made for another model or layout ({name} is {have}, expected "
-                f"{want}); use another disk.path, or empty it with "
-                f"`penstock store clear {directory}`."
-            )

@@ -39,7 +39,8 @@ from penstock.errors import (
     StoreError,
 )
 from penstock.stores import disk, slab
-from penstock.stores.disk import DiskStore, remove_store_files
+from penstock.stores.directory import remove_store_files
+from penstock.stores.disk import DiskStore
 from penstock.types import BlockKey, BlockSpec, Slot
 
 Stores = Callable[..., DiskStore]

@@ -39,7 +39,7 @@ from penstock.build import build_offloader
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.stores import disk, slab
-from penstock.stores.disk import remove_store_files
+from penstock.stores.directory import remove_store_files
 from penstock.stores.host import HostArena
 from penstock.types import BlockKey, Slot, Tier, Verdict
 

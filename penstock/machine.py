@@ -1,0 +1,105 @@
+"""Whether this machine can hold what the settings ask for. Looks, and writes nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from penstock.config import Config, DiskConfig
+from penstock.errors import ConfigError
+from penstock.units import format_bytes
+
+
+def check_machine(config: Config, *, total_memory_bytes: int | None = None) -> None:
+    """Raise ConfigError where this machine cannot hold what is asked. Writes nothing."""
+    memory = _physical_memory_bytes() if total_memory_bytes is None else total_memory_bytes
+    if memory is not None and config.host.size_bytes > memory:
+        raise ConfigError(
+            f"host.size is {_exact(config.host.size_bytes)}: expected no more than the machine's "
+            f"memory of {_exact(memory)}; lower host.size"
+        )
+    if config.disk.path is not None:
+        _check_disk(config.disk, config.disk.path)
+
+
+def _check_disk(disk: DiskConfig, path: str) -> None:
+    folder = _nearest_existing(os.path.abspath(path))
+    is_there = folder == os.path.abspath(path)
+    try:
+        is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
+    except OSError as error:
+        raise ConfigError(
+            f"disk.path {path} cannot be used: {folder}: {error.strerror}; expected a folder, or "
+            "a place where one can be made, choose another path"
+        ) from None
+    if not is_folder:
+        which = "is a file" if is_there else f"lies below the file {folder}"
+        raise ConfigError(f"disk.path {path} {which}: expected a folder; choose another path")
+    if disk.read_only:
+        if not is_there:
+            raise ConfigError(
+                f"disk.path {path} does not exist: expected a folder to read from, since "
+                "disk.read_only is true; correct the path"
+            )
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise ConfigError(
+                f"disk.path {path} is not readable: expected a folder this user may read; "
+                "change its permissions or choose another path"
+            )
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        which = "is" if is_there else f"cannot be made: {folder} is"
+        raise ConfigError(
+            f"disk.path {path} {which} not writable: expected a folder this user may write to; "
+            "change its permissions, choose another path or set disk.read_only"
+        )
+    _check_room(disk, folder, _occupied_bytes(folder) if is_there else 0)
+
+
+def _check_room(disk: DiskConfig, folder: str, occupied_bytes: int) -> None:
+    usage = os.statvfs(folder)
+    total, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
+    if total == 0:  # some network and virtual filesystems do not say
+        return
+    asked = f"disk.size is {_exact(disk.size_bytes)}: expected no more than the"
+    if disk.size_bytes > total:
+        raise ConfigError(f"{asked} filesystem of {folder} holds, {_exact(total)}; lower disk.size")
+    if disk.size_bytes > free + occupied_bytes:
+        raise ConfigError(
+            f"{asked} {_exact(free + occupied_bytes)} at hand ({format_bytes(free)} free and "
+            f"{format_bytes(occupied_bytes)} already used by {disk.path}); lower disk.size or "
+            "make room"
+        )
+
+
+def _nearest_existing(path: str) -> str:
+    # A dangling link exists for this purpose: nothing can be made in its place.
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _occupied_bytes(folder: str) -> int:
+    """Disk space of the files below `folder`, holes not counted; other filesystems neither."""
+    device, total = os.stat(folder).st_dev, 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                status = os.lstat(os.path.join(root, name))
+            except OSError:  # gone meanwhile
+                continue
+            if status.st_dev == device:
+                total += status.st_blocks * 512
+    return total
+
+
+def _physical_memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def _exact(num_bytes: int) -> str:
+    # Rounded numbers alone could read "64.0 GiB is more than 64.0 GiB".
+    return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"

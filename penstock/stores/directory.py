@@ -1,0 +1,90 @@
+"""A disk store's directory: who may write it, what in it is ours, and for whom it was made."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.errors import ConfigError, Foreign, Locked
+from penstock.stores import slab
+from penstock.stores.slab import Geometry
+
+
+def lock_directory(directory: Path) -> int:
+    """Become the directory's one writer. The kernel lets go when the process ends, however."""
+    try:
+        descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"disk.path {directory} cannot be written ({error.strerror}); choose a path this "
+            "user may write, or open it with disk.read_only = true."
+        ) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise Locked(
+            f"{directory} is being written by {holder}; stop it, choose another disk.path, "
+            "or open this one with disk.read_only = true."
+        ) from None
+    with suppress(OSError):  # the text is for people; the lock holds without it
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return descriptor
+
+
+def remove_store_files(directory: Path) -> int:
+    """Delete what a store made, and nothing else; returns the bytes given back."""
+    num_bytes = 0
+    paths = [path for _, path in slab.slab_paths(directory)]
+    paths += [directory / "index", *directory.glob(".MANIFEST-*"), directory / "MANIFEST"]
+    for path in paths:
+        if path.is_file():
+            num_bytes += path.stat().st_blocks * 512
+            path.unlink()
+    return num_bytes
+
+
+def refuse_strangers_index(directory: Path) -> None:
+    """`index` is a common name: one that is not ours must not be deleted as a leftover."""
+    try:
+        with (directory / "index").open("rb") as file:
+            head = file.read(len(slab.MAGIC))
+    except FileNotFoundError:
+        return
+    if head not in (slab.MAGIC, bytes(len(head))):
+        raise Foreign(
+            f"{directory} holds a file named index that is not Penstock's; choose an empty "
+            "directory as disk.path."
+        )
+
+
+def make_directory(directory: Path, read_only: bool) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"disk.path {directory} is a file; expected a directory to keep KV in.")
+    if read_only:
+        if not directory.is_dir():
+            raise ConfigError(f"disk.path {directory} does not exist; there is nothing to read.")
+        return
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"disk.path {directory} cannot be made ({error.strerror}); choose another path."
+        ) from None
+
+
+def refuse_foreign(directory: Path, found: Geometry, wanted: Geometry) -> None:
+    names = ("namespace", "block_bytes", "block_tokens", "stride_bytes")
+    for name in names:
+        have, want = getattr(found, name), getattr(wanted, name)
+        if have != want:
+            raise Foreign(
+                f"{directory} was made for another model or layout ({name} is {have}, expected "
+                f"{want}); use another disk.path, or empty it with "
+                f"`penstock store clear {directory}`."
+            )

@@ -1,0 +1,107 @@
+"""Copies from HOST to the tiers below, behind the request that saved the blocks.
+
+A block that is to be copied is leased in HOST until the copy has ended, so that it cannot be lost
+to a race; but a tier that is slow or hangs may hold only half of HOST that way. What it has no
+time for is noted, and written when it has, unless HOST needs the room before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from penstock.books import Books
+from penstock.errors import BookError
+from penstock.flights import Flights
+from penstock.types import BlockKey, Direction, Slot, Tier, Transfer, Verdict
+
+
+class WriteDown:
+    def __init__(
+        self,
+        books: Books,
+        flights: Flights,
+        tiers: Iterable[Tier],
+        max_transfer_blocks: int,
+        max_pending_blocks: int,
+    ) -> None:
+        self.tiers = list(tiers)
+        self._books = books
+        self._flights = flights
+        self._max_transfer_blocks = max_transfer_blocks
+        self._max_leased = max(1, min(books.host.capacity // 2, max_pending_blocks))
+        self._queued: dict[Tier, OrderedDict[BlockKey, Slot]] = {
+            t: OrderedDict() for t in self.tiers
+        }
+        self._later: dict[Tier, OrderedDict[BlockKey, None]] = {
+            t: OrderedDict() for t in self.tiers
+        }
+        self._num_flying = dict.fromkeys(self.tiers, 0)
+        books.on_host_removed = self._forget
+
+    def offer(self, keys: Sequence[BlockKey]) -> None:
+        """Queue READY blocks of HOST for every tier below that lacks and wants them."""
+        for tier in self.tiers:
+            ledger, queued, later = self._books.lower[tier], self._queued[tier], self._later[tier]
+            wanted = [
+                key
+                for key in keys
+                if not (key in ledger or key in queued or key in later) and ledger.admits(key)
+            ]
+            room = self._room(tier)
+            now = wanted[:room]
+            queued.update(zip(now, self._books.host.lease(now), strict=True))
+            later.update(dict.fromkeys(wanted[room:]))
+
+    def can_plan(self, tier: Tier) -> bool:
+        """Whether there is something to write, and a slot to write it to."""
+        later = self._later[tier] and self._room(tier)
+        return bool(self._queued[tier] or later) and self._books.lower[tier].num_claimable > 0
+
+    def plan(self, tier: Tier) -> None:
+        """Post one transfer. Only when `can_plan`."""
+        queued, later = self._queued[tier], self._later[tier]
+        max_blocks = self._max_transfer_blocks
+        num_more = min(len(later), max_blocks - len(queued), self._room(tier))
+        more = [later.popitem(last=False)[0] for _ in range(num_more)]
+        queued.update(zip(more, self._books.host.lease(more), strict=True))
+        num_blocks = min(len(queued), self._books.lower[tier].num_claimable, max_blocks)
+        batch = [queued.popitem(last=False) for _ in range(num_blocks)]
+        keys = [key for key, _ in batch]
+        slots = self._books.claim(tier, keys)
+        self._num_flying[tier] += num_blocks
+        self._flights.post(Tier.HOST, tier, keys, [slot for _, slot in batch], slots)
+
+    def settle(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
+        self._num_flying[transfer.target] -= len(transfer.keys)
+        self._books.host.release(transfer.source_slots)
+        self._books.conclude(transfer.target, transfer.keys, verdicts)
+
+    def leased_slots(self) -> list[Slot]:
+        """HOST slots held by blocks that wait to be written, for whoever audits the leases."""
+        return [slot for queued in self._queued.values() for slot in queued.values()]
+
+    def check(self) -> None:
+        for tier, later in self._later.items():
+            if not all(map(self._books.host.is_ready, later)):
+                raise BookError(f"{tier.name} is to be given a block that HOST does not have")
+            flying = (f.transfer.keys for f in self._flights if f.transfer.target is tier)
+            if sum(map(len, flying)) != self._num_flying[tier]:
+                raise BookError(f"the blocks being written to {tier.name} are miscounted")
+
+    def _room(self, tier: Tier) -> int:
+        """How many more blocks of HOST may be leased for copies to this tier."""
+        if self._books.is_resting(tier, Direction.SAVE):
+            return 0
+        return max(0, self._max_leased - len(self._queued[tier]) - self._num_flying[tier])
+
+    def _forget(self, keys: Sequence[BlockKey]) -> None:
+        """HOST gave these up before a tier below had time for them."""
+        for tier, later in self._later.items():
+            lost = [key for key in keys if key in later]
+            for key in lost:
+                del later[key]
+            if lost:
+                self._books.lose(
+                    Tier.HOST, tier, Verdict.DROPPED, len(lost), "the tier could not keep up"
+                )
