@@ -1,4 +1,4 @@
-"""python -m benchmarks [--only host,disk,lookup] [--dir DIR] [--json] [--lmcache-python PYTHON]"""
+"""Benchmarks of the core, each beside its limit: python -m benchmarks [--only host,disk,lookup]"""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, by comma")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true", help="the table, for docs/")
     parser.add_argument("--lmcache-python", help="an interpreter that has lmcache 0.5.6")
     options = parser.parse_args()
     chosen = options.only.split(",")
@@ -45,8 +46,18 @@ def main() -> None:
         rows.extend(lmcache.run(options.lmcache_python, options.dir, rows))
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
+    elif options.markdown:
+        print("| what | ours | limit or peer | ratio | aim |\n|---|---|---|---|---|")
+        for row in rows:
+            print(f"| {' | '.join(_cells(row))} |")
     else:
         _print(rows)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    limit = "" if row.limit is None else f"{row.limit:.3g} {row.unit} {row.limit_name}"
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+    return row.name, f"{row.ours:.3g} {row.unit}", limit, ratio, row.aim
 
 
 def _print(rows: list[Row]) -> None:
@@ -55,9 +66,7 @@ def _print(rows: list[Row]) -> None:
     for name in ("what", "ours", "limit or peer", "ratio", "aim"):
         table.add_column(name, justify="left" if name in ("what", "limit or peer") else "right")
     for row in rows:
-        limit = "" if row.limit is None else f"{row.limit:.3g} {row.unit} {row.limit_name}"
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        table.add_row(row.name, f"{row.ours:.3g} {row.unit}", limit, ratio, row.aim)
+        table.add_row(*_cells(row))
     Console(width=120).print(table)
 
 

@@ -1,0 +1,75 @@
+"""What the documentation says is run, and held against the code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from penstock.config import Config, describe, load_config
+from penstock.metrics import Metrics
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    return [
+        (f"{page.name}-{number}", text)
+        for page in PAGES
+        for number, (found, text) in enumerate(BLOCK.findall(page.read_text()))
+        if found == language
+    ]
+
+
+@pytest.mark.parametrize(("name", "code"), blocks("python"), ids=lambda v: v if len(v) < 40 else "")
+def test_python_runs(name: str, code: str) -> None:
+    exec(compile(code, name, "exec"), {"__name__": "docs"})
+
+
+@pytest.mark.parametrize(("name", "text"), blocks("toml"), ids=lambda v: v if len(v) < 40 else "")
+def test_settings_load(name: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(text)
+    assert tomllib.loads(text)
+    assert isinstance(load_config(file, env={}), Config)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_setting_is_documented() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    documented: dict[str, list[str]] = {}
+    for part in re.split(r"^## `\[", text, flags=re.MULTILINE)[1:]:
+        section = part[: part.index("]")]
+        documented[section] = re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)
+    assert documented == {section: list(keys) for section, keys in describe(Config()).items()}
+    assert set(documented) == {field.name for field in fields(Config)}
+
+
+def test_every_metric_is_documented() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    documented = {name.removesuffix("_total") for name in re.findall(r"^\| `(\w+)` \|", text, re.M)}
+    assert documented == {metric.name for metric in Metrics().registry.collect()}
+
+
+def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.cli import main
+
+    text = (ROOT / "README.md").read_text()
+    commands = set(re.findall(r"^penstock (kv-size|probe|config|store \w+)", text, re.MULTILINE))
+    assert len(commands) == 6
+    for command in commands:
+        with pytest.raises(SystemExit) as exit_info:
+            raise SystemExit(main([*command.split(), "--help"]))
+        assert exit_info.value.code in (0, None)
+        assert "Usage" in capsys.readouterr().out
