@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from penstock.clock import Clock, SystemClock
-from penstock.config import Config
+from penstock.config import Config, TransferConfig
 from penstock.events import Observer
 from penstock.ledger import Ledger
 from penstock.machine import check_machine
@@ -47,40 +47,43 @@ def build_offloader(
     lanes = {Tier.HOST: LaneSpec(CopyMover(device, host, seals), config.transfer.copy_threads)}
     lower: dict[Tier, Ledger] = {}
     recoveries = []
-    stores = ExitStack()
-    if config.disk.path is not None:
-        disk = DiskStore(
-            Path(config.disk.path),
-            spec,
-            config.disk.size_bytes,
-            read_only=config.disk.read_only,
-            direct=config.disk.direct,
+    with ExitStack() as opened:
+        if config.disk.path is not None:
+            disk = DiskStore(
+                Path(config.disk.path),
+                spec,
+                config.disk.size_bytes,
+                read_only=config.disk.read_only,
+                direct=config.disk.direct,
+            )
+            opened.callback(disk.close)
+            policy = POLICIES[config.disk.policy](disk.num_slots)
+            lower[Tier.DISK] = Ledger(disk.num_slots, policy, recovering=True)
+            lanes[Tier.DISK] = LaneSpec(StoreMover(host, disk, seals), config.disk.threads)
+            recoveries.append(Recovery(Tier.DISK, disk, disk.num_slots))
+        stack = TierStack(
+            spec.block_bytes,
+            Ledger(host.num_slots, POLICIES[config.host.policy](host.num_slots)),
+            lower,
+            _limits(config.transfer, spec),
+            read_only=frozenset({Tier.DISK} if config.disk.read_only else ()),
         )
-        stores.callback(disk.close)
-        policy = POLICIES[config.disk.policy](disk.num_slots)
-        lower[Tier.DISK] = Ledger(disk.num_slots, policy, recovering=True)
-        lanes[Tier.DISK] = LaneSpec(StoreMover(host, disk, seals), config.disk.threads)
-        recoveries.append(Recovery(Tier.DISK, disk, disk.num_slots))
-    stack = TierStack(
-        spec.block_bytes,
-        Ledger(host.num_slots, POLICIES[config.host.policy](host.num_slots)),
-        lower,
-        Limits(
-            max_host_blocks=max(1, config.transfer.batch_bytes // spec.block_bytes),
-            max_lower_blocks=max(1, config.transfer.batch_bytes // 2 // spec.block_bytes),
-            max_pending_loads=config.transfer.max_pending_loads,
-            max_pending_saves=max(1, config.transfer.max_pending_save_bytes // spec.block_bytes),
-        ),
-        read_only=frozenset({Tier.DISK} if config.disk.read_only else ()),
-    )
-    engine = TransferEngine(lanes, clock, max_queued=config.transfer.queue_transfers)
-    return Offloader(
-        stack,
-        engine,
-        clock,
-        block_bytes=spec.block_bytes,
-        load_deadline_seconds=config.transfer.load_deadline_seconds,
-        recoveries=recoveries,
-        observers=observers,
-        close_stores=stores.close,
+        return Offloader(
+            stack,
+            TransferEngine(lanes, clock, max_queued=config.transfer.queue_transfers),
+            clock,
+            block_bytes=spec.block_bytes,
+            load_deadline_seconds=config.transfer.load_deadline_seconds,
+            recoveries=recoveries,
+            observers=observers,
+            close_stores=opened.pop_all().close,
+        )
+
+
+def _limits(transfer: TransferConfig, spec: BlockSpec) -> Limits:
+    return Limits(
+        max_host_blocks=max(1, transfer.batch_bytes // spec.block_bytes),
+        max_lower_blocks=max(1, transfer.batch_bytes // 2 // spec.block_bytes),
+        max_pending_loads=transfer.max_pending_loads,
+        max_pending_saves=max(1, transfer.max_pending_save_bytes // spec.block_bytes),
     )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 from penstock.config import Config, DiskConfig
 from penstock.errors import ConfigError
 from penstock.units import format_bytes
+
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_machine(config: Config, *, total_memory_bytes: int | None = None) -> None:
@@ -94,10 +98,28 @@ def _occupied_bytes(folder: str) -> int:
 
 
 def _physical_memory_bytes() -> int | None:
+    """What this process may use: the machine's memory, or less where a container allows less."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
+    return min([machine, *_cgroup_limits()])
+
+
+def _cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> list[int]:
+    """The memory limits of this process's control group and of those above it (version 2)."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        if line.startswith("0::"):
+            group = PurePosixPath(line[3:].lstrip("/"))
+            for part in (group, *group.parents):
+                with suppress(OSError, ValueError):  # absent at the root, or the word "max"
+                    limits.append(int((root / part / "memory.max").read_text()))
+    return limits
 
 
 def _exact(num_bytes: int) -> str:

@@ -10,17 +10,21 @@ the host neither reads nor reuses them. Between `save` and its `Done` it must no
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from penstock.clock import Clock
 from penstock.costs import RateMeter
+from penstock.errors import PenstockError
 from penstock.events import Event, LookedUp, Moved, Observer, Recovered, TicketDone
 from penstock.tiers import TierStack
 from penstock.transfer.engine import TransferEngine
 from penstock.transfer.recovery import Recovery
 from penstock.types import BlockKey, Direction, Done, Match, Slot, TicketId, Tier, Verdict
+
+log = logging.getLogger(__name__)
 
 _RECOVERY_SECONDS_PER_STEP = 0.005
 _LET_COPIES_START_SECONDS = 50e-6
@@ -49,6 +53,7 @@ class Offloader:
         self._observers = list(observers)
         self._close_stores = close_stores
         self._meters: dict[Tier, RateMeter] = {}
+        self._kept: list[Done] = []  # met while draining, for the next `step`
         self._closed = False
 
     def observe(self, observer: Observer) -> None:
@@ -73,6 +78,7 @@ class Offloader:
         deadline_seconds: float | None = None,
     ) -> TicketId:
         """Bring blocks to device slots. Past the deadline, what has not arrived is given up."""
+        self._require_open()
         now = self._clock.now()
         seconds = self._load_deadline_seconds if deadline_seconds is None else deadline_seconds
         ticket = self._stack.load(keys, into, now, now + seconds)
@@ -81,6 +87,7 @@ class Offloader:
 
     def save(self, keys: Sequence[BlockKey], source: Sequence[Slot]) -> TicketId:
         """Copy device slots into HOST, and from there down. What finds no room is dropped."""
+        self._require_open()
         ticket = self._stack.save(keys, source, self._clock.now())
         self._submit()
         return ticket
@@ -92,6 +99,10 @@ class Offloader:
 
     def step(self) -> list[Done]:
         """Poll, settle, submit. Never blocks; call it often."""
+        dones, self._kept = self._kept + self._advance(), []
+        return dones
+
+    def _advance(self) -> list[Done]:
         self._settle()
         self._stack.tick(self._clock.now())
         self._recover()
@@ -130,10 +141,13 @@ class Offloader:
             self._engine.wait(0.01)
 
     def drain(self, timeout_seconds: float = 60.0) -> bool:
-        """Step until nothing is under way, writes to lower tiers included."""
+        """Wait until nothing is under way, writes to lower tiers included.
+
+        Tickets that end meanwhile are told by the next `step`.
+        """
         end = time.monotonic() + timeout_seconds
         while not self._stack.idle and time.monotonic() < end:
-            self.step()
+            self._kept += self._advance()
             self._engine.wait(0.01)
         return self._stack.idle
 
@@ -142,7 +156,7 @@ class Offloader:
         end = time.monotonic() + timeout_seconds
         while self._recoveries and time.monotonic() < end:
             self._recover(wait_seconds=0.1)
-            self.step()
+            self._kept += self._advance()
         return not self._recoveries
 
     def empty_host(self) -> int:
@@ -162,7 +176,7 @@ class Offloader:
         stopped = self._engine.close(timeout_seconds)
         for recovery in self._recoveries:
             stopped &= recovery.stop(timeout_seconds)
-        self.step()
+        self._kept += self._advance()
         if stopped:  # a hanging thread still uses the store's files: leave them open
             self._close_stores()
         return drained and stopped
@@ -172,6 +186,10 @@ class Offloader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise PenstockError("the offloader is closed; build another one")
 
     def _submit(self) -> None:
         for transfer_id in self._stack.take_cancels():
@@ -223,4 +241,7 @@ class Offloader:
     def _tell(self, events: Iterable[Event]) -> None:
         for event in events:
             for observer in self._observers:
-                observer(event)
+                try:
+                    observer(event)
+                except Exception:  # who watches must not stop what is watched
+                    log.exception("an observer failed on %r", event)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tools import TIMEOUT_SECONDS, Rig, content, key_of, keys_of, spec
 
+from penstock import build
 from penstock.clock import ManualClock
-from penstock.errors import ConfigError, Foreign, Locked
+from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.events import Event, LookedUp, Recovered, TicketDone, TierRested
 from penstock.ledger import Ledger
 from penstock.offload import Offloader
@@ -338,6 +339,49 @@ def test_closing_twice_is_closing_once(rigs: Rigs, tmp_path: Path) -> None:
     rig.save(keys_of(2))
     assert rig.offloader.close(TIMEOUT_SECONDS)
     assert rig.offloader.close(TIMEOUT_SECONDS)
+
+
+def test_a_closed_offloader_takes_no_more_work(rigs: Rigs, tmp_path: Path) -> None:
+    rig = rigs(tmp_path)
+    rig.offloader.close(TIMEOUT_SECONDS)
+    with pytest.raises(PenstockError, match="closed"):
+        rig.offloader.save(keys_of(1), [Slot(0)])
+    with pytest.raises(PenstockError, match="closed"):
+        rig.offloader.load(keys_of(1), [Slot(0)])
+
+
+def test_tickets_that_end_while_draining_are_told_by_the_next_step(
+    rigs: Rigs, tmp_path: Path
+) -> None:
+    rig = rigs(tmp_path)
+    ticket = rig.offloader.save(keys_of(4), [Slot(i) for i in range(4)])
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    assert [done.ticket for done in rig.offloader.step()] == [ticket]
+    assert rig.offloader.step() == []
+
+
+def test_an_observer_that_fails_stops_nothing(rigs: Rigs, tmp_path: Path) -> None:
+    rig = rigs(tmp_path)
+
+    def fail(event: Event) -> None:
+        raise ValueError("a dashboard's bug")
+
+    rig.offloader.observe(fail)
+    rig.save(keys_of(4))
+    assert rig.load(keys_of(4)) == [Verdict.OK] * 4
+
+
+def test_a_build_that_fails_half_way_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(build, "TransferEngine", refuse)
+    with pytest.raises(RuntimeError, match="no more threads"):
+        Rig(tmp_path)
+    monkeypatch.undo()
+    Rig(tmp_path).close()  # the directory is not locked
 
 
 def test_a_tier_that_cannot_be_had_is_one_clear_error(rigs: Rigs, tmp_path: Path) -> None:
