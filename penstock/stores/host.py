@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import platform
-from collections.abc import Callable
 
 from penstock.errors import ConfigError
 from penstock.types import BlockSpec, Slot
@@ -21,7 +20,6 @@ log = logging.getLogger(__name__)
 
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers: libc has no wrapper
 _MPOL_BIND = 2
-_POPULATE_STEP_BYTES = 256 << 20
 
 
 class HostArena:
@@ -56,19 +54,6 @@ class HostArena:
     def view(self, slot: Slot) -> memoryview:
         start = slot * self.stride_bytes
         return self._memory[start : start + self.stride_bytes]
-
-    def populate(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Take every page now instead of at its first write, in steps, telling how far it is."""
-        populate_write = 23  # MADV_POPULATE_WRITE, Linux 5.14; not yet named by Python
-        for start in range(0, self.num_bytes, _POPULATE_STEP_BYTES):
-            length = min(_POPULATE_STEP_BYTES, self.num_bytes - start)
-            try:
-                self._map.madvise(populate_write, start, length)
-            except OSError as error:
-                log.info("pages of the host arena come at first use: %s", error)
-                return
-            if progress is not None:
-                progress(start + length, self.num_bytes)
 
 
 def _bind_to_node(address: int, num_bytes: int, node: int) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from pathlib import Path
 
 import pytest
@@ -107,16 +106,3 @@ def test_a_machine_without_huge_pages_is_served_all_the_same(
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # the kernel answers EINVAL
     arena = HostArena(spec(), 8192, huge_pages=True)
     arena.view(Slot(0))[:] = b"\x01" * 8192
-
-
-def test_populate_takes_every_page_and_tells_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("penstock.stores.host._POPULATE_STEP_BYTES", 16 * PAGE_BYTES)
-    arena = HostArena(spec(), 40 * PAGE_BYTES)
-    told: list[tuple[int, int]] = []
-    arena.populate(lambda done, total: told.append((done, total)))
-    if not told:
-        pytest.skip(f"Linux {os.uname().release} has no MADV_POPULATE_WRITE")
-    assert told == [(num * PAGE_BYTES, 40 * PAGE_BYTES) for num in (16, 32, 40)]
-    assert arena.view(Slot(3)) == bytes(8192)
