@@ -1,3 +1,26 @@
 """Penstock: tiered KV-cache offloading for LLM inference."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from penstock.engine.llm import LLM
+    from penstock.engine.params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine when it is first used: most commands do without torch."""
+    if name == "LLM":
+        from penstock.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from penstock.engine.params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

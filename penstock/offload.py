@@ -140,6 +140,10 @@ class Offloader:
                 return dones
             self._engine.wait(0.01)
 
+    def pause(self, timeout_seconds: float) -> None:
+        """Block until a transfer has ended, or time is up: for a host with nothing else to do."""
+        self._engine.wait(timeout_seconds)
+
     def drain(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until nothing is under way, writes to lower tiers included.
 

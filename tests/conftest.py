@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,3 +22,9 @@ def rigs() -> Iterator[Callable[..., Rig]]:
     yield make
     for rig in made:
         rig.close()
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where converted weights are kept during the tests, instead of at home."""
+    return tmp_path_factory.mktemp("cache")

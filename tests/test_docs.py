@@ -27,7 +27,11 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "code"), blocks("python"), ids=lambda v: v if len(v) < 40 else "")
-def test_python_runs(name: str, code: str) -> None:
+def test_python_runs(
+    name: str, code: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, name, "exec"), {"__name__": "docs"})
 
 

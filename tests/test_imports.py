@@ -34,6 +34,7 @@ FLOORS = [
 ALLOWED = {
     "torch": {"stores/device", "stores/host", "transfer/cuda", "codecs", "engine"},
     "numpy": {"plan/links", "engine"},
+    "transformers": {"engine"},
     "vllm": {"connectors/vllm"},
     "redis": {"stores/redis"},
     "obstore": {"stores/s3"},

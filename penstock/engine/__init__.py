@@ -1,0 +1,1 @@
+"""The embedded engine: a real model whose KV lives in tiers."""

@@ -1,0 +1,91 @@
+"""Paged attention with torch's own kernels, behind transformers' AttentionInterface.
+
+The tokens of all sequences of a step are packed into one row. Each layer first writes their keys
+and values into the pool, then attends sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+NAME = "penstock"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's share of a packed row."""
+
+    begin: int  # in the row
+    num_new: int
+    num_past: int  # tokens before them, whose KV is in the pool
+    blocks: Tensor  # the sequence's blocks, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one forward pass needs to know."""
+
+    pool: Tensor  # [num_blocks, num_layers, 2, block_tokens, kv_heads, head_dim]
+    write_blocks: Tensor  # for each token of the row: its block …
+    write_offsets: Tensor  # … and its place in it
+    spans: Sequence[Span]
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    penstock: Step,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, row, head_dim]; key and value [1, kv_heads, row, head_dim]."""
+    layer = penstock.pool[:, module.layer_idx]
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    layer[penstock.write_blocks, 0, penstock.write_offsets] = keys
+    layer[penstock.write_blocks, 1, penstock.write_offsets] = values
+    outputs = []
+    for span in penstock.spans:
+        new = slice(span.begin, span.begin + span.num_new)
+        if span.num_past:
+            num_tokens = span.num_past + span.num_new
+            history = layer[span.blocks]  # [blocks, 2, block_tokens, kv_heads, head_dim]
+            k = history[:, 0].flatten(0, 1)[:num_tokens].transpose(0, 1)
+            v = history[:, 1].flatten(0, 1)[:num_tokens].transpose(0, 1)
+        else:
+            k, v = key[0, :, new], value[0, :, new]
+        outputs.append(_attend(query[:, :, new], k[None], v[None], span, scaling))
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float | None) -> Tensor:
+    mask = None
+    if span.num_past and span.num_new > 1:
+        positions = torch.arange(span.num_past, span.num_past + span.num_new, device=query.device)
+        mask = torch.arange(key.shape[2], device=query.device)[None] <= positions[:, None]
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None and span.num_new > 1,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def register() -> None:
+    """Make the implementation known to transformers under `NAME`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,97 @@
+"""The device pool's book: which blocks are free, held, or idle with content worth keeping.
+
+Pure. A block is held by every sequence that uses it and by every save that reads it. Once its
+content is complete it gets its key; then others can share it, and when nobody holds it any more it
+stays findable until its room is needed, least recently released first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import BookError
+from penstock.types import BlockKey, Slot
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = [Slot(number) for number in reversed(range(num_blocks))]
+        self._num_holds = [0] * num_blocks
+        self._key_of: dict[Slot, BlockKey] = {}
+        self._slot_of: dict[BlockKey, Slot] = {}
+        self._idle: OrderedDict[Slot, None] = OrderedDict()  # named, held by nobody
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` could give."""
+        return len(self._free) + len(self._idle)
+
+    def share(self, keys: Sequence[BlockKey]) -> list[Slot]:
+        """Hold the leading blocks that are here."""
+        slots: list[Slot] = []
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is None:
+                break
+            slots.append(slot)
+        self.hold(slots)
+        return slots
+
+    def take(self, count: int) -> list[Slot] | None:
+        """Hold `count` blocks of no content, evicting idle ones. If None, nothing has changed."""
+        if count > self.num_available:
+            return None
+        while len(self._free) < count:
+            slot, _ = self._idle.popitem(last=False)
+            del self._slot_of[self._key_of.pop(slot)]
+            self._free.append(slot)
+        slots = [self._free.pop() for _ in range(count)]
+        for slot in slots:
+            self._num_holds[slot] = 1
+        return slots
+
+    def name(self, slot: Slot, key: BlockKey) -> None:
+        """The held block is complete and has this content. The first of equals is the one found."""
+        if not self._num_holds[slot] or slot in self._key_of:
+            raise BookError(f"block {slot} cannot be named: it is free, or named already")
+        if key not in self._slot_of:
+            self._key_of[slot] = key
+            self._slot_of[key] = slot
+
+    def hold(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            self._idle.pop(slot, None)
+            self._num_holds[slot] += 1
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        """Give up one hold on each. Of a sequence, its tail is evicted before its head."""
+        for slot in reversed(slots):
+            if not self._num_holds[slot]:
+                raise BookError(f"block {slot} is released more often than held")
+            self._num_holds[slot] -= 1
+            if self._num_holds[slot]:
+                continue
+            if slot in self._key_of:
+                self._idle[slot] = None
+            else:
+                self._free.append(slot)
+
+    def forget(self) -> None:
+        """Drop all content that nobody holds."""
+        for slot in self._idle:
+            del self._slot_of[self._key_of.pop(slot)]
+            self._free.append(slot)
+        self._idle.clear()
+
+    def check(self) -> None:
+        free, idle = set(self._free), set(self._idle)
+        held = {Slot(slot) for slot, holds in enumerate(self._num_holds) if holds}
+        together = len(free) + len(idle) + len(held)
+        if len(self._free) != len(free) or together != self.num_blocks or free & idle & held:
+            raise BookError("a block is both free and held, or neither")
+        if {slot: key for key, slot in self._slot_of.items()} != self._key_of:
+            raise BookError("keys and blocks disagree")
+        if not idle <= self._key_of.keys() or free & self._key_of.keys():
+            raise BookError("an idle block has no content, or a free one has")

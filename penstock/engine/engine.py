@@ -1,0 +1,265 @@
+"""The engine: requests in, tokens out, one `step` at a time. KV lives in tiers behind it.
+
+    engine.add("a", prompt_ids, params)
+    while engine.has_work:
+        for progress in engine.step(): ...
+
+One thread owns an engine. A step settles what has been loaded and saved, lets the scheduler choose
+the next tokens, computes them, and samples. Whatever becomes of a tier, a request only ever sees
+its tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch
+
+from penstock.build import build_offloader
+from penstock.config import Config
+from penstock.costs import RateMeter
+from penstock.engine.blocks import BlockPool
+from penstock.engine.detokenize import Detokenizer
+from penstock.engine.models import LoadedModel
+from penstock.engine.params import SamplingParams
+from penstock.engine.request import Request
+from penstock.engine.runner import Runner
+from penstock.engine.sampler import Row, Sampled, make_generator, sample
+from penstock.engine.scheduler import Chunk, Scheduler, TooLong
+from penstock.errors import ConfigError
+from penstock.events import Observer, Usage
+from penstock.keys import KeyChain, Namespace
+from penstock.offload import Offloader
+from penstock.plan.sizing import suggest_block_tokens
+from penstock.stores.device import DevicePool
+from penstock.types import BlockSpec, Match, Tier
+from penstock.units import format_bytes
+
+LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine's own settings; those of the tiers below are `penstock.config.Config`."""
+
+    device_kv_bytes: int = 1 << 30
+    block_tokens: int | None = None  # chosen so that a block has 1 to 2 MiB
+    max_batched_tokens: int = 512
+    max_running: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a step did for one request."""
+
+    request: Request
+    text: str  # new text that may be shown
+    sampled: Sampled
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    generator: torch.Generator | None
+    detokenizer: Detokenizer
+
+
+class Engine:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig | None = None,
+        tiers: Config | None = None,
+        observers: tuple[Observer, ...] = (),
+    ) -> None:
+        """Without `tiers` nothing is offloaded: what does not fit the pool is recomputed."""
+        config = config or EngineConfig()
+        self.loaded = loaded
+        itemsize = loaded.dtype.itemsize
+        token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * itemsize
+        self.block_tokens = config.block_tokens or suggest_block_tokens(token_bytes)
+        block_bytes = token_bytes * self.block_tokens
+        num_blocks = config.device_kv_bytes // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"the device pool of {format_bytes(config.device_kv_bytes)} holds not one block "
+                f"of {format_bytes(block_bytes)}; give it more, or choose smaller blocks."
+            )
+        self.namespace = Namespace(
+            loaded.name,
+            loaded.weights_fingerprint,
+            str(loaded.dtype).removeprefix("torch."),
+            LAYOUT,
+            self.block_tokens,
+            rope=loaded.rope,
+        )
+        device = DevicePool(
+            num_blocks,
+            loaded.num_layers,
+            self.block_tokens,
+            loaded.num_kv_heads,
+            loaded.head_dim,
+            loaded.dtype,
+        )
+        self.pool = BlockPool(num_blocks)
+        self.offloader: Offloader | None = None
+        if tiers is not None:
+            spec = BlockSpec(self.namespace.physical().digest(), block_bytes, self.block_tokens)
+            self.offloader = build_offloader(tiers, spec, device, observers=observers)
+        self._observers = observers
+        self._runner = Runner(loaded.model, device, self.block_tokens)
+        self._prefill_meter = RateMeter()  # of tokens instead of bytes
+        self.scheduler = Scheduler(
+            self.pool,
+            self.block_tokens,
+            tiers=self.offloader,
+            worth_loading=self._worth_loading,
+            max_batched_tokens=config.max_batched_tokens,
+            max_running=config.max_running,
+        )
+        self._live: dict[str, _Live] = {}
+        self._sequence = count()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: list[int] | tuple[int, ...],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        index: int = 0,
+    ) -> Request:
+        """Queue a request. Raises ConfigError or TooLong if it can never be served."""
+        if not prompt_ids:
+            raise ConfigError("the prompt is empty; expected at least one token.")
+        room = self.loaded.max_tokens - len(prompt_ids)
+        if room < 1:
+            raise TooLong(
+                f"the prompt has {len(prompt_ids)} tokens, and the model reads at most "
+                f"{self.loaded.max_tokens - 1} and answers with one; shorten it."
+            )
+        max_new = room if params.max_tokens is None else min(params.max_tokens, room)
+        params = replace(params, max_tokens=max_new)
+        request = Request(
+            request_id,
+            tuple(prompt_ids),
+            params,
+            KeyChain(replace(self.namespace, tenant=tenant)),
+            priority=priority,
+            arrival=time.monotonic(),
+            sequence=next(self._sequence),
+        )
+        self.scheduler.add(request, len(prompt_ids) + max_new)
+        self._live[request_id] = _Live(
+            request,
+            make_generator(params.seed, index),
+            Detokenizer(self.loaded.tokenizer, list(prompt_ids), params),
+        )
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up, whatever it is doing. Unknown names are passed over."""
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            live.request.finish_reason = "abort"
+            self.scheduler.abort(live.request)
+
+    def step(self) -> list[Progress]:
+        """Compute one batch. Empty when nothing could run yet, or nothing is left to do."""
+        self._settle()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            if self.offloader is not None and self.scheduler.has_work:
+                self.offloader.pause(0.002)  # loads are under way: let them have the processor
+            return []
+        started = time.monotonic()
+        logits = self._runner.run(chunks)
+        self._measure(chunks, time.monotonic() - started)
+        self.scheduler.computed(chunks)
+        return self._sample(chunks, logits)
+
+    def close(self) -> None:
+        for request_id in list(self._live):
+            self.abort(request_id)
+        if self.offloader is not None:
+            self.offloader.close()
+
+    def check(self) -> None:
+        self.scheduler.check()
+        if self.offloader is not None:
+            self.offloader.check()
+
+    def _settle(self) -> None:
+        if self.offloader is None:
+            return
+        for done in self.offloader.step():
+            self.scheduler.settle(done)
+        used = self.pool.num_blocks - self.pool.num_available
+        for observer in self._observers:
+            observer(Usage(Tier.DEVICE, used, self.pool.num_blocks, used, 0, 0))
+
+    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Progress]:
+        lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
+        if not lives:
+            return []
+        rows = [self._row(live) for live in lives]
+        return [
+            self._take(live, sampled)
+            for live, sampled in zip(lives, sample(logits, rows), strict=True)
+        ]
+
+    def _row(self, live: _Live) -> Row:
+        request, params = live.request, live.request.params
+        num_prompt = len(request.prompt_ids)
+        too_early = len(request.tokens) - num_prompt < params.min_tokens
+        ends = (*self.loaded.eos_token_ids, *params.stop_ids) if too_early else ()
+        return Row(params, live.generator, request.tokens, num_prompt, ends)
+
+    def _take(self, live: _Live, sampled: Sampled) -> Progress:
+        request, now = live.request, time.monotonic()
+        request.append(sampled.token_id)
+        if request.first_token_time is None:
+            request.first_token_time = now
+        text = self._judge(live, sampled.token_id)
+        if request.finish_reason is not None:
+            request.finished_time = now
+            self.scheduler.finish(request)
+            del self._live[request.id]
+        return Progress(request, text, sampled)
+
+    def _judge(self, live: _Live, token_id: int) -> str:
+        """Whether the request ends with this token, and the text it adds."""
+        request, params = live.request, live.request.params
+        num_new = len(request.tokens) - len(request.prompt_ids)
+        if not params.ignore_eos and token_id in self.loaded.eos_token_ids:
+            request.finish_reason = "stop"
+            return live.detokenizer.finish()
+        if token_id in params.stop_ids:
+            request.finish_reason, request.stop_reason = "stop", token_id
+            return live.detokenizer.finish()
+        text = live.detokenizer.append(token_id)
+        if live.detokenizer.stopped_by is not None:
+            request.finish_reason, request.stop_reason = "stop", live.detokenizer.stopped_by
+        elif num_new == params.max_tokens:
+            request.finish_reason = "length"
+            text += live.detokenizer.finish()
+        return text
+
+    def _measure(self, chunks: list[Chunk], seconds: float) -> None:
+        if all(chunk.num_tokens > 1 for chunk in chunks):
+            self._prefill_meter.observe(sum(chunk.num_tokens for chunk in chunks), seconds)
+
+    def _worth_loading(self, match: Match, num_past: int) -> int:
+        """Blocks to load: all that match, or none where computing them would be faster."""
+        rate = self._prefill_meter.rate
+        if rate is None or not match.load_seconds:
+            return match.num_blocks
+        compute_seconds = rate.seconds(match.num_blocks * self.block_tokens)
+        return match.num_blocks if match.load_seconds < compute_seconds else 0

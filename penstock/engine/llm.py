@@ -1,0 +1,251 @@
+"""`LLM`: vLLM's offline API over the embedded engine.
+
+from penstock import LLM, SamplingParams
+
+llm = LLM("smollm2-135m", kv_offloading_size=4, disk_path="kv", disk_size=16)
+for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+    print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from penstock.config import Config, load_config
+from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.models import load_model
+from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from penstock.engine.params import SamplingParams
+from penstock.engine.request import Request
+from penstock.engine.sampler import Sampled
+from penstock.errors import ConfigError
+from penstock.units import GiB
+
+Prompt = str | list[int] | dict[str, Any]
+
+
+class LLM:
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        dtype: str = "auto",
+        kv_offloading_backend: str = "native",
+        kv_offloading_size: float | None = None,
+        disk_path: str | None = None,
+        disk_size: float | None = None,
+        device_kv_gib: float = 1.0,
+        block_tokens: int | None = None,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 64,
+        config: Config | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Sizes are in GiB. `kv_offloading_size=0` turns offloading off; `config` overrules all.
+
+        `dtype="auto"` is bfloat16 where the processor computes in it, else float32.
+        """
+        if kv_offloading_backend != "native":
+            raise ConfigError(
+                f"kv_offloading_backend is {kv_offloading_backend!r}; Penstock knows its own "
+                'tiers, named "native" as in vLLM.'
+            )
+        tiers = config or _tiers(kv_offloading_size, disk_path, disk_size)
+        if dtype == "auto":
+            dtype = "bfloat16" if _has_bfloat16() else "float32"
+        loaded = load_model(model, dtype=dtype, progress=progress)
+        settings = EngineConfig(
+            int(device_kv_gib * GiB), block_tokens, max_num_batched_tokens, max_num_seqs
+        )
+        self.engine = Engine(loaded, settings, tiers)
+        self._num_calls = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        on_text: Callable[[int, str], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids); outputs come in the order of the prompts.
+
+        `on_text(prompt_number, text)` is told of new text as it comes, for prompts with n = 1.
+        """
+        pairs = [self._encode(prompt) for prompt in _as_list(prompts)]
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(pairs)
+        if len(sampling_params) != len(pairs):
+            raise ConfigError(
+                f"{len(sampling_params)} sampling_params for {len(pairs)} prompts; expected one "
+                "for all, or one for each."
+            )
+        return self._run(pairs, sampling_params, priority or [0] * len(pairs), on_text)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Complete one conversation, or several, in OpenAI's message format."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        tokenizer = self.engine.loaded.tokenizer
+        prompts: list[Prompt] = [
+            tokenizer.apply_chat_template(list(each), add_generation_prompt=True, tokenize=False)
+            for each in conversations
+        ]
+        ids: list[Prompt] = [
+            tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts
+        ]
+        return self.generate(ids, sampling_params, **options)
+
+    def close(self) -> None:
+        """Finish the saves and let go of everything; the disk tier is ready for the next start."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids") or prompt.get("prompt") or ""
+        if isinstance(prompt, str):
+            return prompt, self.engine.loaded.tokenizer(prompt)["input_ids"]
+        return None, list(prompt)
+
+    def _run(
+        self,
+        pairs: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        on_text: Callable[[int, str], None] | None,
+    ) -> list[RequestOutput]:
+        self._num_calls += 1
+        results: dict[str, _Result] = {}
+        groups: list[list[_Result]] = []
+        try:
+            for number, (_, ids) in enumerate(pairs):
+                group = []
+                for index in range(params[number].n):
+                    name = f"{self._num_calls}-{number}-{index}"
+                    request = self.engine.add(
+                        name, ids, params[number], priority=priorities[number], index=index
+                    )
+                    results[name] = _Result(number, request)
+                    group.append(results[name])
+                groups.append(group)
+            while any(result.request.finish_reason is None for result in results.values()):
+                for progress in self.engine.step():
+                    result = results[progress.request.id]
+                    result.add(progress.text, progress.sampled)
+                    if on_text is not None and progress.text:
+                        on_text(result.number, progress.text)
+        except BaseException:
+            for name in results:
+                self.engine.abort(name)
+            raise
+        return [
+            self._output(f"{self._num_calls}-{number}", pairs[number], group)
+            for number, group in enumerate(groups)
+        ]
+
+    def _output(
+        self, name: str, pair: tuple[str | None, list[int]], group: Sequence[_Result]
+    ) -> RequestOutput:
+        first = group[0].request
+        metrics = RequestMetrics(
+            arrival_time=first.arrival,
+            first_token_time=first.first_token_time,
+            finished_time=max(result.request.finished_time or 0.0 for result in group),
+            num_preemptions=sum(result.request.num_preemptions for result in group),
+            num_loaded_tokens=sum(result.request.num_loaded_tokens for result in group),
+        )
+        outputs = [
+            result.completion(index, self.engine.loaded.tokenizer)
+            for index, result in enumerate(group)
+        ]
+        return RequestOutput(
+            request_id=name,
+            prompt=pair[0],
+            prompt_token_ids=pair[1],
+            outputs=outputs,
+            finished=True,
+            num_cached_tokens=first.num_cached_tokens,
+            metrics=metrics,
+        )
+
+
+class _Result:
+    """What one sequence has produced so far."""
+
+    def __init__(self, number: int, request: Request) -> None:
+        self.number = number
+        self.request = request
+        self._text: list[str] = []
+        self._sampled: list[Sampled] = []
+
+    def add(self, text: str, sampled: Sampled) -> None:
+        self._text.append(text)
+        self._sampled.append(sampled)
+
+    def completion(self, index: int, tokenizer: Any) -> CompletionOutput:
+        logprobs = None
+        cumulative = None
+        if self.request.params.logprobs is not None:
+            logprobs = [_logprobs(sampled, tokenizer) for sampled in self._sampled]
+            cumulative = sum(sampled.logprob or 0.0 for sampled in self._sampled)
+        return CompletionOutput(
+            index=index,
+            text="".join(self._text),
+            token_ids=list(self.request.output_ids),
+            cumulative_logprob=cumulative,
+            logprobs=logprobs,
+            finish_reason=self.request.finish_reason,
+            stop_reason=self.request.stop_reason,
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("list[int]", prompts)]
+    return cast("list[Prompt]", list(prompts))
+
+
+def _has_bfloat16() -> bool:
+    """Without it torch computes bfloat16 in software, a hundred times slower than float32."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _logprobs(sampled: Sampled, tokenizer: Any) -> dict[int, Logprob]:
+    found = {
+        token_id: Logprob(logprob, rank, tokenizer.decode([token_id]))
+        for rank, (token_id, logprob) in enumerate(sampled.top, 1)
+    }
+    if sampled.token_id not in found:
+        text = tokenizer.decode([sampled.token_id])
+        found[sampled.token_id] = Logprob(sampled.logprob or 0.0, None, text)
+    return found
+
+
+def _tiers(host_gib: float | None, disk_path: str | None, disk_gib: float | None) -> Config | None:
+    if host_gib == 0:
+        return None
+    overrides: dict[str, object] = {}
+    if host_gib is not None:
+        overrides["host.size"] = int(host_gib * GiB)
+    if disk_path is not None:
+        overrides["disk.path"] = disk_path
+    if disk_gib is not None:
+        overrides["disk.size"] = int(disk_gib * GiB)
+    return load_config(overrides=overrides)

@@ -1,0 +1,149 @@
+"""How the tokens of one request are chosen, and when they end: vLLM's names and defaults.
+
+Everything is judged when it is made, so that no later part of the engine meets a value it cannot
+serve. No torch here: a server may check a request without loading it.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+
+MAX_LOGPROBS = 20
+
+
+def _refuse(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(
+        f"sampling parameter {name} is {reprlib.repr(value)}: expected {expected}; correct it, "
+        "or leave it out for the default"
+    )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole(name: str, value: object, low: int, high: int | None, expected: str) -> None:
+    fits = isinstance(value, int) and value >= low and (high is None or value <= high)
+    if not (_is_whole(value) and fits):
+        raise _refuse(name, value, expected)
+
+
+def _number(name: str, value: object, low: float, high: float, expected: str) -> float:
+    """The value as a float from low to high; NaN and infinities are never inside."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high:
+        try:
+            as_float = float(value)
+        except OverflowError:  # a whole number beyond any float
+            as_float = math.inf
+        if math.isfinite(as_float):
+            return as_float
+    raise _refuse(name, value, expected)
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    expected = "a string or a list of strings, none of them empty"
+    listed = (value,) if isinstance(value, str) else () if value is None else value
+    # A set would lose the order in which stop strings were given.
+    if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
+        raise _refuse("stop", value, expected)
+    if not all(isinstance(item, str) and item for item in listed):
+        raise _refuse("stop", value, expected)
+    return tuple(listed)
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    listed = () if value is None else value
+    if not isinstance(listed, Sequence) or isinstance(listed, (str, bytes, bytearray)):
+        raise _refuse("stop_token_ids", value, "a list of token ids")
+    if not all(_is_whole(item) and item >= 0 for item in listed):
+        raise _refuse("stop_token_ids", value, "a list of whole numbers of at least 0")
+    return tuple(listed)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """One request's wishes. `stop` and `stop_token_ids` are held as tuples, whatever was given."""
+
+    n: int = 1
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None  # None or -1: not reproducible
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    max_tokens: int | None = 16  # None: as many as the model's context holds
+    min_tokens: int = 0
+    logprobs: int | None = None  # 0: of the chosen token only
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_whole_numbers()
+        tiny = math.nextafter(0.0, 1.0)
+        for name, low, high, expected in (
+            ("temperature", 0.0, math.inf, "a number of at least 0, where 0 is greedy"),
+            ("top_p", tiny, 1.0, "a number above 0 and up to 1, where 1 is off"),
+            ("min_p", 0.0, 1.0, "a number from 0 to 1, where 0 is off"),
+            ("repetition_penalty", tiny, math.inf, "a number above 0, where 1 is off"),
+            ("presence_penalty", -2.0, 2.0, "a number from -2 to 2, where 0 is off"),
+            ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2, where 0 is off"),
+        ):
+            self._set(name, _number(name, getattr(self, name), low, high, expected))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "true or false")
+        self._set("stop", _strings(self.stop))
+        self._set("stop_token_ids", _ids(self.stop_token_ids))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens that came before change what comes next."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, as the type checker cannot know it: always a tuple."""
+        return _strings(self.stop)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids`, always a tuple."""
+        return _ids(self.stop_token_ids)
+
+    def _check_whole_numbers(self) -> None:
+        _whole("n", self.n, 1, None, "a whole number of at least 1")
+        _whole("top_k", self.top_k, -1, None, "a whole number of at least 1, or 0 or -1 for off")
+        _whole("min_tokens", self.min_tokens, 0, None, "a whole number of at least 0")
+        if self.seed is not None:
+            fits = "a whole number that fits in 64 bits"
+            _whole("seed", self.seed, -(2**63), 2**64 - 1, fits)
+            if self.seed == -1:  # as vLLM reads it
+                self._set("seed", None)
+        if self.logprobs is not None:
+            most = f"a whole number from 0 to {MAX_LOGPROBS}"
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, most)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, None, "a whole number of at least 1")
+            if self.min_tokens > self.max_tokens:
+                most = f"at most max_tokens, which is {self.max_tokens}"
+                raise _refuse("min_tokens", self.min_tokens, most)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen: only while it is being made

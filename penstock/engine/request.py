@@ -1,0 +1,63 @@
+"""One sequence on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from penstock.engine.params import SamplingParams
+from penstock.keys import KeyChain
+from penstock.types import Slot, TicketId
+
+
+class Phase(Enum):
+    WAITING = "waiting"  # for room on the device
+    LOADING = "loading"  # part of its KV is on its way to the device
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    chain: KeyChain
+    priority: int = 0  # lower is served first
+    arrival: float = 0.0
+    sequence: int = 0  # of arrival: ties in priority go to the older one
+
+    phase: Phase = Phase.WAITING
+    tokens: list[int] = field(init=False)  # prompt and output
+    blocks: list[Slot] = field(default_factory=list)
+    num_computed: int = 0  # leading tokens whose KV is on the device
+    num_named: int = 0  # leading blocks known to the pool by their key
+    num_matched: int = 0  # of a load: blocks before those that are on their way
+    ticket: TicketId | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0  # of the prompt: found on the device or loaded, at first admission
+    num_loaded_tokens: int = 0
+    num_preemptions: int = 0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt_ids)
+        self.chain.extend(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.priority, self.sequence)
+
+    def append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        self.chain.extend([token_id])

@@ -1,0 +1,177 @@
+"""From logits to the next token of each sequence.
+
+A random row is drawn alone, from its own copy of its logits and its own generator, so that what
+else is in the batch cannot change it. Probabilities become whole numbers before they are summed:
+whole numbers add up to the same in any order, floats on a device do not.
+
+The order is vLLM's: penalties, temperature, min_p, top_k, top_p. Log probabilities are of the
+logits as the model gave them, before all of these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.engine.params import SamplingParams
+from penstock.errors import BookError
+
+# Weights sum to about this; 2**50 leaves a double room to scale a draw without rounding it up.
+_ONE = float(2**50)
+# Below this the division overflows, and the choice has long been greedy.
+_MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one row of the logits is sampled with."""
+
+    params: SamplingParams
+    generator: torch.Generator | None = None  # a CPU one; None draws from torch's global one
+    prior_ids: Sequence[int] = ()  # prompt and output: repetition_penalty counts both
+    num_prompt_tokens: int = 0  # presence_penalty and frequency_penalty count only what follows
+    banned_ids: Sequence[int] = ()  # never chosen: the end tokens, before min_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token, and what was asked about it; `logprob` and `rank` are None where nothing was."""
+
+    token_id: int
+    logprob: float | None = None
+    rank: int | None = None  # 1 is the likeliest
+    top: list[tuple[int, float]] = field(default_factory=list)  # likeliest first, ties by id
+
+
+def make_generator(seed: int | None, request_index: int = 0) -> torch.Generator:
+    """The generator of one sequence: `request_index` tells the n of a request apart.
+
+    The same pair gives the same stream for ever; None gives one that never comes again.
+    """
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+        return generator
+    # Hashed, so that index 1 of seed 7 is not index 0 of seed 8.
+    name = f"{seed}/{request_index}".encode()
+    digest = hashlib.blake2b(name, digest_size=8).digest()
+    return generator.manual_seed(int.from_bytes(digest, "little"))
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+    """One token a row. The logits are not changed; only the rows' generators are."""
+    if logits.dim() != 2 or logits.shape[0] != len(rows):
+        raise BookError(
+            f"logits of shape {tuple(logits.shape)} for {len(rows)} rows: expected "
+            "[rows, vocabulary]; pass one row of logits for each sequence"
+        )
+    if not rows:
+        return []
+    plain = [_is_plain(row) for row in rows]
+    if any(plain):
+        chosen = logits.argmax(dim=-1)
+    else:
+        chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    for index, row in enumerate(rows):
+        if not plain[index]:
+            chosen[index] = _choose(logits[index], row)
+    # The one place that waits for the device, unless filters or logprobs were asked for.
+    token_ids: list[int] = chosen.tolist()
+    return [
+        Sampled(token_id)
+        if row.params.logprobs is None
+        else _described(logits[index], token_id, row.params.logprobs)
+        for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))
+    ]
+
+
+def _is_plain(row: Row) -> bool:
+    return row.params.greedy and not row.params.penalised and not row.banned_ids
+
+
+def _own(row: Tensor) -> Tensor:
+    # A copy is aligned alike in every batch, so that reductions over it round alike.
+    return row.to(torch.float32, copy=True)
+
+
+def _choose(logits: Tensor, row: Row) -> Tensor:
+    scores = _own(logits)
+    if row.params.penalised:
+        _penalise(scores, row)
+    if row.banned_ids:
+        scores[_indices(row.banned_ids, scores)] = -torch.inf
+    if row.params.greedy:
+        return scores.argmax()
+    return _draw(scores, row.params, row.generator)
+
+
+def _indices(ids: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(ids), dtype=torch.int64, device=like.device)
+
+
+def _penalise(scores: Tensor, row: Row) -> None:
+    params = row.params
+    prior = _indices(row.prior_ids, scores)
+    if params.repetition_penalty != 1:
+        penalty = params.repetition_penalty
+        # Towards "less likely" on either side of zero.
+        repeated = torch.where(scores > 0, scores / penalty, scores * penalty)
+        scores[prior] = repeated[prior]
+    counts = torch.bincount(prior[row.num_prompt_tokens :], minlength=scores.numel())
+    scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+
+def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:
+    # The maximum goes to 0 first: a small temperature must not make it infinite.
+    scores = (scores - scores.max()) / max(params.temperature, _MIN_TEMPERATURE)
+    weights = (torch.softmax(scores, dim=-1).double() * _ONE).round().long()
+    if params.min_p > 0:
+        least = (weights.max().double() * params.min_p).ceil().long()
+        weights = torch.where(weights >= least, weights, 0)
+    ids: Tensor | None = None
+    if 0 < params.top_k < weights.numel():
+        ids = _top(weights, params.top_k)
+        weights = weights[ids]
+    if params.top_p < 1:
+        kept = _nucleus(weights, params.top_p)
+        ids = kept if ids is None else ids[kept]
+        weights = weights[kept]
+    draw = float(torch.rand((), dtype=torch.float64, generator=generator))
+    sums = weights.cumsum(0)
+    place = torch.searchsorted(sums, (sums[-1].double() * draw).long(), right=True)
+    return place if ids is None else ids[place]
+
+
+def _top(values: Tensor, count: int) -> Tensor:
+    """The indices of the largest, largest first; where values tie, the lower index."""
+    # topk alone leaves open which of equal values it takes.
+    least = torch.topk(values, count).values[-1]
+    found = torch.nonzero(values >= least).flatten()
+    order = torch.sort(values[found], descending=True, stable=True).indices
+    return found[order[:count]]
+
+
+def _nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """The indices of the fewest weights that hold top_p of the sum, largest first."""
+    total = weights.sum().double()
+    # All below this together are less than 1 - top_p, so few are left to sort.
+    least = (total * ((1 - top_p) / weights.numel())).long()
+    found = torch.nonzero(weights >= least).flatten()
+    ranked, order = torch.sort(weights[found], descending=True, stable=True)
+    before = ranked.cumsum(0) - ranked
+    return found[order[before < (total * top_p).ceil().long()]]
+
+
+def _described(logits: Tensor, token_id: int, count: int) -> Sampled:
+    logprobs = torch.log_softmax(_own(logits), dim=-1)
+    chosen = logprobs[token_id]
+    top: list[tuple[int, float]] = []
+    if count:
+        ids = _top(logprobs, min(count, logprobs.numel()))
+        top = list(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
+    rank = 1 + int((logprobs > chosen).sum())
+    return Sampled(token_id, float(chosen), rank, top)

@@ -1,0 +1,252 @@
+"""What runs next, on which blocks; what is preempted, saved, and loaded again.
+
+The scheduler decides and keeps the device's book; it computes nothing. Every step it hands out
+chunks of tokens (a prompt's next piece, or one token of a sequence that decodes) within a budget.
+When the pool is full the least urgent sequence is preempted: its complete blocks have been saved
+as they were filled, so it resumes by loading them instead of computing them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.engine.blocks import BlockPool
+from penstock.engine.request import Phase, Request
+from penstock.errors import PenstockError
+from penstock.types import BlockKey, Done, Match, Slot, TicketId
+
+
+class Tiers(Protocol):
+    """What the scheduler needs of an Offloader."""
+
+    def match(self, keys: Sequence[BlockKey]) -> Match: ...
+    def note(self, match: Match) -> None: ...
+    def load(self, keys: Sequence[BlockKey], into: Sequence[Slot]) -> TicketId: ...
+    def save(self, keys: Sequence[BlockKey], source: Sequence[Slot]) -> TicketId: ...
+    def cancel(self, ticket: TicketId) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute `num_tokens` of a request from `start` on. The last one of its tokens is sampled."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.num_tokens == len(self.request.tokens)
+
+
+class TooLong(PenstockError):
+    """A request can never fit; says by how much."""
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_tokens: int,
+        *,
+        tiers: Tiers | None = None,
+        worth_loading: Callable[[Match, int], int] = lambda match, num_past: match.num_blocks,
+        max_batched_tokens: int = 512,
+        max_running: int = 64,
+    ) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._tiers = tiers
+        self._worth_loading = worth_loading
+        self._max_batched_tokens = max_batched_tokens
+        self._max_running = max_running
+        self._waiting: list[Request] = []  # most urgent first
+        self._running: list[Request] = []
+        self._loading: dict[TicketId, Request] = {}
+        self._saving: dict[TicketId, list[Slot]] = {}
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._loading)
+
+    @property
+    def idle(self) -> bool:
+        return not self.has_work and not self._saving
+
+    def add(self, request: Request, max_tokens: int) -> None:
+        """Queue a request that will grow to at most `max_tokens`. Raises TooLong at once."""
+        need = -(-max_tokens // self._block_tokens)
+        if need > self._pool.num_blocks:
+            raise TooLong(
+                f"the request needs room for {max_tokens} tokens ({need} blocks of "
+                f"{self._block_tokens}), and the device pool holds {self._pool.num_blocks} "
+                "blocks; shorten the prompt or max_tokens, or enlarge the pool."
+            )
+        self._enqueue(request)
+
+    def abort(self, request: Request) -> None:
+        """Forget a request at any moment. Blocks that a load still writes are freed at its end."""
+        if request.phase is Phase.LOADING:
+            assert self._tiers is not None
+            assert request.ticket is not None
+            self._tiers.cancel(request.ticket)
+        elif request.phase is Phase.RUNNING:
+            self._running.remove(request)
+            self._drop_blocks(request)
+        elif request.phase is Phase.WAITING:
+            self._waiting.remove(request)
+        request.phase = Phase.FINISHED
+
+    def finish(self, request: Request) -> None:
+        self.abort(request)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's chunks, most urgent first; together within the token budget."""
+        budget = self._max_batched_tokens
+        chunks: list[Chunk] = []
+        preempted = False
+        for request in sorted(self._running, key=lambda r: r.order):
+            if request.phase is not Phase.RUNNING or not budget:
+                continue  # preempted for one before it
+            num_tokens = min(request.num_uncomputed, budget)
+            while not self._make_room(request, request.num_computed + num_tokens):
+                victim = max(self._running, key=lambda r: r.order)
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            else:
+                chunks.append(Chunk(request, request.num_computed, num_tokens))
+                budget -= num_tokens
+        while budget and self._waiting and not preempted and self._has_seat:
+            request = self._waiting[0]
+            if not self._admit(request, budget):
+                break
+            if request.phase is Phase.RUNNING:
+                num_tokens = min(request.num_uncomputed, budget)
+                chunks.append(Chunk(request, request.num_computed, num_tokens))
+                budget -= num_tokens
+        return chunks
+
+    def computed(self, chunks: Sequence[Chunk]) -> None:
+        """The chunks' KV is on the device: name and save the blocks that became complete."""
+        keys: list[BlockKey] = []
+        slots: list[Slot] = []
+        for chunk in chunks:
+            request = chunk.request
+            if request.phase is not Phase.RUNNING:
+                continue
+            request.num_computed = chunk.start + chunk.num_tokens
+            for index in range(request.num_named, request.num_computed // self._block_tokens):
+                key, slot = request.chain.keys[index], request.blocks[index]
+                self._pool.name(slot, key)
+                if key not in keys:
+                    keys.append(key)
+                    slots.append(slot)
+            request.num_named = request.num_computed // self._block_tokens
+        if keys and self._tiers is not None:
+            self._pool.hold(slots)
+            self._saving[self._tiers.save(keys, slots)] = slots
+
+    def settle(self, done: Done) -> None:
+        """A load or save has ended."""
+        saved = self._saving.pop(done.ticket, None)
+        if saved is not None:
+            self._pool.release(saved)
+            return
+        request = self._loading.pop(done.ticket)
+        request.ticket = None
+        if request.phase is Phase.FINISHED:  # aborted meanwhile
+            self._drop_blocks(request)
+            return
+        arrived = request.num_matched + done.num_leading_ok
+        for index in range(request.num_matched, arrived):
+            self._pool.name(request.blocks[index], request.chain.keys[index])
+        request.num_named = arrived
+        request.num_computed = arrived * self._block_tokens
+        loaded = done.num_leading_ok * self._block_tokens
+        request.num_loaded_tokens += loaded
+        if not request.num_preemptions:
+            request.num_cached_tokens += loaded
+        request.phase = Phase.RUNNING
+        self._running.append(request)
+
+    def check(self) -> None:
+        self._pool.check()
+        held = [request for request in self._running if request.phase is not Phase.RUNNING]
+        if held or any(request.blocks for request in self._waiting):
+            raise PenstockError("a request is in the wrong queue, or holds blocks while it waits")
+
+    @property
+    def _has_seat(self) -> bool:
+        return len(self._running) + len(self._loading) < self._max_running
+
+    def _enqueue(self, request: Request) -> None:
+        request.phase = Phase.WAITING
+        self._waiting.append(request)
+        self._waiting.sort(key=lambda r: r.order)
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        need = -(-num_tokens // self._block_tokens) - len(request.blocks)
+        slots = self._pool.take(max(0, need))
+        if slots is None:
+            return False
+        request.blocks.extend(slots)
+        return True
+
+    def _admit(self, request: Request, budget: int) -> bool:
+        """Give a waiting request its blocks: shared ones, room for what is loaded, a first chunk.
+
+        If False is returned, nothing has changed.
+        """
+        # At least the last token is computed: its logits are what the request came for.
+        keys = request.chain.keys[: (len(request.tokens) - 1) // self._block_tokens]
+        request.blocks = self._pool.share(keys)
+        num_shared = len(request.blocks)
+        num_past = num_shared * self._block_tokens
+        num_loads = 0
+        match = None
+        if self._tiers is not None and num_shared < len(keys):
+            match = self._tiers.match(keys[num_shared:])
+            num_loads = self._worth_loading(match, num_past)
+        num_first = min(len(request.tokens) - num_past, budget)
+        num_first = max(num_first, num_loads * self._block_tokens)
+        if not self._make_room(request, num_past + num_first):
+            self._drop_blocks(request)
+            return False
+        self._waiting.remove(request)
+        if match is not None and self._tiers is not None and not request.num_preemptions:
+            self._tiers.note(match)
+        request.num_computed = num_past
+        request.num_named = request.num_matched = num_shared
+        if not request.num_preemptions:
+            request.num_cached_tokens = num_past
+        if num_loads:
+            assert self._tiers is not None
+            end = num_shared + num_loads
+            request.phase = Phase.LOADING
+            request.ticket = self._tiers.load(keys[num_shared:end], request.blocks[num_shared:end])
+            self._loading[request.ticket] = request
+        else:
+            request.phase = Phase.RUNNING
+            self._running.append(request)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._drop_blocks(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(request)
+
+    def _drop_blocks(self, request: Request) -> None:
+        self._pool.release(request.blocks)
+        request.blocks = []
+        request.num_computed = request.num_named = 0

@@ -1,0 +1,33 @@
+"""DEVICE: the engine's own KV pool as a tier. One block is one contiguous run of bytes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from penstock.types import Slot
+
+
+class DevicePool:
+    """[num_blocks, num_layers, 2, block_tokens, kv_heads, head_dim], in the processor's memory."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        block_tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (num_blocks, num_layers, 2, block_tokens, num_kv_heads, head_dim)
+        self.tensor = torch.zeros(shape, dtype=dtype)
+        self.num_slots = num_blocks
+        self.block_bytes = self.tensor[0].numel() * self.tensor.element_size()
+        self.stride_bytes = self.block_bytes
+        self.address = self.tensor.data_ptr()
+
+    def view(self, slot: Slot) -> memoryview:
+        address = self.address + slot * self.stride_bytes
+        return memoryview((ctypes.c_char * self.stride_bytes).from_address(address)).cast("B")

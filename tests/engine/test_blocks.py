@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engine.blocks import BlockPool
+from penstock.errors import BookError
+from penstock.types import BlockKey, Slot
+
+STEPS = ["take", "share", "name", "release", "hold"]
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(bytes([number]) * 32)
+
+
+def named(pool: BlockPool, *numbers: int) -> list[Slot]:
+    slots = pool.take(len(numbers))
+    assert slots is not None
+    for slot, number in zip(slots, numbers, strict=True):
+        pool.name(slot, key(number))
+    return slots
+
+
+def test_a_complete_block_is_shared_by_whoever_has_the_same_prefix() -> None:
+    pool = BlockPool(4)
+    slots = named(pool, 1, 2)
+    assert pool.share([key(1), key(2), key(3)]) == slots
+    assert pool.share([key(3), key(1)]) == []
+    pool.check()
+
+
+def test_released_blocks_stay_findable_until_their_room_is_needed() -> None:
+    pool = BlockPool(3)
+    slots = named(pool, 1, 2)
+    pool.release(slots)
+    assert pool.num_available == 3
+    assert pool.share([key(1), key(2)]) == slots
+    pool.release(slots)
+    pool.take(2)
+    assert pool.share([key(1), key(2)]) == slots[:1], "the tail goes before the head"
+    pool.check()
+
+
+def test_a_held_block_is_never_given_to_another() -> None:
+    pool = BlockPool(2)
+    slots = named(pool, 1)
+    assert pool.take(2) is None
+    pool.hold(slots)
+    pool.release(slots)
+    assert pool.take(2) is None
+    pool.release(slots)
+    assert pool.take(2) is not None
+
+
+def test_of_two_equal_blocks_the_first_is_found() -> None:
+    pool = BlockPool(4)
+    first = named(pool, 1)
+    second = named(pool, 1)
+    assert pool.share([key(1)]) == first
+    pool.release(second)
+    pool.check()
+    assert pool.num_available == 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda p: p.release([Slot(0)]), lambda p: p.name(Slot(0), key(1))]
+)
+def test_a_broken_contract_is_refused(wrong: object) -> None:
+    pool = BlockPool(1)
+    with pytest.raises(BookError):
+        wrong(pool)  # type: ignore[operator]
+    pool.check()
+
+
+def test_forgetting_drops_what_nobody_holds() -> None:
+    pool = BlockPool(3)
+    pool.release(named(pool, 1))
+    held = named(pool, 2)
+    pool.forget()
+    assert pool.share([key(1)]) == []
+    assert pool.share([key(2)]) == held
+    pool.check()
+
+
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 7))))
+def test_any_history_adds_up(steps: list[tuple[str, int]]) -> None:
+    pool = BlockPool(6)
+    holds: list[Slot] = []
+    fresh: list[Slot] = []
+    for step, number in steps:
+        if step == "take":
+            taken = pool.take(number % 4)
+            holds += taken or []
+            fresh += taken or []
+        elif step == "share":
+            holds += pool.share([key(number)])
+        elif step == "name" and fresh:
+            pool.name(fresh.pop(), key(number))
+        elif step == "hold" and holds:
+            pool.hold([holds[0]])
+            holds.append(holds[0])
+        elif step == "release" and holds:
+            slot = holds.pop(number % len(holds))
+            pool.release([slot])
+            if slot not in holds and slot in fresh:
+                fresh.remove(slot)
+        pool.check()
+    for slot in holds:
+        pool.release([slot])
+    pool.check()
+    assert pool.num_available == 6

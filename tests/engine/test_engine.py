@@ -1,0 +1,268 @@
+"""The engine with a small random model in fp32: whatever happens to KV, the tokens are the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tools import flip_bit
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from penstock.config import Config, DiskConfig, HostConfig
+from penstock.engine.attention.torch import NAME, register
+from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.models import LoadedModel
+from penstock.engine.params import SamplingParams
+from penstock.engine.scheduler import TooLong
+from penstock.errors import ConfigError
+
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 4 * BLOCK_TOKENS  # layers, K and V, heads, head_dim, fp32
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+Engines = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def loaded(tokenizer: Any) -> LoadedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.5,  # or every prompt would be answered with the same token
+    )
+    model = LlamaForCausalLM(config).eval()
+    register()
+    model.config._attn_implementation = NAME
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name="tiny",
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_tokens=1024,
+        eos_token_ids=frozenset({0}),
+        dtype=torch.float32,
+        weights_fingerprint="tiny",
+        rope="",
+    )
+
+
+@pytest.fixture
+def engines(loaded: LoadedModel) -> Iterator[Engines]:
+    made: list[Engine] = []
+
+    def make(num_blocks: int = 256, *, tiers: Config | None = None, batch: int = 512) -> Engine:
+        config = EngineConfig(num_blocks * BLOCK_BYTES, BLOCK_TOKENS, batch)
+        made.append(Engine(loaded, config, tiers))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def tiers(num_host: int, directory: Path | None = None, num_disk: int = 512) -> Config:
+    disk = DiskConfig()
+    if directory is not None:
+        disk = DiskConfig(path=str(directory), size_bytes=num_disk * (BLOCK_BYTES + 512) + 65536)
+    return Config(HostConfig(size_bytes=num_host * BLOCK_BYTES), disk)
+
+
+def prompts(num: int, seed: int = 1, shared: int = 40) -> list[list[int]]:
+    rng = random.Random(seed)
+    head = [rng.randrange(1, 40_000) for _ in range(shared)]
+    return [
+        head + [rng.randrange(1, 40_000) for _ in range(rng.randint(1, 150))] for _ in range(num)
+    ]
+
+
+def run(engine: Engine, questions: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
+    requests = [engine.add(str(number), ids, params) for number, ids in enumerate(questions)]
+    for _ in range(100_000):
+        if not engine.has_work:
+            break
+        engine.step()
+    assert all(request.finish_reason for request in requests), "a request never ended"
+    if engine.offloader is not None:
+        assert engine.offloader.drain(30)
+        engine.step()
+    engine.check()
+    assert engine.pool.num_available == engine.pool.num_blocks, "blocks leak"
+    return [request.output_ids for request in requests]
+
+
+@pytest.fixture(scope="module")
+def answers(loaded: LoadedModel) -> list[list[int]]:
+    """What plain transformers says, one prompt at a time."""
+    found = []
+    loaded.model.config._attn_implementation = "eager"
+    try:
+        for ids in prompts(8):
+            output = loaded.model.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                max_new_tokens=24,
+                min_new_tokens=24,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            found.append(output[0, len(ids) :].tolist())
+    finally:
+        loaded.model.config._attn_implementation = NAME
+    assert len({tuple(tokens) for tokens in found}) > 4, "the model says the same to everything"
+    return found
+
+
+def test_tokens_are_those_of_transformers(engines: Engines, answers: list[list[int]]) -> None:
+    assert run(engines(), prompts(8)) == answers
+
+
+@pytest.mark.parametrize("batch", [7, 16, 100])
+def test_a_prompt_in_chunks_is_answered_as_the_whole(
+    engines: Engines, answers: list[list[int]], batch: int
+) -> None:
+    assert run(engines(batch=batch), prompts(8)) == answers
+
+
+def test_a_pool_too_small_for_all_recomputes_without_tiers(
+    engines: Engines, answers: list[list[int]]
+) -> None:
+    engine = engines(16)
+    assert run(engine, prompts(8)) == answers
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_a_pool_too_small_for_all_loads_what_it_preempted(
+    engines: Engines, answers: list[list[int]]
+) -> None:
+    engine = engines(16, tiers=tiers(256))
+    requests = [engine.add(str(n), ids, GREEDY) for n, ids in enumerate(prompts(8))]
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in requests] == answers
+    assert engine.scheduler.num_preemptions > 0
+    assert sum(request.num_loaded_tokens for request in requests) > 0
+
+
+def test_dram_that_spills_to_disk_changes_nothing(
+    engines: Engines, answers: list[list[int]], tmp_path: Path
+) -> None:
+    engine = engines(16, tiers=tiers(8, tmp_path))
+    assert run(engine, prompts(8)) == answers
+    assert run(engine, prompts(8)) == answers
+
+
+def test_a_restart_finds_its_kv_on_disk(
+    engines: Engines, answers: list[list[int]], tmp_path: Path
+) -> None:
+    first = engines(tiers=tiers(64, tmp_path))
+    assert run(first, prompts(8)) == answers
+    first.close()
+    second = engines(tiers=tiers(64, tmp_path))
+    assert second.offloader is not None
+    assert second.offloader.recover(30)
+    requests = [second.add(str(n), ids, GREEDY) for n, ids in enumerate(prompts(8))]
+    while second.has_work:
+        second.step()
+    assert [request.output_ids for request in requests] == answers
+    for request in requests:
+        whole = (len(request.prompt_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert request.num_cached_tokens == whole
+
+
+def test_a_corrupt_disk_is_recomputed_and_nobody_notices(
+    engines: Engines, answers: list[list[int]], tmp_path: Path
+) -> None:
+    first = engines(tiers=tiers(64, tmp_path))
+    run(first, prompts(8))
+    first.close()
+    slab = tmp_path / "slab-00000"
+    for offset in range(100, slab.stat().st_size, 3 * BLOCK_BYTES):
+        flip_bit(slab, offset)
+    second = engines(tiers=tiers(64, tmp_path))
+    assert second.offloader is not None
+    assert second.offloader.recover(30)
+    assert run(second, prompts(8)) == answers
+
+
+def test_a_returning_prompt_is_found_on_the_device(
+    engines: Engines, answers: list[list[int]]
+) -> None:
+    engine = engines()
+    run(engine, prompts(8)[:1])
+    request = engine.add("again", prompts(8)[0], GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert request.output_ids == answers[0]
+    assert request.num_cached_tokens == (len(request.prompt_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_tenants_do_not_find_each_others_kv(engines: Engines) -> None:
+    engine = engines(tiers=tiers(64))
+    for tenant, expected in (("a", 0), ("b", 0), ("a", 1)):
+        request = engine.add(tenant, prompts(1)[0], GREEDY, tenant=tenant)
+        while engine.has_work:
+            engine.step()
+        assert bool(request.num_cached_tokens) == bool(expected)
+
+
+def test_aborted_at_any_moment_nothing_leaks_and_others_do_not_notice(
+    engines: Engines, answers: list[list[int]]
+) -> None:
+    rng = random.Random(3)
+    engine = engines(24, tiers=tiers(32), batch=32)
+    for round_number in range(6):
+        kept = {n: engine.add(f"k{n}", prompts(8)[n], GREEDY) for n in rng.sample(range(8), 3)}
+        doomed = [f"d{n}" for n in range(5)]
+        for number, name in enumerate(doomed):
+            engine.add(name, prompts(8)[number], GREEDY)
+        while engine.has_work:
+            if doomed and rng.random() < 0.2:
+                engine.abort(doomed.pop())
+            engine.step()
+            engine.check()
+        for name in doomed:
+            engine.abort(name)
+        assert {n: request.output_ids for n, request in kept.items()} == {
+            n: answers[n] for n in kept
+        }, f"round {round_number}"
+    assert engine.offloader is not None
+    assert engine.offloader.drain(30)
+    engine.step()
+    assert engine.pool.num_available == engine.pool.num_blocks
+
+
+def test_urgent_requests_go_first(engines: Engines) -> None:
+    engine = engines(16)
+    slow = [engine.add(f"s{n}", prompts(4)[n], GREEDY, priority=5) for n in range(4)]
+    urgent = engine.add("u", prompts(5)[4], GREEDY, priority=0)
+    while urgent.finish_reason is None:
+        engine.step()
+    assert sum(request.finish_reason is not None for request in slow) < 4
+    while engine.has_work:
+        engine.step()
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(engines: Engines) -> None:
+    engine = engines(4)
+    with pytest.raises(TooLong, match=r"100 tokens.*4 blocks|needs room for"):
+        engine.add("long", list(range(1, 90)), GREEDY)
+    with pytest.raises(TooLong, match="the model reads at most 1023"):
+        engine.add("longer", [1] * 1024, GREEDY)
+    with pytest.raises(ConfigError, match="empty"):
+        engine.add("empty", [], GREEDY)
+    assert not engine.has_work

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.params import SamplingParams
+from penstock.engine.sampler import Row, Sampled, make_generator, sample
+from penstock.errors import BookError
+
+GREEDY = SamplingParams(temperature=0)
+VOCAB = 97  # odd, so that rows of a batch start at odd addresses
+
+
+def noise(seed: int, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def stream(logits: torch.Tensor, row: Row, count: int) -> list[int]:
+    return [sample(logits, [row])[0].token_id for _ in range(count)]
+
+
+def drawn(probabilities: list[float], count: int = 300, **wishes: Any) -> Counter[int]:
+    logits = torch.tensor([probabilities]).log()
+    return Counter(stream(logits, Row(SamplingParams(**wishes), make_generator(1)), count))
+
+
+def test_greedy_is_argmax_and_ties_go_to_the_lowest_id() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0], [0.0, 0.0, 0.1]])
+    assert sample(logits, [Row(GREEDY)] * 3) == [Sampled(1), Sampled(0), Sampled(2)]
+
+
+def test_all_greedy_is_one_argmax_and_no_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("all-greedy batches need no softmax and no row of their own")
+
+    for name in ("softmax", "log_softmax", "rand"):
+        monkeypatch.setattr(torch, name, never)
+    monkeypatch.setattr("penstock.engine.sampler._choose", never)
+    logits = noise(0, rows=8)
+    found = sample(logits, [Row(GREEDY)] * 8)
+    assert [each.token_id for each in found] == logits.argmax(-1).tolist()
+
+
+def test_logits_are_left_alone() -> None:
+    logits = noise(0, rows=3)
+    before = logits.clone()
+    busy = SamplingParams(top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=2, logprobs=3)
+    sample(logits, [Row(busy, make_generator(1), [1, 2], 1, [3])] * 3)
+    assert torch.equal(logits, before)
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    place=st.integers(0, 4),
+    others=st.integers(0, 1000),
+    wishes=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.floats(0.0, 3.0),
+            "top_p": st.floats(0.01, 1.0),
+            "top_k": st.integers(-1, 2 * VOCAB),
+            "min_p": st.floats(0.0, 1.0),
+            "presence_penalty": st.floats(-2, 2),
+            "repetition_penalty": st.floats(0.5, 2),
+            "logprobs": st.integers(0, 5),
+        },
+    ),
+)
+@settings(deadline=None, max_examples=150)
+def test_a_row_does_not_see_its_batch(
+    seed: int, place: int, others: int, wishes: dict[str, Any]
+) -> None:
+    params = SamplingParams(seed=seed, **wishes)
+    batch = noise(others, rows=5)
+    alone = batch[place : place + 1].clone()
+
+    def row() -> Row:
+        return Row(params, make_generator(params.seed), [3, 4, 4], 1)
+
+    rows = [Row(SamplingParams(), make_generator(others, n)) for n in range(5)]
+    rows[0] = Row(GREEDY)
+    rows[place] = row()
+    assert sample(batch, rows)[place] == sample(alone, [row()])[0]
+
+
+def test_the_same_seed_gives_the_same_tokens() -> None:
+    logits = noise(0)
+    params = SamplingParams()
+    one, two, three = (stream(logits, Row(params, make_generator(seed)), 40) for seed in (7, 7, 8))
+    assert one == two != three
+
+
+def test_generators_of_a_request_differ_from_each_other_and_from_the_next_seed() -> None:
+    draws = {
+        float(torch.rand((), generator=make_generator(seed, index)))
+        for seed in (-3, 0, 7, 8, 2**64 - 1)
+        for index in range(3)
+    }
+    assert len(draws) == 15
+
+
+def test_no_seed_never_comes_again() -> None:
+    assert make_generator(None).initial_seed() != make_generator(None).initial_seed()
+
+
+def test_a_seed_means_the_same_for_ever() -> None:
+    assert make_generator(7, 1).initial_seed() == 2174948161648732372
+
+
+def test_without_a_generator_the_global_one_is_used() -> None:
+    logits = noise(0)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        one = stream(logits, Row(SamplingParams()), 20)
+        torch.manual_seed(5)
+        assert stream(logits, Row(SamplingParams()), 20) == one
+
+
+def test_tokens_come_as_often_as_they_are_likely() -> None:
+    counts = drawn([0.5, 0.25, 0.0, 0.15, 0.1], count=4000)
+    for token_id, probability in enumerate([0.5, 0.25, 0.0, 0.15, 0.1]):
+        assert counts[token_id] / 4000 == pytest.approx(probability, abs=0.03)
+    assert counts[2] == 0
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    sharp, flat = (drawn([0.6, 0.4], 4000, temperature=each)[0] / 4000 for each in (0.5, 100))
+    assert sharp == pytest.approx(36 / 52, abs=0.03)
+    assert flat == pytest.approx(0.5, abs=0.03)
+    # Subnormal: neither infinities nor NaN come out.
+    assert drawn([0.1, 0.5, 0.4], temperature=5e-324, count=50) == {1: 50}
+
+
+def test_top_k_keeps_k_and_ties_go_to_the_lowest_id() -> None:
+    assert set(drawn([0.1, 0.3, 0.2, 0.4], top_k=2)) == {1, 3}
+    assert set(drawn([0.25] * 4, top_k=2)) == {0, 1}
+    for off in (0, -1, 4, 99):
+        assert set(drawn([0.25] * 4, top_k=off)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.39, {3}), (0.41, {1, 3}), (0.71, {1, 2, 3}), (0.99, {0, 1, 2, 3})]
+)
+def test_top_p_keeps_the_fewest_that_hold_it(top_p: float, kept: set[int]) -> None:
+    assert set(drawn([0.1, 0.3, 0.2, 0.4], top_p=top_p)) == kept
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    # 0.4 is 57 % of what two leave: alone it holds 0.5, but not 0.6.
+    assert set(drawn([0.1, 0.3, 0.2, 0.4], top_k=2, top_p=0.5)) == {3}
+    assert set(drawn([0.1, 0.3, 0.2, 0.4], top_k=2, top_p=0.6)) == {1, 3}
+
+
+@given(seed=st.integers(0, 10**6), top_p=st.floats(1e-6, 0.999999), scale=st.floats(0.01, 20))
+@settings(deadline=None, max_examples=100)
+def test_the_nucleus_is_the_one_a_full_sort_finds(seed: int, top_p: float, scale: float) -> None:
+    from penstock.engine.sampler import _nucleus
+
+    weights = (torch.softmax(noise(seed)[0] * scale, 0).double() * 2**50).round().long()
+    ranked = sorted(range(VOCAB), key=lambda token_id: (-int(weights[token_id]), token_id))
+    expected, held = [], 0
+    for token_id in ranked:
+        if held >= top_p * int(weights.sum()):
+            break
+        expected.append(token_id)
+        held += int(weights[token_id])
+    assert _nucleus(weights, top_p).tolist() == expected
+
+
+def test_min_p_is_a_share_of_the_likeliest() -> None:
+    assert set(drawn([0.05, 0.31, 0.2, 0.44], min_p=0.5)) == {1, 3}
+    assert set(drawn([0.25, 0.35, 0.4], min_p=1.0)) == {2}
+
+
+def test_repetition_penalty_makes_less_likely_on_either_side_of_zero() -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=2)
+    up, down = torch.tensor([[3.0, 2.0]]), torch.tensor([[-2.0, -3.0]])
+    for logits in (up, down):
+        assert sample(logits, [Row(params)])[0].token_id == 0
+        # In the prompt or in the output, once or often.
+        for num_prompt in (0, 2):
+            assert sample(logits, [Row(params, None, [0, 0], num_prompt)])[0].token_id == 1
+
+
+def test_presence_counts_once_frequency_each_time_and_neither_the_prompt() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    for name, prior, num_prompt, expected in (
+        ("presence_penalty", [0], 0, 1),
+        ("presence_penalty", [0], 1, 0),
+        ("frequency_penalty", [0], 0, 1),
+        ("frequency_penalty", [0, 0], 2, 0),
+    ):
+        params = SamplingParams(temperature=0, **{name: 1.5})
+        assert sample(logits, [Row(params, None, prior, num_prompt)])[0].token_id == expected
+    half = SamplingParams(temperature=0, frequency_penalty=0.6)
+    assert sample(logits, [Row(half, None, [0])])[0].token_id == 0
+    assert sample(logits, [Row(half, None, [0, 0])])[0].token_id == 1
+    once = SamplingParams(temperature=0, presence_penalty=0.6)
+    assert sample(logits, [Row(once, None, [0, 0])])[0].token_id == 0
+
+
+def test_banned_tokens_never_come() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    assert sample(logits, [Row(GREEDY, banned_ids=[0])])[0].token_id == 1
+    row = Row(SamplingParams(), make_generator(1), banned_ids=[0, 1])
+    assert stream(logits, row, 50) == [2] * 50
+
+
+def test_logprobs_are_of_the_model_alone() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    params = SamplingParams(temperature=0, repetition_penalty=9, logprobs=2)
+    (found,) = sample(logits, [Row(params, None, [0])])
+    total = math.log(math.e**2 + math.e + 1)
+    assert (found.token_id, found.rank) == (1, 2)
+    assert found.logprob == pytest.approx(1 - total)
+    assert [token_id for token_id, _ in found.top] == [0, 1]
+    assert [logprob for _, logprob in found.top] == pytest.approx([2 - total, 1 - total])
+
+
+def test_logprobs_zero_is_of_the_chosen_only_and_more_than_all_is_all() -> None:
+    (found,) = sample(torch.zeros(1, 4), [Row(SamplingParams(temperature=0, logprobs=0))])
+    assert (found.top, found.rank) == ([], 1)
+    assert found.logprob == pytest.approx(math.log(0.25))
+    (found,) = sample(torch.zeros(1, 4), [Row(SamplingParams(temperature=0, logprobs=20))])
+    assert [token_id for token_id, _ in found.top] == [0, 1, 2, 3]
+
+
+def test_half_precision_is_sampled_in_full() -> None:
+    logits = noise(0).to(torch.bfloat16)
+    params = SamplingParams(logprobs=1)
+    one = sample(logits, [Row(params, make_generator(1))])
+    assert one == sample(logits.float(), [Row(params, make_generator(1))])
+
+
+def test_nothing_in_nothing_out() -> None:
+    assert sample(torch.zeros(0, 4), []) == []
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 1, 4)])
+def test_logits_must_be_a_row_each(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BookError, match="for 1 rows: expected"):
+        sample(torch.zeros(shape), [Row(GREEDY)])
