@@ -15,7 +15,6 @@ Slot = NewType("Slot", int)
 TicketId = NewType("TicketId", int)
 TransferId = NewType("TransferId", int)
 
-KEY_BYTES = 32
 PAGE_BYTES = 4096
 """Direct I/O wants addresses, offsets and lengths in whole pages; so do pinned copies."""
 

@@ -279,11 +279,12 @@ def test_recovery_is_told_as_it_goes(rigs: Rigs, tmp_path: Path) -> None:
     first = rigs(tmp_path)
     first.save(keys_of(20))
     first.close()
-    seen: list[Event] = []
-    rig = rigs(tmp_path)  # a rig waits for its recovery
-    rig.offloader.observe(seen.append)
+    told: list[Event] = []
+    rig = rigs(tmp_path, observers=[told.append])  # a rig waits for its recovery
     assert rig.gauge("penstock_recovered_ratio", tier="disk") == 1.0
-    assert not any(isinstance(event, Recovered) for event in seen)
+    progress = [event for event in told if isinstance(event, Recovered)]
+    assert progress[-1].complete
+    assert progress[-1].num_blocks == 20
     assert rig.load(keys_of(20)) == [Verdict.OK] * 20
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from penstock.build import build_offloader
 from penstock.clock import ManualClock
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
+from penstock.events import Observer
 from penstock.metrics import Metrics
 from penstock.stores import slab
 from penstock.stores.base import Block
@@ -108,6 +109,7 @@ class Rig:
         num_disk: int = 64,
         batch_blocks: int = 32,
         disk: dict[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.spec = block_spec or spec()
         self.directory = directory
@@ -124,7 +126,7 @@ class Rig:
             transfer=TransferConfig(batch_bytes=batch_blocks * self.spec.block_bytes),
         )
         self.offloader = build_offloader(
-            config, self.spec, self.device, clock=self.clock, observers=[self.metrics]
+            config, self.spec, self.device, clock=self.clock, observers=[self.metrics, *observers]
         )
         assert self.offloader.recover(TIMEOUT_SECONDS)
 

@@ -169,7 +169,7 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is not None:
             live.request.finish_reason = "abort"
-            self.scheduler.abort(live.request)
+            self.scheduler.remove(live.request)
 
     def step(self) -> list[Progress]:
         """Compute one batch. Empty when nothing could run yet, or nothing is left to do."""
@@ -230,7 +230,7 @@ class Engine:
         text = self._judge(live, sampled.token_id)
         if request.finish_reason is not None:
             request.finished_time = now
-            self.scheduler.finish(request)
+            self.scheduler.remove(request)
             del self._live[request.id]
         return Progress(request, text, sampled)
 

@@ -223,7 +223,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _has_bfloat16() -> bool:
-    """Without it torch computes bfloat16 in software, a hundred times slower than float32."""
+    """Without it torch computes bfloat16 in software, many times slower than float32."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

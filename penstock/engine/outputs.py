@@ -36,7 +36,6 @@ class RequestMetrics:
     """Times are seconds of the engine's clock; counts are over the whole request."""
 
     arrival_time: float
-    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0

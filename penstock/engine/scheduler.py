@@ -69,10 +69,6 @@ class Scheduler:
         self.num_preemptions = 0
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running or self._loading)
 
@@ -91,8 +87,11 @@ class Scheduler:
             )
         self._enqueue(request)
 
-    def abort(self, request: Request) -> None:
-        """Forget a request at any moment. Blocks that a load still writes are freed at its end."""
+    def remove(self, request: Request) -> None:
+        """Take out a request, ended or given up, at any moment.
+
+        Blocks that a load still writes are freed at its end.
+        """
         if request.phase is Phase.LOADING:
             assert self._tiers is not None
             assert request.ticket is not None
@@ -103,9 +102,6 @@ class Scheduler:
         elif request.phase is Phase.WAITING:
             self._waiting.remove(request)
         request.phase = Phase.FINISHED
-
-    def finish(self, request: Request) -> None:
-        self.abort(request)
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, most urgent first; together within the token budget."""
