@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from penstock.errors import ConfigError
+from penstock.types import Match, Tier
 
 # A clock that steps can claim any duration; nothing measured here takes a day.
 _MAX_OBSERVED_SECONDS = 86_400.0
@@ -114,6 +116,140 @@ def break_even_tokens(
         else:
             loses = middle
     return wins
+
+
+def load_seconds(
+    runs: Sequence[tuple[Tier, int]], block_bytes: int, rates: Mapping[Tier, LinkRate]
+) -> float | None:
+    """How long blocks take to the device: tiers stream side by side, all cross HOST's link.
+
+    None while no link they need has been measured.
+    """
+    counts = {Tier.HOST: sum(count for _, count in runs)}
+    for tier, count in runs:
+        if tier is not Tier.HOST:
+            counts[tier] = counts.get(tier, 0) + count
+    known = [
+        rates[tier].seconds(count * block_bytes) for tier, count in counts.items() if tier in rates
+    ]
+    return max(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many leading blocks of a match to load; seconds are None where nothing is known yet."""
+
+    num_blocks: int
+    load_seconds: float | None = None
+    compute_seconds: float | None = None  # what computing these blocks would take instead
+
+
+def choose_load(
+    match: Match,
+    *,
+    block_bytes: int,
+    block_tokens: int,
+    num_past_tokens: int,
+    rates: Mapping[Tier, LinkRate],
+    prefill: PrefillRate | None,
+) -> Choice:
+    """The leading blocks whose loading saves most over computing them.
+
+    A match is a row of runs, each from one tier. The gain within a run is at its largest at one of
+    its ends: loading is linear in its length and computing convex. So only ends are tried.
+    """
+    best = Choice(0, 0.0, 0.0)
+    best_gain = 0.0
+    num_blocks = 0
+    for index, run in enumerate(match.runs):
+        num_blocks += run.num_blocks
+        taken = [(earlier.tier, earlier.num_blocks) for earlier in match.runs[: index + 1]]
+        loading = load_seconds(taken, block_bytes, rates)
+        if prefill is None or loading is None:
+            return Choice(match.num_blocks)  # to load is how the rates become known
+        computing = prefill.seconds(num_blocks * block_tokens, num_past_tokens)
+        if computing - loading > best_gain:
+            best_gain = computing - loading
+            best = Choice(num_blocks, loading, computing)
+    if best.num_blocks == 0 and match.num_blocks:
+        return Choice(0, loading, computing)
+    return best
+
+
+class PrefillMeter:
+    """Learns a `PrefillRate` from steps as they end; recent ones weigh more.
+
+    It fits `seconds = fixed + a tokens + b pairs`, none of them below 0. Fixed and quadratic parts
+    are believed only as far as the steps tell them apart from the linear one.
+    """
+
+    _MAX_SURPRISE = 8.0  # as for links: one stall must not look like the rule
+    _DOUBT = 1e-3
+    _TOKENS = 256.0  # scales of the features, so that the sums are of like size
+    _PAIRS = 256.0 * 2048.0
+
+    def __init__(self, weight: float = 0.05) -> None:
+        self._weight = weight
+        self._num_observations = 0
+        self._squares = [[0.0] * 3 for _ in range(3)]
+        self._products = [0.0] * 3
+        self._rate: PrefillRate | None = None
+
+    @property
+    def rate(self) -> PrefillRate | None:
+        """What was learnt; None before the first observation."""
+        return self._rate
+
+    def observe(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Note that one step computed these (tokens, past tokens) in so many seconds."""
+        num_tokens = sum(tokens for tokens, _ in chunks)
+        if not (num_tokens and 0 < seconds < _MAX_OBSERVED_SECONDS):
+            return
+        num_pairs = sum(tokens * (tokens + 2 * past) for tokens, past in chunks)
+        if self._rate is not None:
+            expected = self._rate.fixed_seconds + num_tokens / self._rate.tokens_per_second
+            expected += self._rate.quadratic_seconds_per_token2 * num_pairs
+            seconds = min(seconds, self._MAX_SURPRISE * expected)
+        self._num_observations += 1
+        weight = max(self._weight, 1 / self._num_observations)
+        features = (num_tokens / self._TOKENS, num_pairs / self._PAIRS, 1.0)
+        for row in range(3):
+            for column in range(3):
+                more = features[row] * features[column] - self._squares[row][column]
+                self._squares[row][column] += weight * more
+            self._products[row] += weight * (features[row] * seconds - self._products[row])
+        self._rate = self._fit()
+
+    def _fit(self) -> PrefillRate:
+        kept = [0, 1, 2]
+        while True:
+            found = self._solve(kept)
+            worst = min(kept, key=lambda index: found[index])
+            if found[worst] >= 0 or len(kept) == 1:
+                break
+            kept.remove(worst if worst != 0 else kept[-1])  # the linear part stays
+        per_token = max(found[0] / self._TOKENS, 1e-12)
+        return PrefillRate(1 / per_token, max(found[1], 0.0) / self._PAIRS, max(found[2], 0.0))
+
+    def _solve(self, kept: Sequence[int]) -> list[float]:
+        """Least squares over the kept features, by elimination; 0 for the others."""
+        matrix = [
+            [self._squares[row][column] for column in kept] + [self._products[row]] for row in kept
+        ]
+        for place, feature in enumerate(kept):
+            if feature != 0:
+                matrix[place][place] *= 1 + self._DOUBT
+        size = len(kept)
+        for pivot in range(size):
+            for row in range(size):
+                if row != pivot:
+                    factor = matrix[row][pivot] / matrix[pivot][pivot]
+                    for column in range(pivot, size + 1):
+                        matrix[row][column] -= factor * matrix[pivot][column]
+        found = [0.0] * 3
+        for place, feature in enumerate(kept):
+            found[feature] = matrix[place][size] / matrix[place][place]
+        return found
 
 
 class RateMeter:

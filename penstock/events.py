@@ -113,6 +113,80 @@ class TicketDone:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Of a prompt's matched blocks, so many are loaded; the rest is cheaper to compute.
+
+    The seconds are estimates for the blocks that are loaded, or, where none is, for all that
+    matched; None while the rates are not known.
+    """
+
+    num_matched: int
+    num_loaded: int
+    load_seconds: float | None
+    compute_seconds: float | None
+
+    @property
+    def choice(self) -> str:
+        if self.num_loaded == 0:
+            return "compute"
+        return "load" if self.num_loaded == self.num_matched else "part"
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """How many sequences the engine has in each phase. Sent when it changes."""
+
+    num_waiting: int
+    num_loading: int
+    num_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A running sequence gave its blocks to a more urgent one."""
+
+    num_tokens: int  # whose KV left the device
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request was not accepted: `too_long` for the pool or the model, or `busy`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A request's first token is there. `recompute_seconds` is what the prompt alone would take."""
+
+    seconds: float  # since it came
+    num_prompt: int
+    num_on_device: int  # of the prompt: found in the device pool
+    num_loaded: int  # of the prompt: brought from a lower tier
+    recompute_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request has ended: stop, length or abort."""
+
+    reason: str
+    num_prompt: int
+    num_output: int
+    num_recomputed: int  # tokens whose KV was computed more than once
+    num_preemptions: int
+    seconds: float
+    first_token_seconds: float | None
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Mean time between its tokens."""
+        if self.first_token_seconds is None or self.num_output < 2:
+            return None
+        return (self.seconds - self.first_token_seconds) / (self.num_output - 1)
+
+
 Event = (
     LookedUp
     | Moved
@@ -124,5 +198,11 @@ Event = (
     | TierRevived
     | Recovered
     | TicketDone
+    | Decided
+    | Sequences
+    | Preempted
+    | Refused
+    | FirstToken
+    | Finished
 )
 Observer = Callable[[Event], None]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from penstock.clock import Clock
-from penstock.costs import RateMeter
+from penstock.costs import LinkRate, RateMeter, load_seconds
 from penstock.errors import PenstockError
 from penstock.events import Event, LookedUp, Moved, Observer, Recovered, TicketDone
 from penstock.tiers import TierStack
@@ -63,7 +63,23 @@ class Offloader:
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """How many leading blocks could be loaded, from where, at what cost. Changes nothing."""
         match = self._stack.match(keys)
-        return replace(match, load_seconds=self._estimate(match)) if self._meters else match
+        seconds = load_seconds(match.runs, self._block_bytes, self.rates)
+        return match if seconds is None else replace(match, load_seconds=seconds)
+
+    @property
+    def rates(self) -> dict[Tier, LinkRate]:
+        """What loads over each link have shown so far."""
+        return {tier: meter.rate for tier, meter in self._meters.items() if meter.rate is not None}
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether something is under way, an index that is still being read included."""
+        return bool(self._recoveries) or not self._stack.idle
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks that the tiers below the device can keep."""
+        return self._stack.num_blocks
 
     def note(self, match: Match) -> None:
         """Count a match as one request's lookup: call it once, when the host has acted on it."""
@@ -232,15 +248,6 @@ class Offloader:
         if recovery.complete:
             self._recoveries.pop(0)
             self._num_recovered = 0
-
-    def _estimate(self, match: Match) -> float:
-        """Seconds to load a match: tiers stream side by side, every block crosses HOST's link."""
-        seconds = 0.0
-        for tier, meter in self._meters.items():
-            on_link = match.num_blocks if tier is Tier.HOST else match.num_from(tier)
-            if meter.rate is not None and on_link:
-                seconds = max(seconds, meter.rate.seconds(on_link * self._block_bytes))
-        return seconds
 
     def _tell(self, events: Iterable[Event]) -> None:
         for event in events:

@@ -227,6 +227,11 @@ class TierStack:
         return changed
 
     @property
+    def num_blocks(self) -> int:
+        """Different blocks that can be kept: a lower tier also holds what lies above it."""
+        return max(ledger.capacity for _, ledger in self._books)
+
+    @property
     def has_more_to_plan(self) -> bool:
         return not all(ticket.planned for ticket in self._tickets.values())
 

@@ -11,7 +11,9 @@ its tokens.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -19,23 +21,28 @@ import torch
 
 from penstock.build import build_offloader
 from penstock.config import Config
-from penstock.costs import RateMeter
+from penstock.costs import Choice
+from penstock.engine.admission import Admission, Busy, TooLong
 from penstock.engine.blocks import BlockPool
+from penstock.engine.choosing import LoadOrCompute
 from penstock.engine.detokenize import Detokenizer
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.runner import Runner
 from penstock.engine.sampler import Row, Sampled, make_generator, sample
-from penstock.engine.scheduler import Chunk, Scheduler, TooLong
+from penstock.engine.scheduler import Chunk, Scheduler
+from penstock.engine.story import Story
 from penstock.errors import ConfigError
-from penstock.events import Observer, Usage
+from penstock.events import Event, Finished, FirstToken, Observer, Refused, Sequences, Usage
 from penstock.keys import KeyChain, Namespace
 from penstock.offload import Offloader
 from penstock.plan.sizing import suggest_block_tokens
 from penstock.stores.device import DevicePool
 from penstock.types import BlockSpec, Match, Tier
 from penstock.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
 
@@ -48,6 +55,7 @@ class EngineConfig:
     block_tokens: int | None = None  # chosen so that a block has 1 to 2 MiB
     max_batched_tokens: int = 512
     max_running: int = 64
+    max_waiting: int = 256  # requests that have not started; more are refused as Busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,53 +118,73 @@ class Engine:
             self.offloader = build_offloader(tiers, spec, device, observers=observers)
         self._observers = observers
         self._runner = Runner(loaded.model, device, self.block_tokens)
-        self._prefill_meter = RateMeter()  # of tokens instead of bytes
+        self._costs = LoadOrCompute(block_bytes, self.block_tokens)
+        self._story = Story(block_bytes, self.block_tokens)
+        self.admission = Admission(
+            self.block_tokens,
+            num_blocks,
+            None if self.offloader is None else self.offloader.num_blocks,
+            config.max_waiting,
+        )
         self.scheduler = Scheduler(
             self.pool,
             self.block_tokens,
+            admission=self.admission,
             tiers=self.offloader,
-            worth_loading=self._worth_loading,
+            choose=self._choose,
             max_batched_tokens=config.max_batched_tokens,
             max_running=config.max_running,
         )
         self._live: dict[str, _Live] = {}
         self._sequence = count()
+        self._told: dict[type[Event], Event] = {}  # the latest of those sent when they change
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether KV is on its way between tiers; then `step` wants to be called."""
+        return self.offloader is not None and self.offloader.is_moving
+
     def add(
         self,
         request_id: str,
-        prompt_ids: list[int] | tuple[int, ...],
+        prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
         priority: int = 0,
         tenant: str = "",
         index: int = 0,
     ) -> Request:
-        """Queue a request. Raises ConfigError or TooLong if it can never be served."""
+        """Queue a request. Raises ConfigError or TooLong if it can never be served, or Busy."""
         if not prompt_ids:
             raise ConfigError("the prompt is empty; expected at least one token.")
-        room = self.loaded.max_tokens - len(prompt_ids)
-        if room < 1:
-            raise TooLong(
-                f"the prompt has {len(prompt_ids)} tokens, and the model reads at most "
-                f"{self.loaded.max_tokens - 1} and answers with one; shorten it."
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.loaded.vocab_size:
+            raise ConfigError(
+                f"the prompt has token ids from {min(prompt_ids)} to {max(prompt_ids)}; expected "
+                f"0 to {self.loaded.vocab_size - 1}, as this model's tokenizer gives them."
             )
-        max_new = room if params.max_tokens is None else min(params.max_tokens, room)
-        params = replace(params, max_tokens=max_new)
+        try:
+            max_new = self._max_new(len(prompt_ids), params)
+        except (TooLong, Busy) as refusal:
+            self._tell([Refused("busy" if isinstance(refusal, Busy) else "too_long")])
+            raise
+        min_new = min(params.min_tokens, max_new)
+        params = replace(params, max_tokens=max_new, min_tokens=min_new)
         request = Request(
             request_id,
             tuple(prompt_ids),
             params,
             KeyChain(replace(self.namespace, tenant=tenant)),
             priority=priority,
+            tenant=tenant,
+            max_total_tokens=len(prompt_ids) + max_new,
             arrival=time.monotonic(),
             sequence=next(self._sequence),
         )
-        self.scheduler.add(request, len(prompt_ids) + max_new)
+        self.scheduler.add(request)
         self._live[request_id] = _Live(
             request,
             make_generator(params.seed, index),
@@ -169,19 +197,20 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is not None:
             live.request.finish_reason = "abort"
-            self.scheduler.remove(live.request)
+            self._end(live.request)
 
     def step(self) -> list[Progress]:
         """Compute one batch. Empty when nothing could run yet, or nothing is left to do."""
         self._settle()
         chunks = self.scheduler.schedule()
+        self._tell_state()
         if not chunks:
             if self.offloader is not None and self.scheduler.has_work:
                 self.offloader.pause(0.002)  # loads are under way: let them have the processor
             return []
         started = time.monotonic()
         logits = self._runner.run(chunks)
-        self._measure(chunks, time.monotonic() - started)
+        self._costs.observe(chunks, time.monotonic() - started)
         self.scheduler.computed(chunks)
         return self._sample(chunks, logits)
 
@@ -200,10 +229,9 @@ class Engine:
         if self.offloader is None:
             return
         for done in self.offloader.step():
-            self.scheduler.settle(done)
-        used = self.pool.num_blocks - self.pool.num_available
-        for observer in self._observers:
-            observer(Usage(Tier.DEVICE, used, self.pool.num_blocks, used, 0, 0))
+            request = self.scheduler.settle(done)
+            if request is not None:
+                self._story.loaded(request, done)
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Progress]:
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
@@ -227,12 +255,68 @@ class Engine:
         request.append(sampled.token_id)
         if request.first_token_time is None:
             request.first_token_time = now
+            self._tell_first_token(request)
         text = self._judge(live, sampled.token_id)
         if request.finish_reason is not None:
-            request.finished_time = now
-            self.scheduler.remove(request)
             del self._live[request.id]
+            self._end(request)
         return Progress(request, text, sampled)
+
+    def _end(self, request: Request) -> None:
+        request.finished_time = time.monotonic()
+        self.scheduler.remove(request)
+        self.admission.end(request.id, request.finished_time)
+        first = request.first_token_time
+        finished = Finished(
+            request.finish_reason or "abort",
+            len(request.prompt_ids),
+            len(request.output_ids),
+            request.num_recomputed_tokens,
+            request.num_preemptions,
+            request.finished_time - request.arrival,
+            None if first is None else first - request.arrival,
+        )
+        self._story.finished(request, finished)
+        self._tell([finished])
+
+    def _tell_first_token(self, request: Request) -> None:
+        num_prompt = len(request.prompt_ids)
+        num_loaded = min(request.num_loaded_tokens, request.num_cached_tokens)
+        prefill = self._costs.prefill
+        first = FirstToken(
+            (request.first_token_time or 0.0) - request.arrival,
+            num_prompt,
+            request.num_cached_tokens - num_loaded,
+            num_loaded,
+            None if prefill is None else prefill.seconds(num_prompt),
+        )
+        self._story.first_token(request, first)
+        self._tell([first])
+
+    def _tell_state(self) -> None:
+        events = self.scheduler.take_events()
+        for event in events:
+            self._story.scheduled(event)
+        if not self._observers:
+            return
+        used = self.pool.num_blocks - self.pool.num_available
+        scheduler = self.scheduler
+        for state in (
+            Usage(Tier.DEVICE, used, self.pool.num_blocks, used, 0, 0),
+            Sequences(scheduler.num_waiting, scheduler.num_loading, scheduler.num_running),
+        ):
+            if self._told.get(type(state)) != state:
+                self._told[type(state)] = state
+                events.append(state)
+        self._tell(events)
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        for event in events:
+            for observer in self._observers:
+                try:
+                    observer(event)
+                except Exception:  # who watches must not stop what is watched
+                    log.exception("an observer failed on %r", event)
 
     def _judge(self, live: _Live, token_id: int) -> str:
         """Whether the request ends with this token, and the text it adds."""
@@ -252,14 +336,24 @@ class Engine:
             text += live.detokenizer.finish()
         return text
 
-    def _measure(self, chunks: list[Chunk], seconds: float) -> None:
-        if all(chunk.num_tokens > 1 for chunk in chunks):
-            self._prefill_meter.observe(sum(chunk.num_tokens for chunk in chunks), seconds)
+    def _max_new(self, num_prompt: int, params: SamplingParams) -> int:
+        """How many tokens the request may add; raises TooLong or Busy if it cannot be queued."""
+        room = self.loaded.max_tokens - num_prompt
+        if room < 1:
+            raise TooLong(
+                f"the prompt has {num_prompt} tokens, and the model reads at most "
+                f"{self.loaded.max_tokens - 1} and answers with one; shorten it."
+            )
+        max_new = room
+        if params.max_tokens is None:
+            # Asked for as much as there is room for: the pool is part of what there is.
+            in_pool = self.pool.num_blocks * self.block_tokens - num_prompt
+            max_new = max(1, min(room, in_pool))
+        else:
+            max_new = min(params.max_tokens, room)
+        self.admission.check(num_prompt, max_new, self.scheduler.num_waiting)
+        return max_new
 
-    def _worth_loading(self, match: Match, num_past: int) -> int:
-        """Blocks to load: all that match, or none where computing them would be faster."""
-        rate = self._prefill_meter.rate
-        if rate is None or not match.load_seconds:
-            return match.num_blocks
-        compute_seconds = rate.seconds(match.num_blocks * self.block_tokens)
-        return match.num_blocks if match.load_seconds < compute_seconds else 0
+    def _choose(self, match: Match, num_past: int) -> Choice:
+        assert self.offloader is not None
+        return self._costs.choose(match, num_past, self.offloader.rates)

@@ -9,20 +9,19 @@ for output in llm.generate(["The capital of France is"], SamplingParams(temperat
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
-import torch
-
-from penstock.config import Config, load_config
-from penstock.engine.engine import Engine, EngineConfig
-from penstock.engine.models import load_model
+from penstock.config import Config
+from penstock.engine.models import EMBEDDED
+from penstock.engine.open import EngineOptions, open_engine
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.sampler import Sampled
 from penstock.errors import ConfigError
-from penstock.units import GiB
 
 Prompt = str | list[int] | dict[str, Any]
 
@@ -30,37 +29,25 @@ Prompt = str | list[int] | dict[str, Any]
 class LLM:
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: str = EMBEDDED,
         *,
-        dtype: str = "auto",
-        kv_offloading_backend: str = "native",
-        kv_offloading_size: float | None = None,
-        disk_path: str | None = None,
-        disk_size: float | None = None,
-        device_kv_gib: float = 1.0,
-        block_tokens: int | None = None,
-        max_num_batched_tokens: int = 512,
-        max_num_seqs: int = 64,
         config: Config | None = None,
         progress: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> None:
-        """Sizes are in GiB. `kv_offloading_size=0` turns offloading off; `config` overrules all.
+        """Options are the fields of `EngineOptions`, in vLLM's names; sizes are in GiB.
 
-        `dtype="auto"` is bfloat16 where the processor computes in it, else float32.
+        `kv_offloading_size=0` turns offloading off. `config` overrules what they say of tiers.
         """
-        if kv_offloading_backend != "native":
-            raise ConfigError(
-                f"kv_offloading_backend is {kv_offloading_backend!r}; Penstock knows its own "
-                'tiers, named "native" as in vLLM.'
-            )
-        tiers = config or _tiers(kv_offloading_size, disk_path, disk_size)
-        if dtype == "auto":
-            dtype = "bfloat16" if _has_bfloat16() else "float32"
-        loaded = load_model(model, dtype=dtype, progress=progress)
-        settings = EngineConfig(
-            int(device_kv_gib * GiB), block_tokens, max_num_batched_tokens, max_num_seqs
-        )
-        self.engine = Engine(loaded, settings, tiers)
+        known = {field.name for field in fields(EngineOptions)}
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                advice = f"did you mean {close[0]}?" if close else f"expected {sorted(known)}."
+                raise ConfigError(f"LLM knows no option {name!r}: {advice}")
+        # Whoever calls waits for all answers anyway: nothing is gained by refusing some.
+        wanted = EngineOptions(model, **{"max_waiting": 1 << 30, **options})
+        self.engine = open_engine(wanted, config, progress=progress)
         self._num_calls = 0
 
     def generate(
@@ -222,11 +209,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return cast("list[Prompt]", list(prompts))
 
 
-def _has_bfloat16() -> bool:
-    """Without it torch computes bfloat16 in software, many times slower than float32."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def _logprobs(sampled: Sampled, tokenizer: Any) -> dict[int, Logprob]:
     found = {
         token_id: Logprob(logprob, rank, tokenizer.decode([token_id]))
@@ -236,16 +218,3 @@ def _logprobs(sampled: Sampled, tokenizer: Any) -> dict[int, Logprob]:
         text = tokenizer.decode([sampled.token_id])
         found[sampled.token_id] = Logprob(sampled.logprob or 0.0, None, text)
     return found
-
-
-def _tiers(host_gib: float | None, disk_path: str | None, disk_gib: float | None) -> Config | None:
-    if host_gib == 0:
-        return None
-    overrides: dict[str, object] = {}
-    if host_gib is not None:
-        overrides["host.size"] = int(host_gib * GiB)
-    if disk_path is not None:
-        overrides["disk.path"] = disk_path
-    if disk_gib is not None:
-        overrides["disk.size"] = int(disk_gib * GiB)
-    return load_config(overrides=overrides)

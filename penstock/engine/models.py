@@ -42,6 +42,7 @@ class LoadedModel:
     num_kv_heads: int
     head_dim: int
     max_tokens: int  # longest context
+    vocab_size: int
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     weights_fingerprint: str
@@ -153,6 +154,7 @@ def _load(
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         max_tokens=_max_tokens(config),
+        vocab_size=config.vocab_size,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=dtype,
         weights_fingerprint=fingerprint,

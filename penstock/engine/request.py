@@ -24,8 +24,11 @@ class Request:
     params: SamplingParams
     chain: KeyChain
     priority: int = 0  # lower is served first
+    tenant: str = ""
+    max_total_tokens: int = 0  # prompt and all it may still say
     arrival: float = 0.0
-    sequence: int = 0  # of arrival: ties in priority go to the older one
+    stamp: float = 0.0  # its turn among those of its priority (see fairness)
+    sequence: int = 0  # of arrival: ties go to the older one
 
     phase: Phase = Phase.WAITING
     tokens: list[int] = field(init=False)  # prompt and output
@@ -38,6 +41,8 @@ class Request:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # of the prompt: found on the device or loaded, at first admission
     num_loaded_tokens: int = 0
+    num_recomputed_tokens: int = 0  # computed more than once
+    max_computed: int = 0  # the most leading tokens that were ever computed or loaded
     num_preemptions: int = 0
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -55,8 +60,8 @@ class Request:
         return len(self.tokens) - self.num_computed
 
     @property
-    def order(self) -> tuple[int, int]:
-        return (self.priority, self.sequence)
+    def order(self) -> tuple[int, float, int]:
+        return (self.priority, self.stamp, self.sequence)
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)

@@ -12,9 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.costs import Choice
+from penstock.engine.admission import Admission
 from penstock.engine.blocks import BlockPool
+from penstock.engine.fairness import FairQueue
 from penstock.engine.request import Phase, Request
 from penstock.errors import PenstockError
+from penstock.events import Decided, Event, Preempted
 from penstock.types import BlockKey, Done, Match, Slot, TicketId
 
 
@@ -41,32 +45,45 @@ class Chunk:
         return self.start + self.num_tokens == len(self.request.tokens)
 
 
-class TooLong(PenstockError):
-    """A request can never fit; says by how much."""
-
-
 class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
         block_tokens: int,
         *,
+        admission: Admission,
         tiers: Tiers | None = None,
-        worth_loading: Callable[[Match, int], int] = lambda match, num_past: match.num_blocks,
+        choose: Callable[[Match, int], Choice] = lambda match, num_past: Choice(match.num_blocks),
         max_batched_tokens: int = 512,
         max_running: int = 64,
     ) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
+        self._admission = admission
         self._tiers = tiers
-        self._worth_loading = worth_loading
+        self._choose = choose
         self._max_batched_tokens = max_batched_tokens
         self._max_running = max_running
+        self._fair = FairQueue()
         self._waiting: list[Request] = []  # most urgent first
         self._running: list[Request] = []
         self._loading: dict[TicketId, Request] = {}
         self._saving: dict[TicketId, list[Slot]] = {}
+        self._events: list[Event] = []
         self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        return sum(not request.num_preemptions for request in self._waiting)
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     def has_work(self) -> bool:
@@ -76,15 +93,9 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.has_work and not self._saving
 
-    def add(self, request: Request, max_tokens: int) -> None:
-        """Queue a request that will grow to at most `max_tokens`. Raises TooLong at once."""
-        need = -(-max_tokens // self._block_tokens)
-        if need > self._pool.num_blocks:
-            raise TooLong(
-                f"the request needs room for {max_tokens} tokens ({need} blocks of "
-                f"{self._block_tokens}), and the device pool holds {self._pool.num_blocks} "
-                "blocks; shorten the prompt or max_tokens, or enlarge the pool."
-            )
+    def add(self, request: Request) -> None:
+        """Queue a request that `Admission.check` let pass."""
+        request.stamp = self._fair.stamp(request.tenant, request.max_total_tokens)
         self._enqueue(request)
 
     def remove(self, request: Request) -> None:
@@ -140,6 +151,9 @@ class Scheduler:
             if request.phase is not Phase.RUNNING:
                 continue
             request.num_computed = chunk.start + chunk.num_tokens
+            again = min(request.num_computed, request.max_computed) - chunk.start
+            request.num_recomputed_tokens += max(0, again)
+            request.max_computed = max(request.max_computed, request.num_computed)
             for index in range(request.num_named, request.num_computed // self._block_tokens):
                 key, slot = request.chain.keys[index], request.blocks[index]
                 self._pool.name(slot, key)
@@ -151,28 +165,35 @@ class Scheduler:
             self._pool.hold(slots)
             self._saving[self._tiers.save(keys, slots)] = slots
 
-    def settle(self, done: Done) -> None:
-        """A load or save has ended."""
+    def settle(self, done: Done) -> Request | None:
+        """A load or save has ended; of a load, the request that goes on."""
         saved = self._saving.pop(done.ticket, None)
         if saved is not None:
             self._pool.release(saved)
-            return
+            return None
         request = self._loading.pop(done.ticket)
         request.ticket = None
         if request.phase is Phase.FINISHED:  # aborted meanwhile
             self._drop_blocks(request)
-            return
+            return None
         arrived = request.num_matched + done.num_leading_ok
         for index in range(request.num_matched, arrived):
             self._pool.name(request.blocks[index], request.chain.keys[index])
         request.num_named = arrived
         request.num_computed = arrived * self._block_tokens
+        request.max_computed = max(request.max_computed, request.num_computed)
         loaded = done.num_leading_ok * self._block_tokens
         request.num_loaded_tokens += loaded
         if not request.num_preemptions:
             request.num_cached_tokens += loaded
         request.phase = Phase.RUNNING
         self._running.append(request)
+        return request
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
 
     def check(self) -> None:
         self._pool.check()
@@ -202,24 +223,33 @@ class Scheduler:
 
         If False is returned, nothing has changed.
         """
+        if not request.num_preemptions and not self._admission.fits(request.max_total_tokens):
+            return False
         # At least the last token is computed: its logits are what the request came for.
         keys = request.chain.keys[: (len(request.tokens) - 1) // self._block_tokens]
         request.blocks = self._pool.share(keys)
         num_shared = len(request.blocks)
         num_past = num_shared * self._block_tokens
-        num_loads = 0
+        choice = Choice(0)
         match = None
         if self._tiers is not None and num_shared < len(keys):
             match = self._tiers.match(keys[num_shared:])
-            num_loads = self._worth_loading(match, num_past)
+            choice = self._choose(match, num_past)
+        num_loads = choice.num_blocks
         num_first = min(len(request.tokens) - num_past, budget)
         num_first = max(num_first, num_loads * self._block_tokens)
         if not self._make_room(request, num_past + num_first):
             self._drop_blocks(request)
             return False
         self._waiting.remove(request)
-        if match is not None and self._tiers is not None and not request.num_preemptions:
-            self._tiers.note(match)
+        self._admission.start(request.id, request.max_total_tokens)
+        self._fair.started(request.stamp)
+        if match is not None and self._tiers is not None:
+            if not request.num_preemptions:
+                self._tiers.note(match)
+            if match.num_blocks:
+                seconds = (choice.load_seconds, choice.compute_seconds)
+                self._events.append(Decided(match.num_blocks, num_loads, *seconds))
         request.num_computed = num_past
         request.num_named = request.num_matched = num_shared
         if not request.num_preemptions:
@@ -236,10 +266,12 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
+        num_tokens = request.num_computed
         self._running.remove(request)
         self._drop_blocks(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
+        self._events.append(Preempted(num_tokens))
         self._enqueue(request)
 
     def _drop_blocks(self, request: Request) -> None:

@@ -13,11 +13,11 @@ from tools import flip_bit
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.config import Config, DiskConfig, HostConfig
+from penstock.engine.admission import TooLong
 from penstock.engine.attention.torch import NAME, register
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.engine.scheduler import TooLong
 from penstock.errors import ConfigError
 
 BLOCK_TOKENS = 16
@@ -53,6 +53,7 @@ def loaded(tokenizer: Any) -> LoadedModel:
         num_kv_heads=2,
         head_dim=16,
         max_tokens=1024,
+        vocab_size=len(tokenizer),
         eos_token_ids=frozenset({0}),
         dtype=torch.float32,
         weights_fingerprint="tiny",
@@ -259,7 +260,7 @@ def test_urgent_requests_go_first(engines: Engines) -> None:
 
 def test_what_can_never_fit_is_refused_with_the_numbers(engines: Engines) -> None:
     engine = engines(4)
-    with pytest.raises(TooLong, match=r"113 tokens \(8 blocks of 16\).* holds 4 blocks"):
+    with pytest.raises(TooLong, match=r"needs 8 blocks of 16 tokens .*89 .*24.* holds 4 "):
         engine.add("long", list(range(1, 90)), GREEDY)
     with pytest.raises(TooLong, match="the model reads at most 1023"):
         engine.add("longer", [1] * 1024, GREEDY)

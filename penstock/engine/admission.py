@@ -1,0 +1,109 @@
+"""Whether a request may start: now, later, or never. Pure.
+
+A request needs room for its prompt and for all it may still say. While it runs all of that must be
+on the device; when it is preempted, all of it must find room below. So:
+
+* what the device pool cannot hold at once can never run, and is refused with the numbers;
+* what all tiers together cannot hold beside what has started waits;
+* beyond `max_waiting` the queue is full: whoever asks is told when to come again.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import PenstockError
+
+_MIN_RETRY_SECONDS = 1.0
+_MAX_RETRY_SECONDS = 60.0
+
+
+class TooLong(PenstockError):
+    """A request can never fit; says by how much."""
+
+
+class Busy(PenstockError):
+    """The queue is full. Ask again after `retry_after_seconds`."""
+
+    def __init__(self, message: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Admission:
+    """The book of what has started. `num_lower_blocks` is None where nothing is offloaded.
+
+    Then nothing is kept of what is preempted, and nothing need find room: as many may start as
+    the scheduler seats, and those that are preempted are computed again.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        num_device_blocks: int,
+        num_lower_blocks: int | None,
+        max_waiting: int,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._num_device_blocks = num_device_blocks
+        self._num_blocks = (
+            None if num_lower_blocks is None else num_device_blocks + num_lower_blocks
+        )
+        self._max_waiting = max_waiting
+        self._started: dict[str, int] = {}  # blocks each may grow to
+        self._num_reserved = 0
+        self._seconds_per_request: float | None = None
+        self._last_end: float | None = None
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        return self._num_reserved
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_tokens)
+
+    def check(self, num_prompt: int, max_new: int, num_waiting: int) -> None:
+        """Raise TooLong or Busy if the request cannot be queued. Changes nothing."""
+        need = self.num_blocks(num_prompt + max_new)
+        if need > self._num_device_blocks:
+            raise TooLong(
+                f"the request needs {need} blocks of {self._block_tokens} tokens (its prompt has "
+                f"{num_prompt} tokens, and it may add {max_new}), and the device pool holds "
+                f"{self._num_device_blocks} ({self._num_device_blocks * self._block_tokens} "
+                "tokens); shorten the prompt or max_tokens, or enlarge the pool."
+            )
+        if num_waiting >= self._max_waiting:
+            seconds = self.retry_seconds(num_waiting)
+            raise Busy(
+                f"{num_waiting} requests are waiting, and no more than {self._max_waiting} may; "
+                f"ask again in {seconds:.0f} s.",
+                seconds,
+            )
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether the tiers together have room for a request of this size beside the others."""
+        if self._num_blocks is None or not self._started:
+            return True
+        return self._num_reserved + self.num_blocks(num_tokens) <= self._num_blocks
+
+    def start(self, request_id: str, num_tokens: int) -> None:
+        if request_id not in self._started:  # else it resumes
+            self._started[request_id] = self.num_blocks(num_tokens)
+            self._num_reserved += self._started[request_id]
+
+    def end(self, request_id: str, now: float) -> None:
+        """A request has finished or was given up, whether it had started or not."""
+        blocks = self._started.pop(request_id, None)
+        if blocks is None:
+            return
+        self._num_reserved -= blocks
+        if self._last_end is not None:
+            seconds = max(0.0, now - self._last_end)
+            before = self._seconds_per_request
+            self._seconds_per_request = (
+                seconds if before is None else before + 0.2 * (seconds - before)
+            )
+        self._last_end = now
+
+    def retry_seconds(self, num_waiting: int) -> float:
+        """When half of the queue should have gone, by the pace of late."""
+        pace = self._seconds_per_request or _MIN_RETRY_SECONDS
+        return min(max(num_waiting / 2 * pace, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)

@@ -1,0 +1,45 @@
+"""Load or recompute, decided with what this very engine has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.costs import Choice, LinkRate, PrefillMeter, PrefillRate, choose_load
+from penstock.engine.scheduler import Chunk
+from penstock.types import Match, Tier
+
+# A link that looks slow is only measured by using it: one match in so many is loaded all the same.
+_LOOK_AGAIN = 32
+
+
+class LoadOrCompute:
+    def __init__(self, block_bytes: int, block_tokens: int) -> None:
+        self._block_bytes = block_bytes
+        self._block_tokens = block_tokens
+        self._meter = PrefillMeter()
+        self._num_spurned = 0
+
+    @property
+    def prefill(self) -> PrefillRate | None:
+        return self._meter.rate
+
+    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """A step was computed. Steps that also decode say little about prefill."""
+        if all(chunk.num_tokens > 1 for chunk in chunks):
+            self._meter.observe([(chunk.num_tokens, chunk.start) for chunk in chunks], seconds)
+
+    def choose(self, match: Match, num_past_tokens: int, rates: Mapping[Tier, LinkRate]) -> Choice:
+        choice = choose_load(
+            match,
+            block_bytes=self._block_bytes,
+            block_tokens=self._block_tokens,
+            num_past_tokens=num_past_tokens,
+            rates=rates,
+            prefill=self._meter.rate,
+        )
+        if choice.num_blocks or not match.num_blocks:
+            return choice
+        self._num_spurned += 1
+        if self._num_spurned % _LOOK_AGAIN:
+            return choice
+        return Choice(match.num_blocks, choice.load_seconds, choice.compute_seconds)
