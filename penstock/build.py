@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from penstock.stores.disk import DiskStore
 from penstock.stores.host import HostArena
 from penstock.tiers import Limits, TierStack
 from penstock.transfer.engine import LaneSpec, TransferEngine
-from penstock.transfer.io import CopyMover, Seals, StoreMover
+from penstock.transfer.io import CopyMover, Mover, Seals, StoreMover
 from penstock.transfer.recovery import Recovery
 from penstock.types import BlockSpec, Tier
 
@@ -30,9 +30,11 @@ def build_offloader(
     *,
     clock: Clock | None = None,
     observers: Iterable[Observer] = (),
+    device_mover: Callable[[HostArena, Seals], Mover] | None = None,
 ) -> Offloader:
     """Build all tiers that `config` names, for blocks of `spec`, below the host's own `device`.
 
+    `device_mover` copies between HOST and a device whose memory the processor cannot address.
     Raises ConfigError, Locked, Foreign or Full if a tier cannot be had; then nothing is left open.
     """
     check_machine(config)
@@ -44,7 +46,8 @@ def build_offloader(
         numa_node=config.host.numa_node,
     )
     seals = Seals(host, checksums=config.host.verify)
-    lanes = {Tier.HOST: LaneSpec(CopyMover(device, host, seals), config.transfer.copy_threads)}
+    mover = CopyMover(device, host, seals) if device_mover is None else device_mover(host, seals)
+    lanes = {Tier.HOST: LaneSpec(mover, config.transfer.copy_threads)}
     lower: dict[Tier, Ledger] = {}
     recoveries = []
     with ExitStack() as opened:

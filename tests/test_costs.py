@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.costs import LinkRate, PrefillRate, RateMeter, break_even_tokens
+from penstock.costs import (
+    Choice,
+    LinkRate,
+    PrefillMeter,
+    PrefillRate,
+    RateMeter,
+    break_even_tokens,
+    choose_load,
+    load_seconds,
+)
 from penstock.errors import ConfigError
+from penstock.types import Match, Run, Tier
 
 LLAMA_8B_BYTES_PER_TOKEN = 131_072
 
@@ -237,3 +247,98 @@ def test_the_mean_transfer_is_predicted_within_what_was_seen(
     fastest = min(seconds for _, seconds in observations)
     slowest = max(seconds for _, seconds in observations)
     assert fastest * 0.999 <= predicted <= slowest * 1.001
+
+
+def _match(*runs: tuple[Tier, int]) -> Match:
+    return Match(100, tuple(Run(tier, count) for tier, count in runs))
+
+
+def _choose(match: Match, prefill: PrefillRate | None, past: int = 0, **gbps: float) -> Choice:
+    rates = {Tier[name.upper()]: LinkRate(rate * 1e9, 0.001) for name, rate in gbps.items()}
+    return choose_load(
+        match,
+        block_bytes=1_000_000,
+        block_tokens=16,
+        num_past_tokens=past,
+        rates=rates,
+        prefill=prefill,
+    )
+
+
+def test_all_is_loaded_until_rates_are_known() -> None:
+    match = _match((Tier.HOST, 4), (Tier.DISK, 6))
+    assert _choose(match, None, host=10).num_blocks == 10
+    assert _choose(match, PrefillRate(1000)).num_blocks == 10
+    assert _choose(_match(), PrefillRate(1000), host=1) == Choice(0, 0.0, 0.0)
+
+
+def test_what_is_cheaper_to_compute_is_computed() -> None:
+    match = _match((Tier.HOST, 10))
+    slow = _choose(match, PrefillRate(1000), host=0.01)  # 1 s to load, 0.16 s to compute
+    assert slow.num_blocks == 0
+    assert slow.load_seconds == pytest.approx(1.001)
+    assert slow.compute_seconds == pytest.approx(0.16)
+    assert _choose(match, PrefillRate(1000), host=10).num_blocks == 10
+
+
+def test_a_fast_head_is_loaded_and_a_slow_tail_computed() -> None:
+    match = _match((Tier.HOST, 10), (Tier.DISK, 10))
+    choice = _choose(match, PrefillRate(10_000), host=10, disk=0.1)
+    assert choice.num_blocks == 10  # 2 ms against 16; the disk's would add 0.1 s against 16 ms
+    assert _choose(match, PrefillRate(10_000), host=10, disk=5).num_blocks == 20
+
+
+def test_the_quadratic_part_makes_long_prompts_worth_loading() -> None:
+    prefill = PrefillRate(10_000, quadratic_seconds_per_token2=1e-6)
+    match = _match((Tier.HOST, 10))
+    assert _choose(match, prefill, past=0, host=0.2).num_blocks == 0
+    assert _choose(match, prefill, past=4000, host=0.2).num_blocks == 10
+
+
+def test_tiers_stream_side_by_side_and_all_cross_the_hosts_link() -> None:
+    rates = {Tier.HOST: LinkRate(10.0), Tier.DISK: LinkRate(4.0)}
+    assert load_seconds([(Tier.HOST, 2), (Tier.DISK, 2)], 10, rates) == 5.0
+    assert load_seconds([(Tier.HOST, 10), (Tier.DISK, 2)], 10, rates) == 12.0
+    assert load_seconds([(Tier.DISK, 2)], 10, {}) is None
+
+
+@given(
+    per_token=st.floats(1e-6, 1e-2),
+    quadratic=st.sampled_from([0.0, 1e-9, 1e-7]),
+    fixed=st.sampled_from([0.0, 0.001, 0.05]),
+)
+def test_prefill_is_learnt_with_its_quadratic_part(
+    per_token: float, quadratic: float, fixed: float
+) -> None:
+    truth = PrefillRate(1 / per_token, quadratic, fixed)
+    meter = PrefillMeter()
+    assert meter.rate is None
+    for _ in range(6):
+        for past in range(0, 8192, 512):
+            meter.observe([(512, past)], truth.seconds(512, past))
+        for tokens in (3, 50, 200):
+            meter.observe([(tokens, 0)], truth.seconds(tokens))
+    assert meter.rate is not None
+    for tokens, past in ((512, 0), (512, 4096), (512, 7680)):
+        wanted = truth.seconds(tokens, past)
+        assert meter.rate.seconds(tokens, past) == pytest.approx(wanted, rel=0.15, abs=1e-4)
+
+
+def test_prefill_of_one_size_is_put_down_to_the_tokens() -> None:
+    meter = PrefillMeter()
+    for _ in range(20):
+        meter.observe([(256, 0)], 0.256)
+    assert meter.rate is not None
+    assert meter.rate.seconds(256) == pytest.approx(0.256, rel=0.01)
+    assert meter.rate.tokens_per_second == pytest.approx(1000, rel=0.5)
+
+
+def test_one_stall_does_not_look_like_the_rule() -> None:
+    meter = PrefillMeter()
+    for _ in range(20):
+        meter.observe([(256, 0)], 0.256)
+    meter.observe([(256, 0)], 3600)
+    meter.observe([], 1.0)
+    meter.observe([(10, 0)], float("nan"))
+    assert meter.rate is not None
+    assert meter.rate.seconds(256) < 0.5

@@ -6,7 +6,19 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from tools import Rig, keys_of
 
-from penstock.events import LookedUp, Lost, TierRested, TierRevived, Usage
+from penstock.events import (
+    Decided,
+    Finished,
+    FirstToken,
+    LookedUp,
+    Lost,
+    Preempted,
+    Refused,
+    Sequences,
+    TierRested,
+    TierRevived,
+    Usage,
+)
 from penstock.metrics import Metrics
 from penstock.types import Direction, Tier, Verdict
 
@@ -90,3 +102,36 @@ def test_before_the_first_lookup_the_hit_rate_is_zero() -> None:
     assert samples(metrics)["kv_cache_hit_rate", ()] == 0
     metrics(LookedUp(0, ()))
     assert samples(metrics)["kv_cache_hit_rate", ()] == 0
+
+
+def test_requests_of_the_engine_are_counted() -> None:
+    metrics = Metrics()
+    for event in (
+        Decided(8, 8, 0.5, 2.0),
+        Decided(8, 5, 0.5, 2.0),
+        Decided(8, 0, 0.5, 0.1),
+        Decided(8, 8, None, None),
+        Sequences(3, 1, 2),
+        Preempted(100),
+        Refused("busy"),
+        FirstToken(0.3, 100, 16, 64, 1.0),
+        FirstToken(0.3, 100, 0, 0, None),
+        Finished("length", 100, 11, 7, 1, 1.3, 0.3),
+        Finished("abort", 100, 0, 0, 0, 1.0, None),
+    ):
+        metrics(event)
+    found = samples(metrics)
+    assert found["penstock_load_decisions_total", (("choice", "load"),)] == 2
+    assert found["penstock_load_decisions_total", (("choice", "part"),)] == 1
+    assert found["penstock_load_decisions_total", (("choice", "compute"),)] == 1
+    assert found["penstock_saved_seconds_total", ()] == 3.0
+    assert found["penstock_sequences", (("phase", "waiting"),)] == 3
+    assert found["penstock_preemptions_total", ()] == 1
+    assert found["penstock_refused_requests_total", (("reason", "busy"),)] == 1
+    assert found["penstock_prompt_tokens_total", (("source", "loaded"),)] == 64
+    assert found["penstock_prompt_tokens_total", (("source", "computed"),)] == 120
+    assert found["penstock_first_token_seconds_count", (("prompt", "loaded"),)] == 1
+    assert found["penstock_output_tokens_total", ()] == 11
+    assert found["penstock_recomputed_tokens_total", ()] == 7
+    assert found["penstock_token_seconds_sum", ()] == 0.1
+    assert found["penstock_requests_total", (("reason", "abort"),)] == 1

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import torch
@@ -39,6 +40,7 @@ from penstock.keys import KeyChain, Namespace
 from penstock.offload import Offloader
 from penstock.plan.sizing import suggest_block_tokens
 from penstock.stores.device import DevicePool
+from penstock.transfer.cuda import CudaMover
 from penstock.types import BlockSpec, Match, Tier
 from penstock.units import format_bytes
 
@@ -103,21 +105,25 @@ class Engine:
             self.block_tokens,
             rope=loaded.rope,
         )
-        device = DevicePool(
+        self.device = device = DevicePool(
             num_blocks,
             loaded.num_layers,
             self.block_tokens,
             loaded.num_kv_heads,
             loaded.head_dim,
             loaded.dtype,
+            loaded.device,
         )
         self.pool = BlockPool(num_blocks)
         self.offloader: Offloader | None = None
         if tiers is not None:
             spec = BlockSpec(self.namespace.physical().digest(), block_bytes, self.block_tokens)
-            self.offloader = build_offloader(tiers, spec, device, observers=observers)
+            mover = partial(CudaMover, device) if device.on_gpu else None
+            self.offloader = build_offloader(
+                tiers, spec, device, observers=observers, device_mover=mover
+            )
         self._observers = observers
-        self._runner = Runner(loaded.model, device, self.block_tokens)
+        self._runner = Runner(loaded.model, device, self.block_tokens, loaded.num_heads)
         self._costs = LoadOrCompute(block_bytes, self.block_tokens)
         self._story = Story(block_bytes, self.block_tokens)
         self.admission = Admission(

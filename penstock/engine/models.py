@@ -47,6 +47,7 @@ class LoadedModel:
     dtype: torch.dtype
     weights_fingerprint: str
     rope: str  # canonical text of the rope parameters, for keys.Namespace
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,7 @@ def _load(
         dtype=dtype,
         weights_fingerprint=fingerprint,
         rope=_rope_text(config),
+        device=device,
     )
 
 

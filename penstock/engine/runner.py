@@ -2,50 +2,87 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.torch import Span, Step, register
+from penstock.engine.attention.torch import DecodeKernel, Span, Step, register
 from penstock.engine.scheduler import Chunk
 from penstock.stores.device import DevicePool
 
 
 class Runner:
-    def __init__(self, model: Any, pool: DevicePool, block_tokens: int) -> None:
+    def __init__(self, model: Any, pool: DevicePool, block_tokens: int, num_heads: int) -> None:
         register()
         self._model = model
         self._pool = pool
         self._block_tokens = block_tokens
+        self._num_heads = num_heads
+        self._has_kernel = _has_kernel(pool.tensor)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Write the chunks' KV into the pool; logits [n, vocab], float32, of those that sample."""
+        """Write the chunks' KV into the pool; logits [n, vocab], float32, of those that sample.
+
+        Logits come in the order of the chunks.
+        """
+        device = self._pool.tensor.device
+        # Sequences that decode come first in the row; `sorted` keeps the order among the others.
+        order = sorted(range(len(chunks)), key=lambda index: chunks[index].num_tokens > 1)
         token_ids: list[int] = []
         positions: list[int] = []
         blocks: list[int] = []
         spans: list[Span] = []
-        sampled: list[int] = []
-        for chunk in chunks:
+        tables: list[Sequence[int]] = []
+        last_rows: dict[int, int] = {}
+        for index in order:
+            chunk = chunks[index]
             request, start, end = chunk.request, chunk.start, chunk.start + chunk.num_tokens
             table = request.blocks[: -(-end // self._block_tokens)]
-            spans.append(Span(len(token_ids), chunk.num_tokens, start, torch.tensor(table)))
+            if self._has_kernel and chunk.num_tokens == 1:
+                tables.append(table)
+            else:
+                here = torch.tensor(table, device=device)
+                spans.append(Span(len(token_ids), chunk.num_tokens, start, here))
             token_ids += request.tokens[start:end]
             positions += range(start, end)
             blocks += [table[position // self._block_tokens] for position in range(start, end)]
-            if chunk.samples:
-                sampled.append(len(token_ids) - 1)
-        row = torch.tensor([positions])
-        step = Step(self._pool.tensor, torch.tensor(blocks), row[0] % self._block_tokens, spans)
+            last_rows[index] = len(token_ids) - 1
+        sampled = [last_rows[index] for index, chunk in enumerate(chunks) if chunk.samples]
+        row = torch.tensor([positions], device=device)
+        step = Step(
+            self._pool.tensor,
+            torch.tensor(blocks, device=device),
+            row[0] % self._block_tokens,
+            spans,
+            self._decode_batch(tables, [position + 1 for position in positions[: len(tables)]]),
+            len(tables),
+        )
         output = self._model(
-            input_ids=torch.tensor([token_ids]),
+            input_ids=torch.tensor([token_ids], device=device),
             position_ids=row,
             use_cache=False,
             # At least one row, or the model would compute the logits of all of them.
-            logits_to_keep=torch.tensor(sampled or [0]),
+            logits_to_keep=torch.tensor(sampled or [0], device=device),
             penstock=step,
         )
         logits: Tensor = output.logits[0, : len(sampled)].float()
         return logits
+
+    def _decode_batch(
+        self, tables: Sequence[Sequence[int]], lengths: Sequence[int]
+    ) -> DecodeKernel | None:
+        if not tables:
+            return None
+        from penstock.engine.attention.cpu import DecodeBatch
+
+        return DecodeBatch(self._pool.tensor, tables, lengths, self._num_heads)
+
+
+def _has_kernel(pool: Tensor) -> bool:
+    """Whether decode has a kernel of its own here; else torch attends sequence by sequence."""
+    on_cpu = pool.device.type == "cpu" and pool.dtype in (torch.float32, torch.bfloat16)
+    return on_cpu and importlib.util.find_spec("numba") is not None

@@ -10,7 +10,7 @@ from penstock.types import Slot
 
 
 class DevicePool:
-    """[num_blocks, num_layers, 2, block_tokens, kv_heads, head_dim], in the processor's memory."""
+    """[num_blocks, num_layers, 2, block_tokens, kv_heads, head_dim], on a CPU or a GPU."""
 
     def __init__(
         self,
@@ -20,14 +20,21 @@ class DevicePool:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        device: str = "cpu",
     ) -> None:
         shape = (num_blocks, num_layers, 2, block_tokens, num_kv_heads, head_dim)
-        self.tensor = torch.zeros(shape, dtype=dtype)
+        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         self.num_slots = num_blocks
         self.block_bytes = self.tensor[0].numel() * self.tensor.element_size()
         self.stride_bytes = self.block_bytes
         self.address = self.tensor.data_ptr()
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.tensor.device.type != "cpu"
+
     def view(self, slot: Slot) -> memoryview:
+        if self.on_gpu:
+            raise TypeError("a block in a GPU's memory cannot be viewed from the processor")
         address = self.address + slot * self.stride_bytes
         return memoryview((ctypes.c_char * self.stride_bytes).from_address(address)).cast("B")

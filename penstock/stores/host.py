@@ -51,6 +51,11 @@ class HostArena:
         if numa_node is not None:
             _bind_to_node(self.address, self.num_bytes, numa_node)
 
+    @property
+    def buffer(self) -> memoryview:
+        """All slots at once."""
+        return self._memory
+
     def view(self, slot: Slot) -> memoryview:
         start = slot * self.stride_bytes
         return self._memory[start : start + self.stride_bytes]

@@ -1,7 +1,6 @@
 """Movers for memory and stores: what a transfer thread runs. All of them release the GIL.
 
-A mover carries one `Transfer` and returns a verdict a block. The CUDA mover (streams, batched
-copies) will stand beside these, behind the same protocol.
+A mover carries one `Transfer` and returns a verdict a block. The one for a GPU is in `cuda`.
 """
 
 from __future__ import annotations

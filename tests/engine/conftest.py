@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_model
+
+from penstock.engine.models import LoadedModel
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +27,8 @@ def tokenizer(smollm2_path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
+
+
+@pytest.fixture(scope="session")
+def loaded(tokenizer: Any) -> LoadedModel:
+    return tiny_model(tokenizer)

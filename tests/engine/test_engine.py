@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import BLOCK_BYTES, BLOCK_TOKENS
 from tools import flip_bit
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.admission import TooLong
-from penstock.engine.attention.torch import NAME, register
+from penstock.engine.attention.torch import NAME
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.errors import ConfigError
+from penstock.events import Decided, Event
+from penstock.keys import KeyChain
+from penstock.types import Tier
 
-BLOCK_TOKENS = 16
-BLOCK_BYTES = 3 * 2 * 2 * 16 * 4 * BLOCK_TOKENS  # layers, K and V, heads, head_dim, fp32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 Engines = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def loaded(tokenizer: Any) -> LoadedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.5,  # or every prompt would be answered with the same token
-    )
-    model = LlamaForCausalLM(config).eval()
-    register()
-    model.config._attn_implementation = NAME
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        name="tiny",
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_tokens=1024,
-        vocab_size=len(tokenizer),
-        eos_token_ids=frozenset({0}),
-        dtype=torch.float32,
-        weights_fingerprint="tiny",
-        rope="",
-    )
 
 
 @pytest.fixture
@@ -267,3 +236,108 @@ def test_what_can_never_fit_is_refused_with_the_numbers(engines: Engines) -> Non
     with pytest.raises(ConfigError, match="empty"):
         engine.add("empty", [], GREEDY)
     assert not engine.has_work
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loaded_blocks_are_bit_for_bit_what_was_saved(
+    loaded: LoadedModel, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = copy.deepcopy(loaded.model).to(dtype)
+    narrow = replace(loaded, model=model, dtype=dtype)
+    size = 64 * BLOCK_BYTES * dtype.itemsize // 4
+    engine = Engine(narrow, EngineConfig(size, BLOCK_TOKENS), tiers(64, tmp_path / "kv"))
+    assert engine.offloader is not None
+    prompt = prompts(1)[0][:160]
+    request = engine.add("a", prompt, replace(GREEDY, max_tokens=2))
+    blocks: list[int] = []
+    while engine.has_work:
+        engine.step()
+        blocks = list(request.blocks) or blocks
+    full = len(prompt) // BLOCK_TOKENS
+    saved = engine.device.tensor[blocks[:full]].clone()
+    keys = KeyChain(engine.namespace, prompt).keys[:full]
+    for source in ("DRAM", "disk"):
+        assert engine.offloader.drain()
+        if source == "disk":
+            engine.offloader.empty_host()
+        engine.pool.forget()
+        engine.device.tensor.zero_()
+        slots = engine.pool.take(full)
+        assert slots is not None
+        ticket = engine.offloader.load(keys, slots)
+        done = {done.ticket: done for done in engine.offloader.wait([ticket])}[ticket]
+        assert done.ok, source
+        found = engine.device.tensor[slots]
+        assert torch.equal(found.view(torch.uint8), saved.view(torch.uint8)), source
+        engine.pool.release(slots)
+    engine.close()
+
+
+def _answer(engine: Engine, name: str, prompt: list[int]) -> Any:
+    request = engine.add(name, prompt, GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert engine.offloader is not None
+    engine.offloader.drain()
+    engine.step()
+    engine.pool.forget()
+    return request
+
+
+def test_what_computes_faster_than_it_loads_is_computed(loaded: LoadedModel) -> None:
+    told: list[Event] = []
+    settings = EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS)
+    engine = Engine(loaded, settings, tiers(64), observers=(told.append,))
+    prompt = prompts(1)[0]
+    first = _answer(engine, "first", prompt)
+    second = _answer(engine, "second", prompt)
+    assert second.num_loaded_tokens > 0
+    assert second.output_ids == first.output_ids
+    assert engine.offloader is not None
+    for _ in range(200):  # now the link looks as if it had become slow
+        engine.offloader._meters[Tier.HOST].observe(BLOCK_BYTES, 1.0)
+    third = _answer(engine, "third", prompt)
+    assert third.num_loaded_tokens == third.num_cached_tokens == 0
+    assert third.output_ids == first.output_ids
+    decisions = [event.choice for event in told if isinstance(event, Decided)]
+    assert decisions == ["load", "compute"]
+    last = [event for event in told if isinstance(event, Decided)][-1]
+    assert last.load_seconds is not None
+    assert last.compute_seconds is not None
+    assert last.load_seconds > last.compute_seconds
+    for number in range(40):  # a link is looked at again, or it would be slow for ever
+        _answer(engine, f"more-{number}", prompt)
+    choices = [event.choice for event in told if isinstance(event, Decided)]
+    assert "load" in choices[2:]
+    engine.close()
+
+
+def test_a_crowd_of_one_tenant_does_not_hold_up_another(loaded: LoadedModel) -> None:
+    settings = EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS, max_running=2)
+    engine = Engine(loaded, settings)
+    crowd = [engine.add(f"crowd-{n}", [n + 1] * 40, GREEDY, tenant="crowd") for n in range(20)]
+    lone = engine.add("lone", [7] * 40, GREEDY, tenant="lone")
+    while lone.finish_reason is None:
+        engine.step()
+    assert sum(request.finish_reason is None for request in crowd) > 15
+    engine.close()
+
+
+def test_the_debug_log_tells_a_requests_story(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "penstock.engine")
+    engine = Engine(loaded, EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS), tiers(64))
+    prompt = prompts(1)[0]
+    _answer(engine, "one", prompt)
+    _answer(engine, "two", prompt)
+    engine.close()
+    text = caplog.text
+    assert "request one: first token after" in text
+    assert "blocks match below the device" in text
+    assert "request two: loaded" in text
+    assert "from HOST (" in text
+    assert "GB/s" in text
+    assert "computing all of them takes about" in text
+    assert "request two: length after" in text

@@ -72,7 +72,7 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
     pool = DevicePool(32, *shape, torch.float32)
     pool.tensor.fill_(float("nan"))  # whatever was not written must not be read
-    runner = Runner(model, pool, BLOCK_TOKENS)
+    runner = Runner(model, pool, BLOCK_TOKENS, loaded.num_heads)
     assert runner.run([one.chunk(0, 20)]).shape[0] == 0
     runner.run([one.chunk(20, 35), two.chunk(0, 10)])
     runner.run([two.chunk(10, 32), one.chunk(35, 36)])

@@ -1,14 +1,15 @@
 """Paged attention with torch's own kernels, behind transformers' AttentionInterface.
 
 The tokens of all sequences of a step are packed into one row. Each layer first writes their keys
-and values into the pool, then attends sequence by sequence.
+and values into the pool, then attends: chunks of prompts one by one, sequences that add one token
+together where there is a kernel for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,12 @@ class Span:
     blocks: Tensor  # the sequence's blocks, in order
 
 
+class DecodeKernel(Protocol):
+    def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
+        """[sequences, heads, head_dim] in and out."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What every layer of one forward pass needs to know."""
@@ -34,7 +41,9 @@ class Step:
     pool: Tensor  # [num_blocks, num_layers, 2, block_tokens, kv_heads, head_dim]
     write_blocks: Tensor  # for each token of the row: its block …
     write_offsets: Tensor  # … and its place in it
-    spans: Sequence[Span]
+    spans: Sequence[Span]  # but for those below
+    decode: DecodeKernel | None = None  # sequences of one new token, at the row's beginning
+    num_decode: int = 0
 
 
 def paged_attention(
@@ -54,7 +63,11 @@ def paged_attention(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     layer[penstock.write_blocks, 0, penstock.write_offsets] = keys
     layer[penstock.write_blocks, 1, penstock.write_offsets] = values
-    outputs = []
+    out = torch.empty_like(query.transpose(1, 2))
+    if penstock.decode is not None:
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        rows = query[0, :, : penstock.num_decode].transpose(0, 1)
+        out[0, : penstock.num_decode] = penstock.decode.attend(rows, module.layer_idx, scale)
     for span in penstock.spans:
         new = slice(span.begin, span.begin + span.num_new)
         if span.num_past:
@@ -64,8 +77,9 @@ def paged_attention(
             v = history[:, 1].flatten(0, 1)[:num_tokens].transpose(0, 1)
         else:
             k, v = key[0, :, new], value[0, :, new]
-        outputs.append(_attend(query[:, :, new], k[None], v[None], span, scaling))
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+        attended = _attend(query[:, :, new], k[None], v[None], span, scaling)
+        out[:, new] = attended.transpose(1, 2)
+    return out, None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float | None) -> Tensor:

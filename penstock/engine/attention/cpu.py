@@ -1,0 +1,268 @@
+"""Decode attention on a CPU: reads the pool in place, block by block, with no copy of the history.
+
+Each sequence is cut into parts of `_PART_TOKENS`, which the cores share; a part keeps its largest
+score, its sum of weights and its weighted values, and the parts are merged at the end. The cuts
+depend on a sequence's length alone, so what it attends to comes out the same, bit for bit, wherever
+its blocks lie and whatever else is in the batch.
+
+Compiled by numba at first use (a few seconds, then cached on disk).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+_PART_TOKENS = 128
+# Sums may be reordered, or nothing would be vectorised; infinities keep their meaning.
+_FAST = {"contract", "reassoc", "nsz", "arcp", "nnan"}
+# numba's own pool of threads must not be entered from two engines at once.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@numba.njit(fastmath={"contract", "nsz"}, inline="always")
+def _exp(x: Any) -> Any:
+    """e to the x for x <= 0, to the last bits of a float32 (Cephes), in a form that vectorises."""
+    x = max(x, np.float32(-87.0))
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    x = x - n * np.float32(0.693359375)
+    x = x + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * x + np.float32(1.3981999507e-3)
+    p = p * x + np.float32(8.3334519073e-3)
+    p = p * x + np.float32(4.1665795894e-2)
+    p = p * x + np.float32(1.6666665459e-1)
+    p = p * x + np.float32(5.0000001201e-1)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23))
+    return (p * x * x + x + np.float32(1)) * power.view(np.float32)
+
+
+@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+def _score(query: Any, rows: Any, start: int, step: int, count: int, scores: Any) -> None:
+    """scores[j, o] = query[j] . row o, four rows at a time so that a query is read once for them"""
+    group, dim = query.shape
+    o = 0
+    while o + 4 <= count:
+        at = start + o * step
+        k0, k1 = rows[at : at + dim], rows[at + step : at + step + dim]
+        at += 2 * step
+        k2, k3 = rows[at : at + dim], rows[at + step : at + step + dim]
+        for j in range(group):
+            q, out = query[j], scores[j]
+            s0 = s1 = s2 = s3 = np.float32(0)
+            for x in range(dim):
+                s0 += q[x] * k0[x]
+                s1 += q[x] * k1[x]
+                s2 += q[x] * k2[x]
+                s3 += q[x] * k3[x]
+            out[o], out[o + 1], out[o + 2], out[o + 3] = s0, s1, s2, s3
+        o += 4
+    while o < count:
+        k0 = rows[start + o * step : start + o * step + dim]
+        for j in range(group):
+            q = query[j]
+            s0 = np.float32(0)
+            for x in range(dim):
+                s0 += q[x] * k0[x]
+            scores[j, o] = s0
+        o += 1
+
+
+@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+def _weigh(scores: Any, scale: Any, count: int, largest: Any, total: Any, values: Any) -> None:
+    """Turn scores into weights relative to the largest so far, and scale what was summed before."""
+    group, dim = values.shape
+    for j in range(group):
+        row, value = scores[j], values[j]
+        most = row[0]
+        for o in range(1, count):
+            most = max(most, row[o])
+        most = max(largest[j], most * scale)
+        shrink = np.exp(largest[j] - most)
+        largest[j] = most
+        for x in range(dim):
+            value[x] *= shrink
+        added = np.float32(0)
+        for o in range(count):
+            weight = _exp(row[o] * scale - most)
+            row[o] = weight
+            added += weight
+        total[j] = total[j] * shrink + added
+
+
+@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+def _gather(weights: Any, rows: Any, start: int, step: int, count: int, values: Any) -> None:
+    """values[j] += weights[j, o] * row o"""
+    group, dim = values.shape
+    o = 0
+    while o + 4 <= count:
+        at = start + o * step
+        v0, v1 = rows[at : at + dim], rows[at + step : at + step + dim]
+        at += 2 * step
+        v2, v3 = rows[at : at + dim], rows[at + step : at + step + dim]
+        for j in range(group):
+            w, value = weights[j], values[j]
+            w0, w1, w2, w3 = w[o], w[o + 1], w[o + 2], w[o + 3]
+            for x in range(dim):
+                value[x] += w0 * v0[x] + w1 * v1[x] + w2 * v2[x] + w3 * v3[x]
+        o += 4
+    while o < count:
+        v0 = rows[start + o * step : start + o * step + dim]
+        for j in range(group):
+            w0, value = weights[j, o], values[j]
+            for x in range(dim):
+                value[x] += w0 * v0[x]
+        o += 1
+
+
+@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+def _widen(pool: Any, start: int, count: int, wide: Any) -> None:
+    """bfloat16 to float32: the upper half of the bits."""
+    narrow = pool[start : start + count]
+    for x in range(count):
+        wide[x] = np.uint32(narrow[x]) << np.uint32(16)
+
+
+@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+def _attend_part(
+    query: Any,  # [heads, dim]
+    pool: Any,  # flat; uint16 where it holds bfloat16
+    shape: Any,  # num_layers, block_tokens, kv_heads
+    layer: int,
+    table: Any,
+    begin: int,
+    end: int,
+    scale: Any,
+    largest: Any,  # [heads]
+    total: Any,  # [heads]
+    values: Any,  # [heads, dim]
+) -> None:
+    num_layers, block_tokens, kv_heads = shape
+    heads, dim = query.shape
+    group = heads // kv_heads
+    step = kv_heads * dim
+    largest[:] = -np.inf
+    total[:] = 0
+    values[:] = 0
+    scores = np.empty((group, block_tokens), np.float32)
+    wide = np.empty(2 * block_tokens * step if pool.itemsize == 2 else 0, np.uint32)
+    token = begin
+    while token < end:
+        offset = token % block_tokens
+        count = min(block_tokens - offset, end - token)
+        block = table[token // block_tokens]
+        keys = ((block * num_layers + layer) * 2 * block_tokens + offset) * step
+        rows_of_values = keys + block_tokens * step
+        if pool.itemsize == 2:
+            _widen(pool, keys, count * step, wide)
+            _widen(pool, rows_of_values, count * step, wide[block_tokens * step :])
+            keys, rows_of_values = 0, block_tokens * step
+            rows = wide.view(np.float32)
+        else:
+            rows = pool.view(np.float32)
+        for head in range(kv_heads):
+            mine = slice(head * group, (head + 1) * group)
+            at = head * dim
+            _score(query[mine], rows, keys + at, step, count, scores)
+            _weigh(scores, scale, count, largest[mine], total[mine], values[mine])
+            _gather(scores, rows, rows_of_values + at, step, count, values[mine])
+        token += count
+
+
+@numba.njit(fastmath=_FAST, nogil=True, cache=True, parallel=True)
+def _decode(
+    query: Any,
+    pool: Any,
+    shape: Any,
+    layer: int,
+    tables: Any,
+    lengths: Any,
+    scale: Any,
+    largest: Any,
+    total: Any,
+    values: Any,
+    out: Any,
+) -> None:
+    num_parts = largest.shape[1]
+    for task in numba.prange(len(lengths) * num_parts):
+        sequence, part = task // num_parts, task % num_parts
+        begin = part * _PART_TOKENS
+        end = min(lengths[sequence], begin + _PART_TOKENS)
+        if begin < end:
+            _attend_part(
+                query[sequence],
+                pool,
+                shape,
+                layer,
+                tables[sequence],
+                begin,
+                end,
+                scale,
+                largest[sequence, part],
+                total[sequence, part],
+                values[sequence, part],
+            )
+    for sequence in numba.prange(len(lengths)):
+        used = (lengths[sequence] + _PART_TOKENS - 1) // _PART_TOKENS
+        for head in range(query.shape[1]):
+            row = out[sequence, head]
+            row[:] = 0
+            most = largest[sequence, 0, head]
+            for part in range(1, used):
+                most = max(most, largest[sequence, part, head])
+            weight = np.float32(0)
+            for part in range(used):
+                share = np.exp(largest[sequence, part, head] - most)
+                weight += share * total[sequence, part, head]
+                value = values[sequence, part, head]
+                for x in range(len(row)):
+                    row[x] += share * value[x]
+            for x in range(len(row)):
+                row[x] /= weight
+
+
+class DecodeBatch:
+    """The sequences of a step that add one token each, ready to attend in every layer."""
+
+    def __init__(
+        self, pool: Tensor, tables: Sequence[Sequence[int]], lengths: Sequence[int], num_heads: int
+    ) -> None:
+        """pool [blocks, layers, 2, block_tokens, kv_heads, head_dim], float32 or bfloat16."""
+        self._pool = pool.view(torch.uint16 if pool.itemsize == 2 else pool.dtype).view(-1).numpy()
+        self._shape = (pool.shape[1], pool.shape[3], pool.shape[4])
+        self._tables = np.zeros((len(tables), max(map(len, tables))), np.int64)
+        for row, table in zip(self._tables, tables, strict=True):
+            row[: len(table)] = table
+        self._lengths = np.array(lengths, np.int64)
+        room = (len(tables), -(-max(lengths) // _PART_TOKENS), num_heads)
+        self._largest = np.empty(room, np.float32)
+        self._total = np.empty(room, np.float32)
+        self._values = np.empty((*room, pool.shape[5]), np.float32)
+        self._num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+
+    def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
+        """query [sequences, heads, head_dim]; each one's last token is in the pool already."""
+        wide = query.to(torch.float32).contiguous()
+        out = torch.empty_like(wide)
+        with _ONE_AT_A_TIME:
+            numba.set_num_threads(self._num_threads)
+            _decode(
+                wide.numpy(),
+                self._pool,
+                self._shape,
+                layer,
+                self._tables,
+                self._lengths,
+                np.float32(scale),
+                self._largest,
+                self._total,
+                self._values,
+                out.numpy(),
+            )
+        return out.to(query.dtype)

@@ -1,0 +1,172 @@
+"""Hundreds of random requests over tiny pools and a disk that fails in every way it can.
+
+Arrivals, aborts, priorities, tenants and shared prefixes are drawn; what each request is told must
+be what it is told by an engine that has all the room in the world.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import BLOCK_BYTES, BLOCK_TOKENS
+from tools import Faulty
+
+from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
+from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.models import LoadedModel
+from penstock.engine.params import SamplingParams
+from penstock.engine.request import Request
+
+NUM_PROMPTS = 24
+ROUNDS = 4
+REQUESTS_A_ROUND = 75
+
+
+def make_prompts(rng: random.Random) -> list[list[int]]:
+    """Trees of prefixes: some prompts are the beginnings of others."""
+    made: list[list[int]] = []
+    for _ in range(NUM_PROMPTS):
+        head: list[int] = []
+        if made and rng.random() < 0.7:
+            parent = rng.choice(made)
+            head = parent[: rng.randint(1, len(parent))]
+        tail = [rng.randrange(1, 40_000) for _ in range(rng.randint(1, 90))]
+        made.append((head + tail)[:200])
+    return made
+
+
+def params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=rng.choice((1, 4, 12, 24)), ignore_eos=True)
+
+
+class Weather:
+    """Now and then a read or write of the slab fails, is short, is late, or lies."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self.kinds: set[str] = set()
+
+    def fault(self, call: Any, descriptor: int, buffers: Any, *args: Any) -> Any:
+        kind = self._rng.choice(["fine"] * 6 + ["fails", "full", "short", "late", "lies"])
+        self.kinds.add(kind)
+        if kind == "fails":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if kind == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if kind == "late":
+            time.sleep(0.02)
+        done = call(descriptor, buffers, *args)
+        if kind == "short":
+            return done // 2
+        if kind == "lies" and not buffers[0].readonly and call.__name__ == "preadv":
+            buffers[0][100] ^= 1
+        return done
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> dict[tuple[int, ...], list[int]]:
+    """The longest answer to each prompt; shorter ones are its beginnings."""
+    engine = Engine(loaded, EngineConfig(512 * BLOCK_BYTES, BLOCK_TOKENS))
+    most = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    asked = [
+        engine.add(str(n), prompt, most) for n, prompt in enumerate(make_prompts(random.Random(0)))
+    ]
+    while engine.has_work:
+        engine.step()
+    return {request.prompt_ids: request.output_ids for request in asked}
+
+
+def test_whatever_happens_every_answer_is_the_undisturbed_one(
+    loaded: LoadedModel,
+    expected: dict[tuple[int, ...], list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(1)
+    weather = Weather(2)
+    for call in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, call, Faulty(getattr(os, call), weather.fault, "slab-"))
+    tiers = Config(
+        HostConfig(size_bytes=24 * BLOCK_BYTES, huge_pages=False),
+        DiskConfig(path=str(tmp_path / "kv"), size_bytes=96 * (BLOCK_BYTES + 512) + 65536),
+        TransferConfig(load_deadline_seconds=0.2),
+    )
+    settings = EngineConfig(18 * BLOCK_BYTES, BLOCK_TOKENS, max_batched_tokens=64, max_running=8)
+    engine = Engine(loaded, settings, tiers)
+    prompts = [list(ids) for ids in expected]
+    counts = {"done": 0, "aborted": 0, "loaded": 0}
+    traced: list[int] = []
+    tracemalloc.start()
+    try:
+        for number in range(ROUNDS):
+            _round(engine, number, prompts, rng, expected, counts)
+            _idle(engine)
+            gc.collect()
+            traced.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+        engine.close()
+    assert counts["done"] + counts["aborted"] == ROUNDS * REQUESTS_A_ROUND
+    assert counts["aborted"] > 20
+    assert engine.scheduler.num_preemptions > 20
+    assert counts["loaded"] > 1000
+    assert weather.kinds == {"fine", "fails", "full", "short", "late", "lies"}
+    # The first round fills caches of the libraries; what comes later must not pile up.
+    assert traced[-1] - traced[1] < 300_000, f"memory grows: {traced}"
+
+
+def _round(
+    engine: Engine,
+    number: int,
+    prompts: list[list[int]],
+    rng: random.Random,
+    expected: dict[tuple[int, ...], list[int]],
+    counts: dict[str, int],
+) -> None:
+    left = REQUESTS_A_ROUND
+    live: dict[str, Request] = {}
+    for _ in range(200_000):
+        while left and rng.random() < 0.5:
+            left -= 1
+            name = f"{number}-{left}"
+            live[name] = engine.add(
+                name,
+                rng.choice(prompts),
+                params(rng),
+                priority=rng.choice((0, 0, 0, 1, -1)),
+                tenant=rng.choice(("", "", "a", "b")),
+            )
+        if live and rng.random() < 0.03:
+            name = rng.choice(sorted(live))
+            engine.abort(name)
+            live[name].finish_reason = "abort"
+        engine.step()
+        for name, request in list(live.items()):
+            answer = request.output_ids
+            wanted = expected[request.prompt_ids]
+            assert answer == wanted[: len(answer)], f"request {name} was told something else"
+            if request.finish_reason is not None:
+                counts["aborted" if request.finish_reason == "abort" else "done"] += 1
+                counts["loaded"] += request.num_loaded_tokens
+                del live[name]
+        if not left and not live:
+            return
+    raise AssertionError("requests never ended")
+
+
+def _idle(engine: Engine) -> None:
+    assert engine.offloader is not None
+    engine.offloader.drain(30)
+    while not engine.scheduler.idle:
+        engine.step()
+    engine.check()
+    assert engine.pool.num_available == engine.pool.num_blocks, "blocks leak"
+    assert engine.admission.num_reserved_blocks == 0

@@ -1,0 +1,47 @@
+"""A small random model in fp32, which answers in no time and every prompt differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from penstock.engine.attention.torch import NAME, register
+from penstock.engine.models import LoadedModel
+
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 4 * BLOCK_TOKENS  # layers, K and V, heads, head_dim, fp32
+
+
+def tiny_model(tokenizer: Any) -> LoadedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.5,  # or every prompt would be answered with the same token
+    )
+    model = LlamaForCausalLM(config).eval()
+    register()
+    model.config._attn_implementation = NAME
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name="tiny",
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_tokens=1024,
+        vocab_size=len(tokenizer),
+        eos_token_ids=frozenset({0}),
+        dtype=torch.float32,
+        weights_fingerprint="tiny",
+        rope="",
+    )
