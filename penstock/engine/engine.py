@@ -11,7 +11,6 @@ its tokens.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,16 +34,14 @@ from penstock.engine.sampler import Row, Sampled, make_generator, sample
 from penstock.engine.scheduler import Chunk, Scheduler
 from penstock.engine.story import Story
 from penstock.errors import ConfigError
-from penstock.events import Event, Finished, FirstToken, Observer, Refused, Sequences, Usage
+from penstock.events import Observer
 from penstock.keys import KeyChain, Namespace
 from penstock.offload import Offloader
 from penstock.plan.sizing import suggest_block_tokens
 from penstock.stores.device import DevicePool
 from penstock.transfer.cuda import CudaMover
-from penstock.types import BlockSpec, Match, Tier
+from penstock.types import BlockSpec, Match
 from penstock.units import format_bytes
-
-log = logging.getLogger(__name__)
 
 LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
 
@@ -122,10 +119,9 @@ class Engine:
             self.offloader = build_offloader(
                 tiers, spec, device, observers=observers, device_mover=mover
             )
-        self._observers = observers
         self._runner = Runner(loaded.model, device, self.block_tokens, loaded.num_heads)
         self._costs = LoadOrCompute(block_bytes, self.block_tokens)
-        self._story = Story(block_bytes, self.block_tokens)
+        self._story = Story(block_bytes, observers)
         self.admission = Admission(
             self.block_tokens,
             num_blocks,
@@ -143,7 +139,6 @@ class Engine:
         )
         self._live: dict[str, _Live] = {}
         self._sequence = count()
-        self._told: dict[type[Event], Event] = {}  # the latest of those sent when they change
 
     @property
     def has_work(self) -> bool:
@@ -175,7 +170,7 @@ class Engine:
         try:
             max_new = self._max_new(len(prompt_ids), params)
         except (TooLong, Busy) as refusal:
-            self._tell([Refused("busy" if isinstance(refusal, Busy) else "too_long")])
+            self._story.refused("busy" if isinstance(refusal, Busy) else "too_long")
             raise
         min_new = min(params.min_tokens, max_new)
         params = replace(params, max_tokens=max_new, min_tokens=min_new)
@@ -209,7 +204,7 @@ class Engine:
         """Compute one batch. Empty when nothing could run yet, or nothing is left to do."""
         self._settle()
         chunks = self.scheduler.schedule()
-        self._tell_state()
+        self._story.scheduled(self.scheduler, self.pool)
         if not chunks:
             if self.offloader is not None and self.scheduler.has_work:
                 self.offloader.pause(0.002)  # loads are under way: let them have the processor
@@ -261,7 +256,7 @@ class Engine:
         request.append(sampled.token_id)
         if request.first_token_time is None:
             request.first_token_time = now
-            self._tell_first_token(request)
+            self._story.first_token(request, self._costs.prefill)
         text = self._judge(live, sampled.token_id)
         if request.finish_reason is not None:
             del self._live[request.id]
@@ -272,57 +267,7 @@ class Engine:
         request.finished_time = time.monotonic()
         self.scheduler.remove(request)
         self.admission.end(request.id, request.finished_time)
-        first = request.first_token_time
-        finished = Finished(
-            request.finish_reason or "abort",
-            len(request.prompt_ids),
-            len(request.output_ids),
-            request.num_recomputed_tokens,
-            request.num_preemptions,
-            request.finished_time - request.arrival,
-            None if first is None else first - request.arrival,
-        )
-        self._story.finished(request, finished)
-        self._tell([finished])
-
-    def _tell_first_token(self, request: Request) -> None:
-        num_prompt = len(request.prompt_ids)
-        num_loaded = min(request.num_loaded_tokens, request.num_cached_tokens)
-        prefill = self._costs.prefill
-        first = FirstToken(
-            (request.first_token_time or 0.0) - request.arrival,
-            num_prompt,
-            request.num_cached_tokens - num_loaded,
-            num_loaded,
-            None if prefill is None else prefill.seconds(num_prompt),
-        )
-        self._story.first_token(request, first)
-        self._tell([first])
-
-    def _tell_state(self) -> None:
-        events = self.scheduler.take_events()
-        for event in events:
-            self._story.scheduled(event)
-        if not self._observers:
-            return
-        used = self.pool.num_blocks - self.pool.num_available
-        scheduler = self.scheduler
-        for state in (
-            Usage(Tier.DEVICE, used, self.pool.num_blocks, used, 0, 0),
-            Sequences(scheduler.num_waiting, scheduler.num_loading, scheduler.num_running),
-        ):
-            if self._told.get(type(state)) != state:
-                self._told[type(state)] = state
-                events.append(state)
-        self._tell(events)
-
-    def _tell(self, events: Sequence[Event]) -> None:
-        for event in events:
-            for observer in self._observers:
-                try:
-                    observer(event)
-                except Exception:  # who watches must not stop what is watched
-                    log.exception("an observer failed on %r", event)
+        self._story.finished(request)
 
     def _judge(self, live: _Live, token_id: int) -> str:
         """Whether the request ends with this token, and the text it adds."""

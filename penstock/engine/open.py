@@ -74,9 +74,8 @@ def open_engine(
     if tiers is not None:
         check_machine(tiers)  # before the weights: it may save the wait for them
     device = _device(options.device)
-    loaded = load_model(
-        options.model, dtype=_dtype(options.dtype, device), device=device, progress=progress
-    )
+    dtype = default_dtype(device) if options.dtype == "auto" else options.dtype
+    loaded = load_model(options.model, dtype=dtype, device=device, progress=progress)
     settings = EngineConfig(
         _pool_bytes(options, device),
         options.block_tokens,
@@ -113,9 +112,8 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _dtype(name: str, device: str) -> str:
-    if name != "auto":
-        return name
+def default_dtype(device: str) -> str:
+    """bfloat16 where the device computes in it, else float32."""
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
     # Without it torch computes bfloat16 in software, many times slower than float32.

@@ -1,67 +1,116 @@
-"""A request's story in the debug log: what was found, loaded, computed, and how long it took."""
+"""What the engine tells: events for observers, and each request's story in the debug log."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 
+from penstock.costs import PrefillRate
+from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
-from penstock.events import Decided, Event, Finished, FirstToken, Preempted
+from penstock.engine.scheduler import Scheduler
+from penstock.events import (
+    Decided,
+    Event,
+    Finished,
+    FirstToken,
+    Observer,
+    Preempted,
+    Refused,
+    Sequences,
+    Usage,
+)
 from penstock.types import Done, Tier
 from penstock.units import format_bytes
 
 log = logging.getLogger("penstock.engine")
 
 
-def _ms(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds * 1000:.0f} ms"
-
-
 class Story:
-    def __init__(self, block_bytes: int, block_tokens: int) -> None:
+    def __init__(self, block_bytes: int, observers: Sequence[Observer] = ()) -> None:
         self._block_bytes = block_bytes
-        self._block_tokens = block_tokens
+        self._observers = observers
+        self._latest: dict[type[Event], Event] = {}  # of those told only when they change
 
-    def scheduled(self, event: Event) -> None:
-        if isinstance(event, Decided):
-            log.debug(
-                "%d blocks match below the device, %d are loaded: about %s, computing them %s",
-                event.num_matched,
-                event.num_loaded,
-                _ms(event.load_seconds),
-                _ms(event.compute_seconds),
-            )
-        elif isinstance(event, Preempted):
-            log.debug("a sequence of %d tokens was preempted", event.num_tokens)
+    def refused(self, reason: str) -> None:
+        self._tell([Refused(reason)])
+
+    def scheduled(self, scheduler: Scheduler, pool: BlockPool) -> None:
+        """What the scheduler has decided, and the state it has come to."""
+        events = scheduler.take_events()
+        for event in events:
+            if isinstance(event, Decided):
+                log.debug(
+                    "%d blocks match below the device, %d are loaded: about %s, computing them %s",
+                    event.num_matched,
+                    event.num_loaded,
+                    _ms(event.load_seconds),
+                    _ms(event.compute_seconds),
+                )
+            elif isinstance(event, Preempted):
+                log.debug("a sequence of %d tokens was preempted", event.num_tokens)
+        if not self._observers:
+            return
+        used = pool.num_blocks - pool.num_available
+        for state in (
+            Usage(Tier.DEVICE, used, pool.num_blocks, used, 0, 0),
+            Sequences(scheduler.num_waiting, scheduler.num_loading, scheduler.num_running),
+        ):
+            if self._latest.get(type(state)) != state:
+                self._latest[type(state)] = state
+                events.append(state)
+        self._tell(events)
 
     def loaded(self, request: Request, done: Done) -> None:
         if not log.isEnabledFor(logging.DEBUG):
             return
         num_bytes = done.num_leading_ok * self._block_bytes
-        sources = [tier for tier in Tier if tier in done.sources[: done.num_leading_ok]]
+        arrived = done.sources[: done.num_leading_ok]
+        sources = [f"{tier.name} ({arrived.count(tier)})" for tier in Tier if tier in arrived]
         log.debug(
             "request %s: loaded %d of %d blocks (%s) from %s in %s, %.2f GB/s",
             request.id,
             done.num_leading_ok,
             len(done.keys),
             format_bytes(num_bytes),
-            " and ".join(f"{tier.name} ({done.sources.count(tier)})" for tier in sources) or "none",
+            " and ".join(sources) or "nowhere",
             _ms(done.seconds),
             num_bytes / max(done.seconds, 1e-9) / 1e9,
         )
 
-    def first_token(self, request: Request, first: FirstToken) -> None:
+    def first_token(self, request: Request, prefill: PrefillRate | None) -> None:
+        num_prompt = len(request.prompt_ids)
+        num_loaded = min(request.num_loaded_tokens, request.num_cached_tokens)
+        first = FirstToken(
+            (request.first_token_time or request.arrival) - request.arrival,
+            num_prompt,
+            request.num_cached_tokens - num_loaded,
+            num_loaded,
+            None if prefill is None else prefill.seconds(num_prompt),
+        )
         log.debug(
             "request %s: first token after %s; of %d prompt tokens %d were on the device, %d were "
             "loaded; computing all of them takes about %s",
             request.id,
             _ms(first.seconds),
-            first.num_prompt,
+            num_prompt,
             first.num_on_device,
-            first.num_loaded,
+            num_loaded,
             _ms(first.recompute_seconds),
         )
+        self._tell([first])
 
-    def finished(self, request: Request, finished: Finished) -> None:
+    def finished(self, request: Request) -> None:
+        first, end = request.first_token_time, request.finished_time or request.arrival
+        finished = Finished(
+            request.finish_reason or "abort",
+            len(request.prompt_ids),
+            len(request.output_ids),
+            request.num_recomputed_tokens,
+            request.num_preemptions,
+            end - request.arrival,
+            None if first is None else first - request.arrival,
+        )
         log.debug(
             "request %s: %s after %s with %d tokens; preempted %d times, %d tokens computed again",
             request.id,
@@ -71,3 +120,16 @@ class Story:
             finished.num_preemptions,
             finished.num_recomputed,
         )
+        self._tell([finished])
+
+    def _tell(self, events: Iterable[Event]) -> None:
+        for event in events:
+            for observer in self._observers:
+                try:
+                    observer(event)
+                except Exception:  # who watches must not stop what is watched
+                    log.exception("an observer failed on %r", event)
+
+
+def _ms(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1000:.0f} ms"

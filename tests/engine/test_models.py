@@ -17,7 +17,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock.engine import weights
-from penstock.engine.models import ATTENTION, EMBEDDED, LoadedModel, check_supported, load_model
+from penstock.engine.models import ATTENTION, EMBEDDED, LoadedModel, load_model
+from penstock.engine.support import check_supported
 from penstock.errors import ConfigError
 
 SMALL: Any = {
