@@ -33,7 +33,8 @@ class Request:
     phase: Phase = Phase.WAITING
     tokens: list[int] = field(init=False)  # prompt and output
     blocks: list[Slot] = field(default_factory=list)
-    num_computed: int = 0  # leading tokens whose KV is on the device
+    num_computed: int = 0  # leading tokens that need not be computed (again)
+    num_present: int = 0  # leading tokens whose KV is on the device: that, or one more (see Chunk)
     num_named: int = 0  # leading blocks known to the pool by their key
     num_matched: int = 0  # of a load: blocks before those that are on their way
     ticket: TicketId | None = None

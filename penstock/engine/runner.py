@@ -34,7 +34,8 @@ class Runner:
         order = sorted(range(len(chunks)), key=lambda index: chunks[index].num_tokens > 1)
         token_ids: list[int] = []
         positions: list[int] = []
-        blocks: list[int] = []
+        written: list[int] = []  # rows whose KV is not in the pool yet …
+        blocks: list[int] = []  # … and where it goes
         spans: list[Span] = []
         tables: list[Sequence[int]] = []
         last_rows: dict[int, int] = {}
@@ -47,19 +48,23 @@ class Runner:
             else:
                 here = torch.tensor(table, device=device)
                 spans.append(Span(len(token_ids), chunk.num_tokens, start, here))
+            new = range(start + chunk.num_present, end)
+            written += range(len(token_ids) + chunk.num_present, len(token_ids) + chunk.num_tokens)
+            blocks += [table[position // self._block_tokens] for position in new]
             token_ids += request.tokens[start:end]
             positions += range(start, end)
-            blocks += [table[position // self._block_tokens] for position in range(start, end)]
             last_rows[index] = len(token_ids) - 1
         sampled = [last_rows[index] for index, chunk in enumerate(chunks) if chunk.samples]
         row = torch.tensor([positions], device=device)
+        rows = _indices(written, device) if len(written) < len(positions) else None
         step = Step(
             self._pool.tensor,
-            torch.tensor(blocks, device=device),
-            row[0] % self._block_tokens,
+            _indices(blocks, device),
+            (row[0] if rows is None else row[0, rows]) % self._block_tokens,
             spans,
             self._decode_batch(tables, [position + 1 for position in positions[: len(tables)]]),
             len(tables),
+            rows,
         )
         output = self._model(
             input_ids=torch.tensor([token_ids], device=device),
@@ -86,3 +91,7 @@ def _has_kernel(pool: Tensor) -> bool:
     """Whether decode has a kernel of its own here; else torch attends sequence by sequence."""
     on_cpu = pool.device.type == "cpu" and pool.dtype in (torch.float32, torch.bfloat16)
     return on_cpu and importlib.util.find_spec("numba") is not None
+
+
+def _indices(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)  # an empty list has no type

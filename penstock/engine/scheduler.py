@@ -34,11 +34,16 @@ class Tiers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute `num_tokens` of a request from `start` on. The last one of its tokens is sampled."""
+    """Compute `num_tokens` of a request from `start` on. The last one of its tokens is sampled.
+
+    Of a prompt that was found whole the last token is computed all the same, for its logits. Its
+    KV is present, maybe shared by others, and is not written again.
+    """
 
     request: Request
     start: int
     num_tokens: int
+    num_present: int = 0  # the first so many of them have their KV on the device
 
     @property
     def samples(self) -> bool:
@@ -130,7 +135,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                chunks.append(Chunk(request, request.num_computed, num_tokens))
+                chunks.append(_chunk(request, num_tokens))
                 budget -= num_tokens
         while budget and self._waiting and not preempted and self._has_seat:
             request = self._waiting[0]
@@ -138,7 +143,7 @@ class Scheduler:
                 break
             if request.phase is Phase.RUNNING:
                 num_tokens = min(request.num_uncomputed, budget)
-                chunks.append(Chunk(request, request.num_computed, num_tokens))
+                chunks.append(_chunk(request, num_tokens))
                 budget -= num_tokens
         return chunks
 
@@ -150,7 +155,7 @@ class Scheduler:
             request = chunk.request
             if request.phase is not Phase.RUNNING:
                 continue
-            request.num_computed = chunk.start + chunk.num_tokens
+            request.num_computed = request.num_present = chunk.start + chunk.num_tokens
             again = min(request.num_computed, request.max_computed) - chunk.start
             request.num_recomputed_tokens += max(0, again)
             request.max_computed = max(request.max_computed, request.num_computed)
@@ -180,12 +185,11 @@ class Scheduler:
         for index in range(request.num_matched, arrived):
             self._pool.name(request.blocks[index], request.chain.keys[index])
         request.num_named = arrived
-        request.num_computed = arrived * self._block_tokens
+        self._have(request, arrived * self._block_tokens)
         request.max_computed = max(request.max_computed, request.num_computed)
-        loaded = done.num_leading_ok * self._block_tokens
-        request.num_loaded_tokens += loaded
+        request.num_loaded_tokens += done.num_leading_ok * self._block_tokens
         if not request.num_preemptions:
-            request.num_cached_tokens += loaded
+            request.num_cached_tokens = request.num_computed
         request.phase = Phase.RUNNING
         self._running.append(request)
         return request
@@ -225,8 +229,7 @@ class Scheduler:
         """
         if not request.num_preemptions and not self._admission.fits(request.max_total_tokens):
             return False
-        # At least the last token is computed: its logits are what the request came for.
-        keys = request.chain.keys[: (len(request.tokens) - 1) // self._block_tokens]
+        keys = request.chain.keys[: len(request.tokens) // self._block_tokens]
         request.blocks = self._pool.share(keys)
         num_shared = len(request.blocks)
         num_past = num_shared * self._block_tokens
@@ -236,9 +239,8 @@ class Scheduler:
             match = self._tiers.match(keys[num_shared:])
             choice = self._choose(match, num_past)
         num_loads = choice.num_blocks
-        num_first = min(len(request.tokens) - num_past, budget)
-        num_first = max(num_first, num_loads * self._block_tokens)
-        if not self._make_room(request, num_past + num_first):
+        num_first = min(len(request.tokens), num_past + budget)
+        if not self._make_room(request, max(num_first, num_past + num_loads * self._block_tokens)):
             self._drop_blocks(request)
             return False
         self._waiting.remove(request)
@@ -250,10 +252,10 @@ class Scheduler:
             if match.num_blocks:
                 seconds = (choice.load_seconds, choice.compute_seconds)
                 self._events.append(Decided(match.num_blocks, num_loads, *seconds))
-        request.num_computed = num_past
+        self._have(request, num_past)
         request.num_named = request.num_matched = num_shared
         if not request.num_preemptions:
-            request.num_cached_tokens = num_past
+            request.num_cached_tokens = request.num_computed
         if num_loads:
             assert self._tiers is not None
             end = num_shared + num_loads
@@ -264,6 +266,13 @@ class Scheduler:
             request.phase = Phase.RUNNING
             self._running.append(request)
         return True
+
+    @staticmethod
+    def _have(request: Request, num_tokens: int) -> None:
+        """So many leading tokens have their KV on the device."""
+        request.num_present = num_tokens
+        # At least the last token is computed: its logits are what the request came for.
+        request.num_computed = min(num_tokens, len(request.tokens) - 1)
 
     def _preempt(self, request: Request) -> None:
         num_tokens = request.num_computed
@@ -277,4 +286,9 @@ class Scheduler:
     def _drop_blocks(self, request: Request) -> None:
         self._pool.release(request.blocks)
         request.blocks = []
-        request.num_computed = request.num_named = 0
+        request.num_computed = request.num_named = request.num_present = 0
+
+
+def _chunk(request: Request, num_tokens: int) -> Chunk:
+    start = request.num_computed
+    return Chunk(request, start, num_tokens, request.num_present - start)

@@ -341,3 +341,32 @@ def test_the_debug_log_tells_a_requests_story(
     assert "GB/s" in text
     assert "computing all of them takes about" in text
     assert "request two: length after" in text
+
+
+def test_a_prompt_found_whole_computes_one_token_and_writes_none(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    engine = Engine(loaded, EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS), tiers(64))
+    assert engine.offloader is not None
+    prompt = prompts(1)[0][: 3 * BLOCK_TOKENS]
+    first = _answer(engine, "first", prompt)
+    assert len(prompt) == 3 * BLOCK_TOKENS
+    for name in ("loaded", "loaded again"):
+        again = _answer(engine, name, prompt)
+        assert again.output_ids == first.output_ids
+        assert again.num_cached_tokens == len(prompt) - 1
+        assert again.num_loaded_tokens == len(prompt)
+    holder = engine.add("holder", prompt, GREEDY)  # its blocks are shared from now on
+    engine.step()
+    while holder.first_token_time is None:
+        engine.step()
+    blocks = holder.blocks[:3]
+    before = engine.device.tensor[blocks].clone()
+    sharer = engine.add("sharer", prompt, GREEDY)
+    while engine.has_work:
+        engine.step()
+    assert sharer.num_cached_tokens == len(prompt) - 1
+    assert sharer.num_loaded_tokens == 0
+    assert torch.equal(engine.device.tensor[blocks], before)
+    assert sharer.output_ids == holder.output_ids == first.output_ids
+    engine.close()

@@ -39,11 +39,12 @@ class Step:
     """What every layer of one forward pass needs to know."""
 
     pool: Tensor  # [num_blocks, num_layers, 2, block_tokens, kv_heads, head_dim]
-    write_blocks: Tensor  # for each token of the row: its block …
+    write_blocks: Tensor  # for each token of the row that is written: its block …
     write_offsets: Tensor  # … and its place in it
     spans: Sequence[Span]  # but for those below
     decode: DecodeKernel | None = None  # sequences of one new token, at the row's beginning
     num_decode: int = 0
+    write_rows: Tensor | None = None  # which tokens are written, where not all are
 
 
 def paged_attention(
@@ -61,6 +62,8 @@ def paged_attention(
     """query [1, heads, row, head_dim]; key and value [1, kv_heads, row, head_dim]."""
     layer = penstock.pool[:, module.layer_idx]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if penstock.write_rows is not None:
+        keys, values = keys[penstock.write_rows], values[penstock.write_rows]
     layer[penstock.write_blocks, 0, penstock.write_offsets] = keys
     layer[penstock.write_blocks, 1, penstock.write_offsets] = values
     out = torch.empty_like(query.transpose(1, 2))
