@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.commands import config, kv_size, probe, store
+from penstock.commands import chat, config, generate, kv_size, probe, serve, store
 from penstock.errors import PenstockError
 
 app = typer.Typer(
@@ -48,6 +48,9 @@ def _root(
         typer.echo(context.get_help())
 
 
+app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
+app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
+app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("kv-size", epilog=kv_size.EXAMPLE)(kv_size.kv_size)
 app.command("probe", epilog=probe.EXAMPLE)(probe.probe)
 app.command("config", epilog=config.EXAMPLE)(config.config)

@@ -24,7 +24,9 @@ from penstock.units import GiB, MiB, parse_bytes
 POLICIES = ("lru", "s3fifo")
 ENV_PREFIX = "PENSTOCK_"
 ENV_FILE = "PENSTOCK_CONFIG"
+ENV_API_KEY = "PENSTOCK_API_KEY"  # read by `penstock serve` and `chat`: a secret is no setting
 
+_ENV_OTHERS = (ENV_FILE, ENV_API_KEY)
 _SECONDS_PER_DAY = 86_400
 
 
@@ -264,10 +266,10 @@ def _from_file(path: Path, origin: str) -> Iterator[_Given]:
 
 def _from_env(env: Mapping[str, str]) -> Iterator[_Given]:
     for name, value in env.items():
-        if not name.startswith(ENV_PREFIX) or name == ENV_FILE:
+        if not name.startswith(ENV_PREFIX) or name in _ENV_OTHERS:
             continue
         if name not in _ENV_NAMES:
-            raise _unknown("setting", name, "in the environment", [*_ENV_NAMES, ENV_FILE])
+            raise _unknown("setting", name, "in the environment", [*_ENV_NAMES, *_ENV_OTHERS])
         yield _Given(_ENV_NAMES[name], value, f"in the environment as {name}", is_text=True)
 
 
