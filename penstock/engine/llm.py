@@ -15,8 +15,8 @@ from dataclasses import fields
 from typing import Any, cast
 
 from penstock.config import Config
-from penstock.engine.models import EMBEDDED
-from penstock.engine.open import EngineOptions, open_engine
+from penstock.engine.open import open_engine
+from penstock.engine.options import EMBEDDED, EngineOptions
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request

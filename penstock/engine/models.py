@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from penstock.engine import weights
+from penstock.engine.options import EMBEDDED
 from penstock.engine.support import check_supported, inspect_attention
 from penstock.errors import ConfigError
 
-EMBEDDED = "smollm2-135m"
 ATTENTION = "penstock"  # the name under which penstock.engine.attention registers itself
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

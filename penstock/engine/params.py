@@ -93,7 +93,7 @@ class SamplingParams:
             ("temperature", 0.0, math.inf, "a number of at least 0, where 0 is greedy"),
             ("top_p", tiny, 1.0, "a number above 0 and up to 1, where 1 is off"),
             ("min_p", 0.0, 1.0, "a number from 0 to 1, where 0 is off"),
-            ("repetition_penalty", tiny, math.inf, "a number above 0, where 1 is off"),
+            ("repetition_penalty", 0.01, 100.0, "a number from 0.01 to 100, where 1 is off"),
             ("presence_penalty", -2.0, 2.0, "a number from -2 to 2, where 0 is off"),
             ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2, where 0 is off"),
         ):

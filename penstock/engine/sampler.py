@@ -126,9 +126,11 @@ def _penalise(scores: Tensor, row: Row) -> None:
 
 
 def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:
+    # A model whose weights are broken says NaN: it must not say a token that does not exist.
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.finfo(scores.dtype).max)
     # The maximum goes to 0 first: a small temperature must not make it infinite.
     scores = (scores - scores.max()) / max(params.temperature, _MIN_TEMPERATURE)
-    weights = (torch.softmax(scores, dim=-1).double() * _ONE).round().long()
+    weights = (torch.softmax(scores, dim=-1).nan_to_num(nan=1.0).double() * _ONE).round().long()
     if params.min_p > 0:
         least = (weights.max().double() * params.min_p).ceil().long()
         weights = torch.where(weights >= least, weights, 0)

@@ -246,3 +246,24 @@ def test_nothing_in_nothing_out() -> None:
 def test_logits_must_be_a_row_each(shape: tuple[int, ...]) -> None:
     with pytest.raises(BookError, match="for 1 rows: expected"):
         sample(torch.zeros(shape), [Row(GREEDY)])
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_k=5, top_p=0.5),
+        SamplingParams(min_p=0.1, repetition_penalty=100),
+    ],
+)
+def test_broken_logits_never_give_a_token_that_does_not_exist(
+    value: float, params: SamplingParams
+) -> None:
+    for broken in (torch.full((1, 100), value), torch.zeros(1, 100).index_fill(1, IDS, value)):
+        (sampled,) = sample(broken, [Row(params, make_generator(1), [3, 4], 2)])
+        assert 0 <= sampled.token_id < 100
+
+
+IDS = torch.tensor([0, 3, 50])

@@ -1,0 +1,195 @@
+"""The options of every command that opens the engine, in one place.
+
+Typer reads a command's signature. `with_engine` writes one: the fields of `EngineArguments` stand
+in it as options, and the command is called with them as one `engine`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from penstock.commands.config import parse_settings
+from penstock.config import Config
+from penstock.engine.options import EngineOptions, tiers_config
+from penstock.errors import ConfigError
+from penstock.machine import check_machine
+
+_PANEL = "Engine"
+_TIERS_PANEL = "KV tiers"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="A folder, a .gguf file, a name on the Hugging Face hub, or smollm2-135m.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArguments:
+    kv_offloading_size: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="GiB",
+            help="DRAM for KV; 0 offloads nothing. By default host.size of the settings.",
+            rich_help_panel=_TIERS_PANEL,
+        ),
+    ] = None
+    disk_path: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="A folder for KV that survives a restart.",
+            rich_help_panel=_TIERS_PANEL,
+        ),
+    ] = None
+    disk_size: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="GiB", help="The most that folder takes.", rich_help_panel=_TIERS_PANEL
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A TOML file of settings; else the one PENSTOCK_CONFIG names.",
+            rich_help_panel=_TIERS_PANEL,
+        ),
+    ] = None
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="A setting that overrules all others; may be repeated.",
+            rich_help_panel=_TIERS_PANEL,
+        ),
+    ] = None
+    device_kv_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="GiB",
+            help="KV on the device. By default 1 on a CPU, and on a GPU what is left.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            min=0.01, max=1, metavar="SHARE", help="Of a GPU's memory.", rich_help_panel=_PANEL
+        ),
+    ] = 0.9
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE",
+            help="auto, bfloat16, float16 or float32.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = "auto"
+    device: Annotated[
+        str,
+        typer.Option(metavar="DEVICE", help="auto, cpu or cuda.", rich_help_panel=_PANEL),
+    ] = "auto"
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens of a block. By default so many that it has 1 to 2 MiB.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Tokens of one step.", rich_help_panel=_PANEL),
+    ] = 512
+    max_num_seqs: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Sequences that run at once.", rich_help_panel=_PANEL
+        ),
+    ] = 64
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Sequences that may wait; more are refused.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 256
+
+    def given(self) -> dict[str, Any]:
+        """As `EngineOptions` names them."""
+        outside = ("config", "set")
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in outside
+        }
+
+    def options(self, model: str) -> EngineOptions:
+        return EngineOptions(model, **self.given())
+
+    def tiers(self, model: str) -> Config | None:
+        """The tiers that are asked for, checked against this machine; None: nothing is offloaded.
+
+        Later sources win: the file, the environment, the options, --set.
+        """
+        config = tiers_config(self.options(model), self.config, parse_settings(self.set or ()))
+        if config is not None:
+            check_machine(config)
+        return config
+
+
+def with_engine(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with a parameter `engine`, as one with an option for each of its fields."""
+    hints = get_type_hints(EngineArguments, include_extras=True)
+    names = [field.name for field in fields(EngineArguments)]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        engine = EngineArguments(**{name: given.pop(name) for name in names})
+        command(**given, engine=engine)
+
+    own = inspect.signature(command, eval_str=True)
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own.parameters.values()
+        if parameter.name != "engine"
+    ]
+    parameters += [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(EngineArguments)
+    ]
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raise ConfigError where an optional part of Penstock is not installed."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} is not installed, which this command needs; run "
+            f"`pip install 'penstock[{extra}]'`"
+        )

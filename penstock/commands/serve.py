@@ -1,0 +1,206 @@
+"""`penstock serve`: OpenAI's API over the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.commands.engine_arguments import (
+    EngineArguments,
+    require_extra,
+    with_engine,
+)
+from penstock.config import ENV_API_KEY
+from penstock.engine.options import EMBEDDED
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.server.backend import Serving
+    from penstock.server.process import Process
+
+EXAMPLE = (
+    "Example: penstock serve --kv-offloading-size 8 --disk-path /var/cache/penstock --disk-size 64"
+)
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@with_engine
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder, a .gguf file, a name on the Hugging Face hub, or smollm2-135m.",
+        ),
+    ] = EMBEDDED,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="The address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="0 takes a free one.")
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=ENV_API_KEY,
+            metavar="KEY",
+            help="Wanted of every request to /v1. Safer in the environment: others see options.",
+            show_default=False,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="What clients call the model; may be repeated.", show_default=False
+        ),
+    ] = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1024, metavar="BYTES", help="Larger requests are refused.")
+    ] = 32 << 20,
+    grace_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0, max=86400, metavar="S", help="How long running requests may finish at the end."
+        ),
+    ] = 30.0,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="debug: also each request's story.")
+    ] = LogLevel.INFO,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="When ready, print one line of JSON on stdout.")
+    ] = False,
+    *,
+    engine: EngineArguments,
+) -> None:
+    """Serve a model over HTTP in OpenAI's format, with KV in tiers.
+
+    /health answers from the start, /ready once the model is loaded. Stop it with Ctrl-C or
+    SIGTERM: running requests finish, KV on disk is complete; a second time it stops at once.
+    """
+    require_extra("server", "fastapi", "uvicorn", "pydantic")
+    require_extra("engine", "torch", "transformers")
+    tiers = engine.tiers(model)
+    _check_key(api_key)
+    names = tuple(served_model_name or ())
+    if not all(name.strip() for name in names):
+        raise ConfigError("a --served-model-name is empty; clients need something to call it.")
+    _set_logging(log_level)
+
+    from penstock.metrics import Metrics
+    from penstock.server.app import AppSettings
+    from penstock.server.backend import Backend
+    from penstock.server.load import load_serving
+    from penstock.server.process import Process, ProcessSettings, bind, url_of
+
+    listener = bind(host, port)
+    started, url = time.monotonic(), url_of(listener)
+    _tell(f"listening on {url}")
+    if api_key is None and not _is_loopback(listener):
+        _tell(
+            f"warning: everybody who reaches {url} may use it; give an --api-key, or listen on "
+            "127.0.0.1"
+        )
+    metrics = Metrics()
+
+    def load() -> Serving:
+        return load_serving(engine.options(model), tiers, metrics=metrics, names=names, tell=_tell)
+
+    def announce(serving: Serving) -> None:
+        seconds = time.monotonic() - started
+        if as_json:
+            facts = {"url": url, "models": serving.names, "pid": os.getpid(), "seconds": seconds}
+            typer.echo(json.dumps(facts))
+        else:
+            typer.echo(_ready_text(url, serving.names[0], seconds, has_key=api_key is not None))
+        sys.stdout.flush()
+
+    settings = ProcessSettings(
+        AppSettings(api_key, max_body_bytes), grace_seconds, log_level is LogLevel.DEBUG
+    )
+    process = Process(listener, Backend(metrics), load, settings, announce)
+    with _stop_on_signals(process):
+        was_loaded = asyncio.run(process.run())
+    if not was_loaded:
+        # The loader cannot be interrupted, and has written nothing that a crash could spoil.
+        sys.stdout.flush()
+        os._exit(0)
+    _tell("stopped")
+
+
+def _ready_text(url: str, model: str, seconds: float, *, has_key: bool) -> str:
+    key = f'-H "Authorization: Bearer ${ENV_API_KEY}" ' if has_key else ""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    return (
+        f"Penstock serves {model} on {url}/v1, ready after {seconds:.1f} s. Try it:\n"
+        f"  curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def _tell(text: str) -> None:
+    typer.echo(f"penstock: {text}", err=True)
+
+
+def _check_key(api_key: str | None) -> None:
+    if api_key is not None and (not api_key.strip() or not api_key.isprintable()):
+        raise ConfigError(
+            "the API key is empty or has characters that no header can carry; choose another."
+        )
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def _set_logging(level: LogLevel) -> None:
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("penstock").setLevel(level.value.upper())
+    # It tells of every connection that comes and goes.
+    quiet = logging.INFO if level is LogLevel.DEBUG else logging.WARNING
+    logging.getLogger("uvicorn").setLevel(quiet)
+
+
+@contextmanager
+def _stop_on_signals(process: Process) -> Iterator[None]:
+    num_asked = 0
+
+    def say(text: str) -> None:
+        # Not through `sys.stderr`: the signal may have come while that was being written to.
+        os.write(2, f"penstock: {text}\n".encode())
+
+    def ask(number: int, _: FrameType | None) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            say("stopped at once; requests that were running are cut off")
+            os._exit(128 + number)
+        say("stopping: running requests may finish; ask again to stop at once")
+        process.stop()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)

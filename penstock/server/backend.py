@@ -1,0 +1,103 @@
+"""The engine as the endpoints see it: on its way, at work, stopping, or dead."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from penstock.metrics import Metrics
+from penstock.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from penstock.engine.service import Service
+    from penstock.server.prompts import Prompts
+
+_LOADING_RETRY_SECONDS = 5.0
+_STOPPING_RETRY_SECONDS = 30.0
+
+
+class Phase(StrEnum):
+    LOADING = "loading"
+    SERVING = "serving"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A loaded model: its service, its names, and the way to its tokens."""
+
+    service: Service
+    prompts: Prompts
+    names: tuple[str, ...]  # what clients may call it; answers and lists begin with the first
+    max_choices: int  # sequences that one request may ask for
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def fingerprint(self) -> str:
+        return f"fp_{self.service.engine.loaded.weights_fingerprint[:12]}"
+
+    def check_name(self, name: str | None) -> str:
+        """The name to answer under; None stands for the only model there is."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            known = " or ".join(self.names)
+            raise ApiError(
+                404,
+                f"there is no model {name[:200]!r} here: expected {known}.",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+
+class Backend:
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self._serving: Serving | None = None
+        self._stopping = False
+
+    @property
+    def phase(self) -> Phase:
+        if self._serving is not None and self._serving.service.failure is not None:
+            return Phase.FAILED
+        if self._stopping:
+            return Phase.STOPPING
+        return Phase.LOADING if self._serving is None else Phase.SERVING
+
+    def serve(self, serving: Serving) -> None:
+        self._serving = serving
+
+    def stop(self) -> None:
+        """Take no new requests; those there are go on."""
+        self._stopping = True
+
+    def require(self) -> Serving:
+        """The model, or an ApiError that says why not and when to ask again."""
+        match self.phase:
+            case Phase.LOADING:
+                raise ApiError(
+                    503,
+                    "the model is still being loaded; ask again soon.",
+                    code="loading",
+                    retry_after_seconds=_LOADING_RETRY_SECONDS,
+                )
+            case Phase.STOPPING:
+                raise ApiError(
+                    503,
+                    "the server is shutting down; ask another instance, or later.",
+                    code="stopping",
+                    headers={"Connection": "close"},
+                    retry_after_seconds=_STOPPING_RETRY_SECONDS,
+                )
+            case Phase.FAILED:
+                raise ApiError(
+                    503,
+                    "the engine has failed, and its log says why; restart the server.",
+                    code="failed",
+                )
+        assert self._serving is not None
+        return self._serving

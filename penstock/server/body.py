@@ -1,0 +1,114 @@
+"""A request's body: its size is bounded while it is read, and what is wrong with it is said."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import reprlib
+from collections.abc import Iterator
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect, Request
+
+from penstock.server.errors import ApiError
+from penstock.units import format_bytes
+
+READ_SECONDS = 120.0
+_JSON = "application/json"
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+async def read_body(request: Request, model: type[_Model], max_bytes: int) -> _Model:
+    """The body as a `model`; raises ApiError for all that is wrong with it."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != _JSON:
+        # Also keeps web pages out: a browser asks leave before it sends JSON to another site.
+        raise ApiError(
+            415,
+            f"the body is of type {kind[:80] or 'none'!r}: expected {_JSON}; set Content-Type.",
+        )
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            data = await _read_bytes(request, max_bytes)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {READ_SECONDS:.0f} s; send it again."
+        ) from None
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended early; send it again.") from None
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise _explain(error, model) from None
+
+
+async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(
+        413,
+        f"the body is larger than {format_bytes(max_bytes)}; send less, or start the server with "
+        "a larger --max-body-bytes.",
+        headers={"Connection": "close"},
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and len(declared) < 20 and int(declared) > 2 * max_bytes:
+        raise too_large
+    chunks, num_bytes = [], 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes <= max_bytes:
+            chunks.append(chunk)
+            continue
+        chunks.clear()
+        # A little more is thrown away first: who is cut off while sending sees no answer.
+        if num_bytes > 2 * max_bytes:
+            break
+    if num_bytes > max_bytes:
+        raise too_large
+    return b"".join(chunks)
+
+
+def _explain(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    detail = error.errors(include_url=False)[0]
+    context, kind = detail.get("ctx", {}), detail["type"]
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON ({context['error']}); correct it.")
+    param = _path(detail)
+    if kind == "refused":
+        param = context["param"] or param
+        return ApiError(400, context["text"], param=param, code=context["code"])
+    if kind == "extra_forbidden":
+        name = str(detail["loc"][-1])[:80]
+        close = difflib.get_close_matches(name, _field_names(model), n=1)
+        advice = f"did you mean {close[0]}?" if close else "leave it out."
+        message = f"Unrecognized request argument supplied: {param!r}; {advice}"
+        return ApiError(400, message, param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(400, f"{param} is missing; give it.", param=param, code="missing_parameter")
+    expected = detail["msg"].replace("Input should be", "expected")
+    shown = reprlib.repr(detail["input"])
+    what = f"{param} is" if param else "the body is"
+    return ApiError(400, f"{what} {shown}: {expected}; correct it.", param=param)
+
+
+def _path(detail: ErrorDetails) -> str | None:
+    """Where it is, as a client writes it: messages[0].content. Branches of unions are no place."""
+    path = ""
+    for part in detail["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() or detail["type"] == "extra_forbidden":
+            path += f".{part[:80]}" if path else part[:80]
+    return path or None
+
+
+def _field_names(model: Any) -> Iterator[str]:
+    """Of the model and of all models inside it."""
+    for name, field in getattr(model, "model_fields", {}).items():
+        yield name
+        pending = [field.annotation]
+        while pending:
+            kind = pending.pop()
+            pending.extend(get_args(kind))
+            yield from _field_names(kind)

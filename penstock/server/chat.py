@@ -1,0 +1,115 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from penstock.server.answers import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+)
+from penstock.server.generation import Generation, sampling_params
+from penstock.server.logprobs import chat_logprobs
+from penstock.server.schema import ChatRequest
+from penstock.server.sse import EventStream
+
+if TYPE_CHECKING:
+    from penstock.engine.sampler import Sampled
+    from penstock.server.backend import Serving
+
+
+class Chat:
+    """One conversation's next answer, or several."""
+
+    def __init__(self, request: ChatRequest, serving: Serving) -> None:
+        """Raises ApiError for all that can be refused before the prompt is read."""
+        self._request = request
+        self._serving = serving
+        self._params = sampling_params(
+            request,
+            max_tokens=request.max_completion_tokens or request.max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": serving.check_name(request.model),
+            "system_fingerprint": serving.fingerprint,
+        }
+
+    async def start(self, tenant: str) -> Generation:
+        messages = [message.plain() for message in self._request.messages]
+        ids = await self._serving.prompts.encode_chat(messages)
+        return await Generation.start(
+            self._serving,
+            [ids],
+            self._params,
+            tenant=tenant,
+            priority=self._request.priority or 0,
+        )
+
+    async def whole(self, generation: Generation) -> Response:
+        choices = [
+            ChatChoice(
+                index=index,
+                message=ChatMessage(
+                    role="assistant",
+                    content="".join(delta.text for delta in deltas),
+                    refusal=None,
+                ),
+                logprobs=self._logprobs([delta.sampled for delta in deltas]),
+                finish_reason=deltas[-1].finish_reason,  # type: ignore[arg-type]  # checked
+            )
+            for index, deltas in enumerate(await generation.gather())
+        ]
+        answer = ChatCompletion(
+            object="chat.completion", choices=choices, usage=generation.usage(), **self._head
+        )
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    def stream(self, generation: Generation) -> Response:
+        return EventStream(self._chunks(generation), generation.close)
+
+    async def _chunks(self, generation: Generation) -> AsyncGenerator[ChatChunk, None]:
+        options = self._request.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        usage: dict[str, Any] = {"usage": None} if with_usage else {}
+
+        def chunk(index: int, delta: ChatDelta, **fields: Any) -> ChatChunk:
+            choice = ChatChunkChoice(
+                index=index, delta=delta, **{"logprobs": None, "finish_reason": None, **fields}
+            )
+            return ChatChunk(
+                object="chat.completion.chunk", choices=[choice], **usage, **self._head
+            )
+
+        for index in range(self._params.n):
+            yield chunk(index, ChatDelta(role="assistant", content=""))
+        async with aclosing(generation.pieces()) as pieces:
+            async for index, delta in pieces:
+                if delta.text or self._request.logprobs:
+                    logprobs = self._logprobs([delta.sampled])
+                    yield chunk(index, ChatDelta(content=delta.text), logprobs=logprobs)
+                if delta.finish_reason is not None:
+                    yield chunk(index, ChatDelta(), finish_reason=delta.finish_reason)
+        if with_usage:
+            yield ChatChunk(
+                object="chat.completion.chunk",
+                choices=[],
+                usage=generation.usage(),
+                **self._head,
+            )
+
+    def _logprobs(self, samples: Sequence[Sampled]) -> ChatLogprobs | None:
+        return chat_logprobs(samples, self._serving.prompts) if self._request.logprobs else None

@@ -1,0 +1,61 @@
+"""The outermost layer: every request has an id, and every failure an answer.
+
+What went wrong is logged as a place in the code, never as a value: prompts stay out of logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import traceback
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.server.errors import internal, stopped
+
+log = logging.getLogger("penstock.server")
+
+HEADER = "X-Request-Id"
+_SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class Front:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(Headers(scope=scope).get(HEADER, ""))
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)[HEADER] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            if started:
+                raise
+            # The server stops and cannot wait any longer; uvicorn would say so in plain text.
+            await stopped().response()(scope, receive, send_with_id)
+        except Exception as error:
+            places = "".join(traceback.format_tb(error.__traceback__))
+            log.error("request %s failed with %s at\n%s", request_id, type(error).__name__, places)
+            if started:
+                # Cut off: a connection that ends well would make half an answer look whole.
+                raise ConnectionError("the answer was cut off") from None
+            await internal().response()(scope, receive, send_with_id)
+
+
+def _request_id(given: str) -> str:
+    return given if _SAFE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

@@ -1,0 +1,268 @@
+"""The requests: OpenAI's fields, vLLM's extensions, and what becomes of each.
+
+A field is honoured, or ignored because it changes no answer (`Ignored`), or refused because it
+would change the answer and cannot be honoured (`Refused`). A name nobody knows is refused too: a
+misspelt parameter must not silently be none. Types are strict: "1" is no number, 1 is not true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from penstock.engine.params import MAX_LOGPROBS
+
+MAX_CHOICES = 128
+_MAX_STOPS = 16
+_MAX_STOP_CHARS = 1024
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+def _refused(
+    message: str, param: str | None = None, code: str | None = None
+) -> PydanticCustomError:
+    """An error whose message is shown as it stands."""
+    context = {"text": message, "param": param, "code": code}
+    return PydanticCustomError("refused", "{text}", context)
+
+
+def _unsupported(message: str, param: str | None = None) -> PydanticCustomError:
+    return _refused(message, param, "unsupported_parameter")
+
+
+def _refuse_unless_empty(value: object, info: ValidationInfo) -> object:
+    if value is None or value in ("", [], {}, False):
+        return value
+    raise _unsupported(f"{info.field_name} is not supported by this server; leave it out.")
+
+
+def _expected(text: str) -> WrapValidator:
+    """One sentence for a union, in place of an error from each of its branches."""
+
+    def validate(value: Any, inner: Callable[[Any], Any]) -> Any:
+        try:
+            return inner(value)
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                if detail["type"] == "refused":
+                    raise _refused(detail["ctx"]["text"], code=detail["ctx"]["code"]) from None
+            raise PydanticCustomError("shape", "expected {text}", {"text": text}) from None
+
+    return WrapValidator(validate)
+
+
+Ignored = Annotated[Any, Field(description="Accepted and ignored.")]
+Refused = Annotated[
+    Any,
+    AfterValidator(_refuse_unless_empty),
+    WithJsonSchema({"type": "null", "description": "Not supported."}),
+]
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_StopText = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+_Stop = Annotated[
+    _StopText | Annotated[list[_StopText], Field(max_length=_MAX_STOPS, fail_fast=True)] | None,
+    _expected(
+        f"a string or a list of up to {_MAX_STOPS} strings, none of them empty or longer than "
+        f"{_MAX_STOP_CHARS} characters"
+    ),
+]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[
+    str
+    | _TokenIds
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
+    _expected(
+        "a string, a list of token ids, or a list of up to "
+        f"{MAX_CHOICES} strings or lists of token ids"
+    ),
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Ignored = None
+
+
+class GenerationRequest(_Strict):
+    """What chats and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: _Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: _Int64 | None = None
+    stop: _Stop = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=128, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    logit_bias: Refused = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise _refused(
+                "stream_options is given and stream is not true; set it, or leave the options out.",
+                "stream_options",
+            )
+        return self
+
+
+def _one_of(*words: str, advice: str) -> Any:
+    """A string that is one of these, and a sentence for those who send another."""
+
+    def check(word: str) -> str:
+        if word not in words:
+            known = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
+            raise _unsupported(f"{word[:40]!r} is not supported: expected {known}; {advice}.")
+        return word
+
+    return Annotated[
+        str, AfterValidator(check), WithJsonSchema({"type": "string", "enum": list(words)})
+    ]
+
+
+if TYPE_CHECKING:
+    _Role = str
+    _Text = str
+else:
+    _Role = _one_of(*_ROLES, advice="there are no tools here")
+    _Text = _one_of("text", advice="this model reads and writes text only")
+
+
+class TextPart(BaseModel):
+    # Hints such as cache_control may stand beside the text; there is nothing to misspell.
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: _Text
+    text: str
+
+
+class Message(_Strict):
+    role: _Role
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None,
+        _expected("a string or a list of parts of type text"),
+    ] = None
+    name: str | None = None
+    refusal: Ignored = None
+    annotations: Ignored = None
+    audio: Refused = None
+    function_call: Refused = None
+    tool_calls: Refused = None
+
+    def plain(self) -> dict[str, str]:
+        """The message as chat templates take it."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        plain = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content or "",
+        }
+        return plain if self.name is None else {**plain, "name": self.name}
+
+
+class TextFormat(_Strict):
+    type: _Text
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prediction: Ignored = None
+    parallel_tool_calls: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+
+    audio: Refused = None
+    functions: Refused = None
+    modalities: list[_Text] | None = None
+    moderation: Refused = None
+    reasoning_effort: Refused = None
+    response_format: TextFormat | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    verbosity: Refused = None
+    web_search_options: Refused = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatRequest:
+        if self.tools and self.tool_choice != "none":
+            raise _unsupported(
+                'tools are not supported; leave them out, or set tool_choice to "none".', "tools"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _refused(
+                "top_logprobs is given and logprobs is not true; set it, or leave it out.",
+                "top_logprobs",
+            )
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise _refused(
+                "max_tokens and max_completion_tokens differ; give one of them.", "max_tokens"
+            )
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: _Count | None = None
+    suffix: Refused = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise _unsupported(
+                "best_of: expected the same as n, or none; choosing among more is not supported.",
+                "best_of",
+            )
+        if self.echo and self.logprobs is not None:
+            raise _unsupported(
+                "echo together with logprobs is not supported, since the log probabilities of a "
+                "prompt are not known; leave one of them out.",
+                "echo",
+            )
+        return self

@@ -1,0 +1,163 @@
+"""`penstock serve` from its command line: what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from server.running import Spawned, make_tiny, wait_until
+
+from penstock.engine.weights import embedded_gguf
+
+
+@pytest.fixture
+def serve(
+    run: Callable[..., object], monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> Callable[..., str]:
+    """Runs it in this process with what it must refuse; returns the sentence."""
+    monkeypatch.setattr("penstock.commands.serve._set_logging", lambda _: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+    def refuse(*argv: object) -> str:
+        ran = run("serve", *argv, *(() if "--port" in argv else ("--port", 0)))
+        assert (ran.code, ran.stdout) == (2, "")  # type: ignore[attr-defined]
+        *progress, sentence = ran.stderr.splitlines()  # type: ignore[attr-defined]
+        assert all(line.startswith("penstock: ") for line in (*progress, sentence))
+        said = "\n".join((*progress, sentence.removeprefix("penstock: ")))
+        assert "Traceback" not in said
+        return said
+
+    return refuse
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
+    serve: Callable[..., str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = serve("--port", port)
+    assert said.startswith(f"port {port} of 127.0.0.1 cannot be had: another process")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kv-offloading-size", "-1"], "--kv-offloading-size"),
+        (["--kv-offloading-size", "nan"], "size"),
+        (["--kv-offloading-size", "1e9"], "no more than the machine's memory"),
+        (["--disk-size", "-1"], "--disk-size"),
+        (["--device-kv-gib", "-1"], "--device-kv-gib"),
+        (["--max-waiting", "0"], "--max-waiting"),
+        (["--max-body-bytes", "-5"], "--max-body-bytes"),
+        (["--grace-seconds", "-1"], "--grace-seconds"),
+        (["--port", "70000"], "--port"),
+        (["--set", "host.sze=1GiB"], "did you mean host.size?"),
+        (["--set", "nonsense"], "--set 'nonsense' is not a setting"),
+        (["--config", "/nowhere.toml"], "there is no file /nowhere.toml"),
+        (["--kv-offloading-size", "0", "--disk-path", "kv"], "passes through DRAM"),
+        (["--disk-path", "/dev/null/kv"], "lies below the file /dev/null"),
+        (["--host", "no.such.host.invalid"], "has no address"),
+        (["--api-key", ""], "API key is empty"),
+        (["--api-key", "a\nb"], "no header can carry"),
+        (["--served-model-name", ""], "something to call it"),
+        (["--log-level", "loud"], "--log-level"),
+        (["--prot", "1"], "--prot"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_options_that_cannot_be(
+    serve: Callable[..., str], arguments: list[str], words: str
+) -> None:
+    said = serve("smollm2-135m", *arguments)
+    assert words in said
+    assert "listening" not in said
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("/no/such/model", "there is no model at '/no/such/model'"),
+        ("/no/such/model.gguf", "cannot be read"),
+    ],
+)
+def test_a_model_that_is_not_there(serve: Callable[..., str], model: str, words: str) -> None:
+    said = serve(model)
+    assert words in said.splitlines()[-1]
+    assert "listening on http://127.0.0.1:" in said
+
+
+def test_a_model_that_is_cut_off(serve: Callable[..., str], tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    with embedded_gguf().open("rb") as whole:
+        cut.write_bytes(whole.read(1 << 20))
+    assert f"{cut} cannot be unpacked" in serve(cut).splitlines()[-1]
+
+
+def test_whoever_listens_to_all_without_a_key_is_warned(serve: Callable[..., str]) -> None:
+    assert "everybody who reaches http://0.0.0.0:" in serve("/no/model", "--host", "0.0.0.0")
+    assert "everybody" not in serve("/no/model", "--host", "0.0.0.0", "--api-key", "s3cret")
+    assert "everybody" not in serve("/no/model", "--host", "localhost")
+
+
+def test_parts_that_are_not_installed_are_named(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'penstock[server]'" in serve()
+
+
+def test_the_key_in_the_environment_is_no_setting(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "s3cret")
+    said = serve("/no/model", "--host", "0.0.0.0")
+    assert "everybody" not in said
+    assert "s3cret" not in said
+
+
+# The whole process.
+
+
+@pytest.fixture
+def spawn(cache: Path) -> Iterator[Callable[..., Spawned]]:
+    made: list[Spawned] = []
+
+    def make(*arguments: object) -> Spawned:
+        made.append(Spawned(cache, *arguments))
+        return made[-1]
+
+    yield make
+    for spawned in made:
+        spawned.end(signal.SIGKILL)
+
+
+def test_stopped_while_it_loads(spawn: Callable[..., Spawned], cache: Path) -> None:
+    spawned = spawn(make_tiny(cache))
+    wait_until(lambda: "starting the engine" in spawned.stderr, "it begins")
+    assert spawned.end(signal.SIGTERM) == 0
+    assert "Traceback" not in spawned.stderr
+
+
+def test_asked_twice_it_stops_at_once(spawn: Callable[..., Spawned], cache: Path) -> None:
+    spawned = spawn(
+        *(make_tiny(cache), "--grace-seconds", 300, "--kv-offloading-size", 0),
+        *("--device-kv-gib", 0.1, "--log-level", "debug"),
+    )
+    spawned.wait_ready()
+    body = {"prompt": "my secret", "max_tokens": 500, "n": 64, "stream": True}
+    with (
+        spawned.client() as client,
+        client.stream("POST", "/v1/completions", json=body) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        spawned.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "stopping: running requests may finish" in spawned.stderr, "it hears")
+        assert spawned.end(signal.SIGINT) == 130
+    assert "stopped at once" in spawned.stderr
+    assert "first token after" in spawned.stderr  # the engine's story, with --log-level debug
+    assert '"POST /v1/completions HTTP/1.1" 200' in spawned.stderr
+    assert "secret" not in spawned.stderr
