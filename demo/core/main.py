@@ -1,6 +1,6 @@
 """The core's demonstration: fill DRAM, spill to disk, kill -9, restart, load back, verified.
 
-    python demo/core.py [--out DIR]
+    python demo/core/main.py [--out DIR]
 
 Writes DIR/report.html with the picture. Exits with 1 if a single bit came back wrong.
 """
@@ -68,7 +68,7 @@ def show(title: str, story: Iterator[Facts]) -> list[Facts]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("demo/out"))
+    parser.add_argument("--out", type=Path, default=Path("demo/out/core"))
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="store-", dir=out))

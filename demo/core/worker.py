@@ -1,7 +1,7 @@
-"""One life of a process that keeps KV in tiers. Started twice by demo/core.py.
+"""One life of a process that keeps KV in tiers. Started twice by demo/core/main.py.
 
-    python demo/worker.py save DIRECTORY     saves conversations until it is killed
-    python demo/worker.py load DIRECTORY     loads them all back, and compares every bit
+    python demo/core/worker.py save DIRECTORY     saves conversations until it is killed
+    python demo/core/worker.py load DIRECTORY     loads them all back, and compares every bit
 
 Tells what happens as JSON lines; times are CLOCK_MONOTONIC, so two lives share one axis.
 """
