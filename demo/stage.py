@@ -106,8 +106,8 @@ class Screen:
         )
         shown = self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=not shown) as bars:
-            bar = bars.add_task(doing, total=1.0, words="")
-            yield lambda share, words: bars.update(bar, completed=share, words=words)
+            bar = bars.add_task(doing, total=None, words="")  # swings until a share is told
+            yield lambda share, words: bars.update(bar, total=1.0, completed=share, words=words)
 
 
 @dataclass(slots=True)
@@ -189,8 +189,9 @@ def ask(
 def _share(engine: Engine, requests: Sequence[Request]) -> tuple[float, str]:
     if len(requests) == 1:
         (request,) = requests
-        share = request.num_computed / len(request.tokens)
-        return share, f"{request.num_computed:,} of {len(request.prompt_ids):,} tokens"
+        num_prompt = len(request.prompt_ids)
+        num_done = min(request.num_computed, num_prompt)
+        return num_done / num_prompt, f"{num_done:,} of {num_prompt:,} tokens"
     num_done = sum(request.finish_reason is not None for request in requests)
     scheduler = engine.scheduler
     return num_done / len(requests), (

@@ -39,7 +39,7 @@ class Settings:
     plan_seconds: float  # the whole is planned to end by then
 
 
-FULL = Settings((512, 2_048, 8_000), 8, 85.0, None, 1_024, 280.0)
+FULL = Settings((512, 2_048, 8_000), 8, 90.0, None, 1_024, 280.0)
 QUICK = Settings((128, 256), 4, 10.0, sessions.Shape.of(4, 2, 80, 4, 1), 192, 265.0)
 
 

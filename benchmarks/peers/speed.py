@@ -97,11 +97,11 @@ def transformers(folder: str, dtype: str) -> Generate:
                 output = model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)
                 caches[name] = (output.past_key_values, output.logits[:, -1:].argmax(-1))
             cache, token = caches[name]
-            length = cache.get_seq_length()
             for _ in range(num - 1):
                 output = model(token, past_key_values=cache, use_cache=True)
                 token = output.logits[:, -1:].argmax(-1)
-            cache.crop(length)
+            if num > 1:
+                cache.crop(-(num - 1))
         return token
 
     return generate

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -162,6 +163,8 @@ def with_engine(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
+        # Idle threads that spin take the processor from others; torch reads this when it loads.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         engine = EngineArguments(**{name: given.pop(name) for name in names})
         command(**given, engine=engine)
 

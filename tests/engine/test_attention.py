@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.engine.attention.cpu import DecodeBatch
+from penstock.engine.attention.torch import _attend_in_two
 
 BLOCK_TOKENS = 16
 LAYERS = 2
@@ -90,3 +91,20 @@ def test_two_engines_may_attend_at_once() -> None:
         work = lambda batch: [batch.attend(query, 0, 0.2) for _ in range(20)]  # noqa: E731
         for results in threads.map(work, batches):
             assert all(torch.equal(result, wanted) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_chunk_behind_a_long_history_is_attended_as_with_a_mask(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    num_past, num_new = 1500, 37
+    query = torch.randn(1, 6, num_new, 32).to(dtype)
+    key, value = (torch.randn(1, 2, num_past + num_new, 32).to(dtype) for _ in range(2))
+    positions = torch.arange(num_past, num_past + num_new)
+    mask = torch.arange(num_past + num_new)[None] <= positions[:, None]
+    wanted = scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), mask, scale=0.2, enable_gqa=True
+    )
+    found = _attend_in_two(query, key, value, num_past, 0.2)
+    assert found.dtype is dtype
+    tolerance = 2e-6 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "penstock"
+_LONG_PAST = 1024  # tokens: from here on two passes beat one with a mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ def paged_attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float | None) -> Tensor:
     mask = None
+    if span.num_new > 1 and span.num_past >= _LONG_PAST and query.device.type == "cpu":
+        return _attend_in_two(query, key, value, span.num_past, scaling)
     if span.num_past and span.num_new > 1:
         positions = torch.arange(span.num_past, span.num_past + span.num_new, device=query.device)
         mask = torch.arange(key.shape[2], device=query.device)[None] <= positions[:, None]
@@ -99,6 +102,23 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: floa
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _attend_in_two(
+    query: Tensor, key: Tensor, value: Tensor, num_past: int, scaling: float | None
+) -> Tensor:
+    """History without a mask, the chunk itself causally, then merged: a mask of that width costs
+    a tenth of the time."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    past, past_sum = flash(query, key[:, :, :num_past], value[:, :, :num_past], scale=scaling)
+    own, own_sum = flash(
+        query, key[:, :, num_past:], value[:, :, num_past:], is_causal=True, scale=scaling
+    )
+    both = torch.logaddexp(past_sum, own_sum)
+    past_share = (past_sum - both).exp()[..., None].to(past.dtype)
+    own_share = (own_sum - both).exp()[..., None].to(own.dtype)
+    merged: Tensor = past * past_share + own * own_share
+    return merged
 
 
 def register() -> None:
