@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.types import BlockKey, Direction, Tier, Verdict
@@ -206,3 +207,15 @@ Event = (
     | Finished
 )
 Observer = Callable[[Event], None]
+
+log = logging.getLogger(__name__)
+
+
+def tell(observers: Iterable[Observer], events: Iterable[Event]) -> None:
+    """Hand every event to every observer. Who watches must not stop what is watched."""
+    for event in events:
+        for observer in observers:
+            try:
+                observer(event)
+            except Exception:
+                log.exception("an observer failed on %r", event)

@@ -10,21 +10,19 @@ the host neither reads nor reuses them. Between `save` and its `Done` it must no
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from penstock.clock import Clock
-from penstock.costs import LinkRate, RateMeter, load_seconds
+from penstock.costs import LinkRate, load_seconds
 from penstock.errors import PenstockError
-from penstock.events import Event, LookedUp, Moved, Observer, Recovered, TicketDone
+from penstock.events import Event, LookedUp, Moved, Observer, Recovered, TicketDone, tell
+from penstock.meters import RateMeter
 from penstock.tiers import TierStack
 from penstock.transfer.engine import TransferEngine
 from penstock.transfer.recovery import Recovery
 from penstock.types import BlockKey, Direction, Done, Match, Slot, TicketId, Tier, Verdict
-
-log = logging.getLogger(__name__)
 
 _RECOVERY_SECONDS_PER_STEP = 0.005
 _LET_COPIES_START_SECONDS = 50e-6
@@ -250,9 +248,4 @@ class Offloader:
             self._num_recovered = 0
 
     def _tell(self, events: Iterable[Event]) -> None:
-        for event in events:
-            for observer in self._observers:
-                try:
-                    observer(event)
-                except Exception:  # who watches must not stop what is watched
-                    log.exception("an observer failed on %r", event)
+        tell(self._observers, events)

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from penstock.costs import (
     Choice,
     LinkRate,
-    PrefillMeter,
     PrefillRate,
-    RateMeter,
     break_even_tokens,
     choose_load,
     load_seconds,
 )
 from penstock.errors import ConfigError
+from penstock.meters import PrefillMeter, RateMeter
 from penstock.types import Match, Run, Tier
 
 LLAMA_8B_BYTES_PER_TOKEN = 131_072

@@ -19,6 +19,7 @@ BOOKS = {
     "flights",
     "health",
     "costs",
+    "meters",
 }
 STORES = {"stores", "codecs"}
 FLOORS = [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.costs import Choice, LinkRate, PrefillMeter, PrefillRate, choose_load
+from penstock.costs import Choice, LinkRate, PrefillRate, choose_load
 from penstock.engine.scheduler import Chunk
+from penstock.meters import PrefillMeter
 from penstock.types import Match, Tier
 
 # A link that looks slow is only measured by using it: one match in so many is loaded all the same.

@@ -19,6 +19,7 @@ from penstock.events import (
     Refused,
     Sequences,
     Usage,
+    tell,
 )
 from penstock.types import Done, Tier
 from penstock.units import format_bytes
@@ -123,12 +124,7 @@ class Story:
         self._tell([finished])
 
     def _tell(self, events: Iterable[Event]) -> None:
-        for event in events:
-            for observer in self._observers:
-                try:
-                    observer(event)
-                except Exception:  # who watches must not stop what is watched
-                    log.exception("an observer failed on %r", event)
+        tell(self._observers, events)
 
 
 def _ms(seconds: float | None) -> str:
