@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import disk_link, engine_speed, engine_tiers, host_link, lookup
+from benchmarks import cuda_link, disk_link, engine_speed, engine_tiers, host_link, lookup
 from benchmarks.harness import Row
 from benchmarks.peers import lmcache
 
@@ -22,6 +22,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "host": host_link.run,
     "disk": disk_link.run,
     "lookup": lookup.run,
+    "cuda": cuda_link.run,
     "tiers": engine_tiers.run,
 }
 

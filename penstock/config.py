@@ -141,7 +141,7 @@ class TransferConfig:
     batch_bytes: int = field(default=32 * MiB, metadata=_setting(_SIZE))  # most of one transfer
     load_deadline_seconds: float = field(default=10.0, metadata=_setting(_SECONDS))
     max_pending_loads: int = field(default=1024, metadata=_setting(_COUNT))  # tickets
-    max_pending_save_bytes: int = field(default=1 * GiB, metadata=_setting(_SIZE))
+    max_pending_save_bytes: int = field(default=4 * GiB, metadata=_setting(_SIZE))
 
     def __post_init__(self) -> None:
         _check_section("transfer", self)
