@@ -60,7 +60,7 @@ def test_defaults() -> None:
     assert config == Config()
     assert config.host == HostConfig(4 * GIB, None, True, False, "s3fifo")
     assert config.disk == DiskConfig(None, 32 * GIB, False, True, "s3fifo", 4)
-    assert config.transfer == TransferConfig(2, 256, 32 << 20, 10.0, 1024, GIB)
+    assert config.transfer == TransferConfig(2, 256, 32 << 20, 10.0, 1024, 4 * GIB)
 
 
 def test_every_key_can_be_set_in_a_file(write: Write) -> None:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from penstock.errors import ConfigError
 from penstock.server.errors import ApiError
 
 _Result = TypeVar("_Result")
@@ -19,10 +18,6 @@ class Prompts:
     """Works on a thread of its own, one prompt at a time, so that a long one delays no answer."""
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
-        if tokenizer is None:
-            raise ConfigError(
-                "the model has no tokenizer, and a server needs one; put tokenizer.json beside it."
-            )
         # The engine's thread decodes with the original: changing its state here could break that.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._max_tokens = max_tokens
