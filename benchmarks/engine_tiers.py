@@ -114,6 +114,7 @@ def _serve_sessions(host_gib: float, share: int) -> tuple[int, float, list[list[
     """Three turns of all sessions; the tokens read and written, the time, and what was said."""
     block_tokens = 32
     with LLM(
+        dtype="float32",  # in bfloat16 another batch may give another token
         kv_offloading_size=host_gib,
         device_kv_gib=_pool_gib(SESSIONS // share, block_tokens),
         block_tokens=block_tokens,

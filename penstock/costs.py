@@ -158,8 +158,7 @@ def choose_load(
     num_blocks = 0
     for index, run in enumerate(match.runs):
         num_blocks += run.num_blocks
-        taken = [(earlier.tier, earlier.num_blocks) for earlier in match.runs[: index + 1]]
-        loading = load_seconds(taken, block_bytes, rates)
+        loading = load_seconds(match.runs[: index + 1], block_bytes, rates)
         if prefill is None or loading is None:
             return Choice(match.num_blocks)  # to load is how the rates become known
         computing = prefill.seconds(num_blocks * block_tokens, num_past_tokens)

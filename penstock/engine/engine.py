@@ -295,7 +295,6 @@ class Engine:
                 f"the prompt has {num_prompt} tokens, and the model reads at most "
                 f"{self.loaded.max_tokens - 1} and answers with one; shorten it."
             )
-        max_new = room
         if params.max_tokens is None:
             # Asked for as much as there is room for: the pool is part of what there is.
             in_pool = self.pool.num_blocks * self.block_tokens - num_prompt

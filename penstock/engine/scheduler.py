@@ -149,8 +149,7 @@ class Scheduler:
 
     def computed(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' KV is on the device: name and save the blocks that became complete."""
-        keys: list[BlockKey] = []
-        slots: list[Slot] = []
+        complete: dict[BlockKey, Slot] = {}
         for chunk in chunks:
             request = chunk.request
             if request.phase is not Phase.RUNNING:
@@ -162,13 +161,12 @@ class Scheduler:
             for index in range(request.num_named, request.num_computed // self._block_tokens):
                 key, slot = request.chain.keys[index], request.blocks[index]
                 self._pool.name(slot, key)
-                if key not in keys:
-                    keys.append(key)
-                    slots.append(slot)
+                complete.setdefault(key, slot)
             request.num_named = request.num_computed // self._block_tokens
-        if keys and self._tiers is not None:
+        if complete and self._tiers is not None:
+            slots = list(complete.values())
             self._pool.hold(slots)
-            self._saving[self._tiers.save(keys, slots)] = slots
+            self._saving[self._tiers.save(list(complete), slots)] = slots
 
     def settle(self, done: Done) -> Request | None:
         """A load or save has ended; of a load, the request that goes on."""
@@ -233,14 +231,17 @@ class Scheduler:
         request.blocks = self._pool.share(keys)
         num_shared = len(request.blocks)
         num_past = num_shared * self._block_tokens
+        # Room first: a request that waits for it must not ask the tiers at every step.
+        if not self._make_room(request, min(len(request.tokens), num_past + budget)):
+            self._drop_blocks(request)
+            return False
         choice = Choice(0)
         match = None
         if self._tiers is not None and num_shared < len(keys):
             match = self._tiers.match(keys[num_shared:])
             choice = self._choose(match, num_past)
         num_loads = choice.num_blocks
-        num_first = min(len(request.tokens), num_past + budget)
-        if not self._make_room(request, max(num_first, num_past + num_loads * self._block_tokens)):
+        if not self._make_room(request, num_past + num_loads * self._block_tokens):
             self._drop_blocks(request)
             return False
         self._waiting.remove(request)

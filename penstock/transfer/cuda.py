@@ -79,8 +79,10 @@ class CudaMover:
         with _cuda.device(self._gpu):
             stream = self._stream(direction)
             stream.wait_stream(_cuda.default_stream())
-            self._copy_all(source, sources, target, targets, stream)
-            stream.synchronize()
+            try:
+                self._copy_all(source, sources, target, targets, stream)
+            finally:
+                stream.synchronize()  # also after an error: copies queued before it still write
 
     def _stream(self, direction: Direction) -> Any:
         streams = getattr(self._streams, "by_direction", None)

@@ -147,7 +147,6 @@ def _round(
         if live and rng.random() < 0.03:
             name = rng.choice(sorted(live))
             engine.abort(name)
-            live[name].finish_reason = "abort"
         engine.step()
         for name, request in list(live.items()):
             answer = request.output_ids
