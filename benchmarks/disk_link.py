@@ -32,7 +32,8 @@ from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
 from penstock.stores.disk import DiskStore
 from penstock.stores.host import HostArena
 from penstock.transfer.engine import LaneSpec, TransferEngine
-from penstock.transfer.io import Seals, StoreMover
+from penstock.transfer.io import StoreMover
+from penstock.transfer.seals import Seals
 from penstock.types import Slot, Tier, Transfer, TransferId, Verdict
 
 TOTAL_BYTES = 512 * MIB

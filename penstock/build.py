@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.clock import Clock, SystemClock
 from penstock.config import Config, TransferConfig
+from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.ledger import Ledger
 from penstock.machine import check_machine
@@ -15,11 +17,13 @@ from penstock.offload import Offloader
 from penstock.policies import POLICIES
 from penstock.stores.base import Arena
 from penstock.stores.disk import DiskStore
-from penstock.stores.host import HostArena
+from penstock.stores.host import ArenaHandle, HostArena
 from penstock.tiers import Limits, TierStack
+from penstock.transfer.delegate import DelegatingEngine, Engine
 from penstock.transfer.engine import LaneSpec, TransferEngine
-from penstock.transfer.io import CopyMover, Mover, Seals, StoreMover
+from penstock.transfer.io import CopyMover, Mover, StoreMover
 from penstock.transfer.recovery import Recovery
+from penstock.transfer.seals import Seals
 from penstock.types import BlockSpec, Tier
 
 
@@ -38,16 +42,73 @@ def build_offloader(
     Raises ConfigError, Locked, Foreign or Full if a tier cannot be had; then nothing is left open.
     """
     check_machine(config)
-    clock = clock or SystemClock()
-    host = HostArena(
+    host = _host(config, spec)
+    seals = Seals(host, checksums=config.host.verify)
+    mover = CopyMover(device, host, seals) if device_mover is None else device_mover(host, seals)
+    lanes = {Tier.HOST: LaneSpec(mover, config.transfer.copy_threads)}
+    return _assemble(config, spec, host, seals, lanes, lambda engine: engine, clock, observers)
+
+
+@dataclass(frozen=True, slots=True)
+class Delegated:
+    """Tiers whose device belongs to other processes: they copy what `engine` has them told."""
+
+    offloader: Offloader
+    engine: DelegatingEngine
+    arena: ArenaHandle
+
+
+def build_delegated(
+    config: Config,
+    spec: BlockSpec,
+    num_workers: int,
+    *,
+    clock: Clock | None = None,
+    observers: Iterable[Observer] = (),
+) -> Delegated:
+    """As `build_offloader`, with DRAM that `num_workers` other processes share.
+
+    A block holds one part from each of them.
+    """
+    if config.host.verify:
+        raise ConfigError(
+            "host.verify is set: checksums of DRAM are not kept where other processes write it; "
+            "leave it out. What lies on disk is always verified."
+        )
+    check_machine(config)
+    host = _host(config, spec, shared=True)
+    seals = Seals(host, memory=host.seals)
+    delegates: list[DelegatingEngine] = []
+
+    def delegate(below: TransferEngine) -> DelegatingEngine:
+        delegates.append(DelegatingEngine(below, seals, num_workers))
+        return delegates[0]
+
+    offloader = _assemble(config, spec, host, seals, {}, delegate, clock, observers)
+    return Delegated(offloader, delegates[0], host.handle)
+
+
+def _host(config: Config, spec: BlockSpec, *, shared: bool = False) -> HostArena:
+    return HostArena(
         spec,
         config.host.size_bytes,
         huge_pages=config.host.huge_pages,
         numa_node=config.host.numa_node,
+        shared=shared,
     )
-    seals = Seals(host, checksums=config.host.verify)
-    mover = CopyMover(device, host, seals) if device_mover is None else device_mover(host, seals)
-    lanes = {Tier.HOST: LaneSpec(mover, config.transfer.copy_threads)}
+
+
+def _assemble(
+    config: Config,
+    spec: BlockSpec,
+    host: HostArena,
+    seals: Seals,
+    lanes: dict[Tier, LaneSpec],
+    wrap: Callable[[TransferEngine], Engine],
+    clock: Clock | None,
+    observers: Iterable[Observer],
+) -> Offloader:
+    clock = clock or SystemClock()
     lower: dict[Tier, Ledger] = {}
     recoveries = []
     with ExitStack() as opened:
@@ -73,7 +134,7 @@ def build_offloader(
         )
         return Offloader(
             stack,
-            TransferEngine(lanes, clock, max_queued=config.transfer.queue_transfers),
+            wrap(TransferEngine(lanes, clock, max_queued=config.transfer.queue_transfers)),
             clock,
             block_bytes=spec.block_bytes,
             load_deadline_seconds=config.transfer.load_deadline_seconds,

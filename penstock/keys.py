@@ -90,6 +90,10 @@ class KeyChain:
         self._parent = parent
         self._pending = data[full:]
 
+    def mix(self, name: bytes) -> None:
+        """Let all keys from that of the unfinished block on depend on `name`: an image's, say."""
+        self._parent = blake3(b"penstock mix 1" + self._parent + name).digest()
+
 
 def chain(namespace: Namespace, tokens: Iterable[int]) -> list[BlockKey]:
     """The keys of all full blocks of `tokens`."""

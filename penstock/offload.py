@@ -20,7 +20,7 @@ from penstock.errors import PenstockError
 from penstock.events import Event, LookedUp, Moved, Observer, Recovered, TicketDone, tell
 from penstock.meters import RateMeter
 from penstock.tiers import TierStack
-from penstock.transfer.engine import TransferEngine
+from penstock.transfer.delegate import Engine
 from penstock.transfer.recovery import Recovery
 from penstock.types import BlockKey, Direction, Done, Match, Slot, TicketId, Tier, Verdict
 
@@ -32,7 +32,7 @@ class Offloader:
     def __init__(
         self,
         stack: TierStack,
-        engine: TransferEngine,
+        engine: Engine,
         clock: Clock,
         *,
         block_bytes: int,

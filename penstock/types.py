@@ -9,6 +9,8 @@ from typing import NamedTuple, NewType
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes naming a block's content (see `penstock.keys`)."""
 
+KEY_BYTES = 32
+
 Slot = NewType("Slot", int)
 """An index into a tier's fixed-size storage."""
 

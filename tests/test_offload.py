@@ -22,8 +22,9 @@ from penstock.stores.host import HostArena
 from penstock.stores.memory import Faults, MemoryStore
 from penstock.tiers import Limits, TierStack
 from penstock.transfer.engine import LaneSpec, TransferEngine
-from penstock.transfer.io import CopyMover, Seals, StoreMover
+from penstock.transfer.io import CopyMover, StoreMover
 from penstock.transfer.recovery import Recovery
+from penstock.transfer.seals import Seals
 from penstock.types import BlockKey, Slot, TicketId, Tier, Verdict
 
 Rigs = Callable[..., Rig]

@@ -20,11 +20,11 @@ from itertools import count
 import torch
 
 from penstock.build import build_offloader
+from penstock.choosing import LoadOrCompute
 from penstock.config import Config
 from penstock.costs import Choice
 from penstock.engine.admission import Admission, Busy, TooLong
 from penstock.engine.blocks import BlockPool
-from penstock.engine.choosing import LoadOrCompute
 from penstock.engine.detokenize import Detokenizer
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
@@ -211,7 +211,8 @@ class Engine:
             return []
         started = time.monotonic()
         logits = self._runner.run(chunks)
-        self._costs.observe(chunks, time.monotonic() - started)
+        read = [(chunk.num_tokens, chunk.start) for chunk in chunks]
+        self._costs.observe(read, time.monotonic() - started)
         self.scheduler.computed(chunks)
         return self._sample(chunks, logits)
 

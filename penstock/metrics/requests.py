@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-from penstock.events import Decided, Event, Finished, FirstToken, Preempted, Refused, Sequences
+from penstock.events import Event, Finished, FirstToken, Preempted, Refused, Sequences
+from penstock.metrics.families import Families
 
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LONG_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)
@@ -13,66 +12,43 @@ _LONG_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.
 class RequestMetrics:
     """What the embedded engine tells of its requests."""
 
-    def __init__(self, r: CollectorRegistry) -> None:
-        self._decisions = Counter(
-            "penstock_load_decisions",
-            "Matches that were loaded, loaded in part, or computed because that is faster.",
-            ("choice",),
-            registry=r,
+    def __init__(self, make: Families) -> None:
+        self._finished = make.counter(
+            "penstock_requests", "Sequences that ended, by how.", ("reason",)
         )
-        self._saved_seconds = Counter(
-            "penstock_saved_seconds",
-            "Seconds that loading was estimated to save over computing.",
-            registry=r,
+        self._refused = make.counter(
+            "penstock_refused_requests", "Sequences not accepted, by why.", ("reason",)
         )
-        self._finished = Counter(
-            "penstock_requests", "Sequences that ended, by how.", ("reason",), registry=r
+        self._sequences = make.gauge(
+            "penstock_sequences", "Sequences in the engine, by phase.", ("phase",)
         )
-        self._refused = Counter(
-            "penstock_refused_requests", "Sequences not accepted, by why.", ("reason",), registry=r
+        self._preemptions = make.counter(
+            "penstock_preemptions", "Sequences that gave up their blocks."
         )
-        self._sequences = Gauge(
-            "penstock_sequences", "Sequences in the engine, by phase.", ("phase",), registry=r
+        self._prompt_tokens = make.counter(
+            "penstock_prompt_tokens", "Prompt tokens, by where their KV came from.", ("source",)
         )
-        self._preemptions = Counter(
-            "penstock_preemptions", "Sequences that gave up their blocks.", registry=r
+        self._output_tokens = make.counter("penstock_output_tokens", "Tokens generated.")
+        self._recomputed = make.counter(
+            "penstock_recomputed_tokens", "Tokens computed again after preemption."
         )
-        self._prompt_tokens = Counter(
-            "penstock_prompt_tokens",
-            "Prompt tokens, by where their KV came from.",
-            ("source",),
-            registry=r,
-        )
-        self._output_tokens = Counter("penstock_output_tokens", "Tokens generated.", registry=r)
-        self._recomputed = Counter(
-            "penstock_recomputed_tokens", "Tokens computed again after preemption.", registry=r
-        )
-        self._first_token = Histogram(
+        self._first_token = make.histogram(
             "penstock_first_token_seconds",
             "From a request's arrival to its first token, by whether KV was reused.",
             ("prompt",),
             buckets=_LONG_SECONDS,
-            registry=r,
         )
-        self._token = Histogram(
-            "penstock_token_seconds",
-            "Mean time between a request's tokens.",
-            buckets=_STEP_SECONDS,
-            registry=r,
+        self._token = make.histogram(
+            "penstock_token_seconds", "Mean time between a request's tokens.", buckets=_STEP_SECONDS
         )
-        self._request = Histogram(
+        self._request = make.histogram(
             "penstock_request_seconds",
             "From a request's arrival to its end.",
             buckets=_LONG_SECONDS,
-            registry=r,
         )
 
-    def count(self, event: Event) -> None:
+    def __call__(self, event: Event) -> None:
         match event:
-            case Decided(load_seconds=load_seconds, compute_seconds=compute_seconds):
-                self._decisions.labels(event.choice).inc()
-                if event.num_loaded and load_seconds is not None and compute_seconds is not None:
-                    self._saved_seconds.inc(max(0.0, compute_seconds - load_seconds))
             case Sequences(num_waiting, num_loading, num_running):
                 self._sequences.labels("waiting").set(num_waiting)
                 self._sequences.labels("loading").set(num_loading)

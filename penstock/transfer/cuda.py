@@ -7,18 +7,20 @@ over while a step still reads what lay there. The thread then waits for its own 
 
 from __future__ import annotations
 
-import importlib
+import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from penstock.errors import ConfigError
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
-from penstock.transfer.io import Moved, Seals
+from penstock.transfer.io import Moved
+from penstock.transfer.seals import Seals
 from penstock.types import Direction, Slot, Transfer, Verdict
 from penstock.units import format_bytes
 
@@ -26,17 +28,19 @@ log = logging.getLogger(__name__)
 
 _cuda: Any = torch.cuda  # carries no types
 
+Addresses = Any  # a NumPy array of 64-bit addresses
+CopyAll = Callable[[Addresses, Addresses, Addresses, int], None]
+"""Targets, sources, lengths in bytes, a stream's handle: queue all copies, wait for none."""
+
 
 class Memory(NamedTuple):
-    """Blocks of one side: a row of bytes each, and where they lie."""
+    """Blocks of one side: where they lie."""
 
-    rows: torch.Tensor  # [slots, block_bytes]
     address: int
     stride_bytes: int
 
-
-CopyAll = Callable[[Memory, Sequence[Slot], Memory, Sequence[Slot], Any], None]
-"""Source, its slots, target, its slots, stream: queue all copies, wait for none."""
+    def addresses(self, slots: Sequence[Slot]) -> Addresses:
+        return np.uint64(self.address) + np.asarray(slots, np.uint64) * np.uint64(self.stride_bytes)
 
 
 class CudaMover:
@@ -44,12 +48,10 @@ class CudaMover:
         self, device: DevicePool, host: HostArena, seals: Seals, copy_all: CopyAll | None = None
     ) -> None:
         self._gpu = device.tensor.device
-        self._device = Memory(
-            device.tensor.view(torch.uint8).view(device.num_slots, device.block_bytes),
-            device.address,
-            device.stride_bytes,
-        )
-        self._host = Memory(_pinned(host), host.address, host.stride_bytes)
+        self._block_bytes = device.block_bytes
+        self._device = Memory(device.address, device.stride_bytes)
+        self._host = Memory(host.address, host.stride_bytes)
+        pin(host.address, host.num_bytes)
         self._seals = seals
         self._copy_all = copy_all or best_copy()
         self._streams = threading.local()
@@ -66,7 +68,7 @@ class CudaMover:
         return Moved([Verdict.OK] * len(keys))
 
     def close(self) -> None:
-        _cuda.cudart().cudaHostUnregister(self._host.address)
+        unpin(self._host.address)
 
     def _copy(
         self,
@@ -79,73 +81,100 @@ class CudaMover:
         with _cuda.device(self._gpu):
             stream = self._stream(direction)
             stream.wait_stream(_cuda.default_stream())
+            lengths = np.full(len(sources), self._block_bytes, np.uint64)
             try:
-                self._copy_all(source, sources, target, targets, stream)
+                self._copy_all(
+                    target.addresses(targets),
+                    source.addresses(sources),
+                    lengths,
+                    stream.cuda_stream,
+                )
             finally:
                 stream.synchronize()  # also after an error: copies queued before it still write
 
     def _stream(self, direction: Direction) -> Any:
         streams = getattr(self._streams, "by_direction", None)
         if streams is None:
-            # A request waits for a load; nobody waits for a save.
-            streams = {
-                Direction.LOAD: _cuda.Stream(priority=-1),
-                Direction.SAVE: _cuda.Stream(priority=0),
-            }
+            streams = new_streams()
             self._streams.by_direction = streams
         return streams[direction]
 
 
-def best_copy() -> CopyAll:
-    """One call for all blocks where cuda-bindings knows it; else a call a block."""
-    try:
-        runtime: Any = importlib.import_module("cuda.bindings.runtime")
-        attributes = runtime.cudaMemcpyAttributes()
-        attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-        batch = runtime.cudaMemcpyBatchAsync
-    except (ImportError, AttributeError):
-        log.info("there is no cudaMemcpyBatchAsync (cuda-bindings 13): blocks are copied singly")
-        return copy_each
+def new_streams() -> dict[Direction, Any]:
+    """A request waits for a load; nobody waits for a save."""
+    return {
+        Direction.LOAD: _cuda.Stream(priority=-1),
+        Direction.SAVE: _cuda.Stream(priority=0),
+    }
 
-    def copy_batch(
-        source: Memory,
-        sources: Sequence[Slot],
-        target: Memory,
-        targets: Sequence[Slot],
-        stream: Any,
-    ) -> None:
-        count = len(sources)
-        (error,) = batch(
-            [target.address + slot * target.stride_bytes for slot in targets],
-            [source.address + slot * source.stride_bytes for slot in sources],
-            [source.rows.shape[1]] * count,
-            count,
-            [attributes],
-            [0],
-            1,
-            stream.cuda_stream,
+
+def best_copy() -> CopyAll:
+    """One call for all blocks where the driver knows it (CUDA 12.8 and later); else a call each.
+
+    The driver is called directly: a list of thousands of addresses through a Python wrapper takes
+    longer than the copy of some blocks.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name, tells_failure in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
+        try:
+            function = getattr(driver, name)
+        except AttributeError:
+            continue
+        return _batch_copy(function, tells_failure)
+    log.info("the CUDA driver has no cuMemcpyBatchAsync: blocks are copied singly")
+    return copy_each
+
+
+def _batch_copy(function: Any, tells_failure: bool) -> CopyAll:
+    # CUmemcpyAttributes: the order in which sources are read (1: as the stream comes to them),
+    # then hints and flags, all of them zero.
+    attributes = (ctypes.c_int * 16)(1)
+    first = ctypes.c_size_t(0)
+    failed = ctypes.c_size_t(0)
+    extra = (ctypes.byref(failed),) if tells_failure else ()
+
+    def copy_batch(targets: Addresses, sources: Addresses, lengths: Addresses, stream: int) -> None:
+        error = function(
+            ctypes.c_void_p(targets.ctypes.data),
+            ctypes.c_void_p(sources.ctypes.data),
+            ctypes.c_void_p(lengths.ctypes.data),
+            ctypes.c_size_t(len(lengths)),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            ctypes.c_size_t(1),
+            *extra,
+            ctypes.c_void_p(stream),
         )
-        if int(error) != 0:
-            raise RuntimeError(f"cudaMemcpyBatchAsync failed with CUDA error {int(error)}")
+        if error != 0:
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {error}")
 
     return copy_batch
 
 
-def copy_each(
-    source: Memory, sources: Sequence[Slot], target: Memory, targets: Sequence[Slot], stream: Any
-) -> None:
-    with _cuda.stream(stream), torch.inference_mode():
-        for from_slot, to_slot in zip(sources, targets, strict=True):
-            target.rows[to_slot].copy_(source.rows[from_slot], non_blocking=True)
+def copy_each(targets: Addresses, sources: Addresses, lengths: Addresses, stream: int) -> None:
+    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    for target, source, length in zip(
+        targets.tolist(), sources.tolist(), lengths.tolist(), strict=True
+    ):
+        error = copy(
+            ctypes.c_void_p(target),
+            ctypes.c_void_p(source),
+            ctypes.c_size_t(length),
+            ctypes.c_void_p(stream),
+        )
+        if error != 0:
+            raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {error}")
 
 
-def _pinned(host: HostArena) -> torch.Tensor:
-    """The arena's blocks, their pages locked, so that the GPU reads and writes them by itself."""
-    error = _cuda.cudart().cudaHostRegister(host.address, host.num_bytes, 0)
+def pin(address: int, num_bytes: int) -> None:
+    """Lock the pages, so that the GPU reads and writes them by itself."""
+    error = _cuda.cudart().cudaHostRegister(address, num_bytes, 0)
     if int(error) != 0:
         raise ConfigError(
-            f"{format_bytes(host.num_bytes)} of DRAM cannot be pinned for the GPU (CUDA error "
+            f"{format_bytes(num_bytes)} of DRAM cannot be pinned for the GPU (CUDA error "
             f"{int(error)}); lower host.size, or raise the limit on locked memory (ulimit -l)."
         )
-    flat = torch.frombuffer(host.buffer, dtype=torch.uint8)
-    return flat.view(host.num_slots, host.stride_bytes)[:, : host.block_bytes]
+
+
+def unpin(address: int) -> None:
+    _cuda.cudart().cudaHostUnregister(address)

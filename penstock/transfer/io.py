@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
-import xxhash
-
 from penstock.errors import Corrupt, Missing, StoreError
 from penstock.stores.base import Answers, Arena, Block, Store
 from penstock.transfer.pool import DaemonPool
+from penstock.transfer.seals import Seals
 from penstock.types import BlockKey, Direction, Slot, Transfer, Verdict
 
 
@@ -29,48 +28,6 @@ class Mover(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Seals:
-    """What HOST holds, slot by slot: the key always, a checksum too if loads verify it.
-
-    The books already know which block lies where; the seal is written and read by the threads
-    that move the bytes, so that a load out of step with the books is a miss instead of an answer.
-    """
-
-    def __init__(self, arena: Arena, *, checksums: bool = False) -> None:
-        self._arena = arena
-        self._keys: list[BlockKey | None] = [None] * arena.num_slots
-        self._sums: list[bytes] | None = [b""] * arena.num_slots if checksums else None
-
-    def open(self, slots: Sequence[Slot]) -> None:
-        """The slots are about to be written: until sealed again they hold nothing."""
-        keys = self._keys
-        for slot in slots:
-            keys[slot] = None
-
-    def seal(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        if self._sums is not None:
-            for slot in slots:
-                self._sums[slot] = self._checksum(slot)
-        held = self._keys
-        for key, slot in zip(keys, slots, strict=True):
-            held[slot] = key
-
-    def verdicts(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Verdict]:
-        held = self._keys
-        verdicts = [
-            Verdict.OK if held[slot] == key else Verdict.MISSING
-            for key, slot in zip(keys, slots, strict=True)
-        ]
-        if self._sums is not None:
-            for index, slot in enumerate(slots):
-                if self._checksum(slot) != self._sums[slot] and verdicts[index] is Verdict.OK:
-                    verdicts[index] = Verdict.CORRUPT
-        return verdicts
-
-    def _checksum(self, slot: Slot) -> bytes:
-        return xxhash.xxh3_128_digest(self._arena.view(slot)[: self._arena.block_bytes])
 
 
 class CopyMover:

@@ -1,11 +1,10 @@
-"""Load or recompute, decided with what this very engine has measured."""
+"""Load or recompute, decided with what this very host has measured. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from penstock.costs import Choice, LinkRate, PrefillRate, choose_load
-from penstock.engine.scheduler import Chunk
 from penstock.meters import PrefillMeter
 from penstock.types import Match, Tier
 
@@ -24,10 +23,10 @@ class LoadOrCompute:
     def prefill(self) -> PrefillRate | None:
         return self._meter.rate
 
-    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """A step was computed. Steps that also decode say little about prefill."""
-        if all(chunk.num_tokens > 1 for chunk in chunks):
-            self._meter.observe([(chunk.num_tokens, chunk.start) for chunk in chunks], seconds)
+    def observe(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """A step computed these (tokens, past tokens). Steps that also decode tell us little."""
+        if all(num_tokens > 1 for num_tokens, _ in chunks):
+            self._meter.observe(chunks, seconds)
 
     def choose(self, match: Match, num_past_tokens: int, rates: Mapping[Tier, LinkRate]) -> Choice:
         choice = choose_load(

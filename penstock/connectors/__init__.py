@@ -1,0 +1,1 @@
+"""Penstock inside other engines."""

@@ -1,0 +1,102 @@
+"""A worker's device as vLLM registered it, and how its blocks are copied."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from penstock.connectors.vllm.layout import Cache, read_layout
+from penstock.connectors.vllm.orders import Shard
+from penstock.stores.host import ArenaHandle, HostArena
+from penstock.transfer.copiers import Copier, NoCopier, ThreadCopier
+from penstock.transfer.cuda_copier import CudaCopier
+from penstock.transfer.paged import PagedMemory, PagedMover, Part
+from penstock.transfer.seals import Seals
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDevice:
+    memory: PagedMemory
+    layout: str
+    layer_names: tuple[str, ...]
+    device: Any
+    rank: int
+    num_workers: int
+
+    @classmethod
+    def of_layers(
+        cls, kv_caches: Mapping[str, Any], kv_cache_config: Any, spec: Any
+    ) -> WorkerDevice:
+        """A tensor for each layer."""
+        caches = {name: Cache.of(tensor) for name, tensor in kv_caches.items()}
+        memory, layout = read_layout(caches, kv_cache_config.num_blocks, spec.page_size_bytes)
+        device = next(iter(kv_caches.values())).device
+        return cls._of(memory, layout, tuple(kv_caches), device)
+
+    @classmethod
+    def of_blocks(cls, kv_cache: Any, kv_cache_config: Any, spec: Any) -> WorkerDevice:
+        """One tensor for all layers, which may come before or after the blocks."""
+        group = kv_cache_config.kv_cache_groups[0]
+        num_layers, num_blocks = len(group.layer_names), kv_cache_config.num_blocks
+        if kv_cache.shape[0] == num_layers != num_blocks:
+            layers = {f"layer {index}": Cache.of(kv_cache[index]) for index in range(num_layers)}
+            memory, layout = read_layout(layers, num_blocks, spec.page_size_bytes)
+        else:
+            whole = {"all layers": Cache.of(kv_cache)}
+            page_bytes = spec.page_size_bytes * num_layers
+            memory, layout = read_layout(whole, num_blocks, page_bytes)
+        return cls._of(memory, layout, tuple(group.layer_names), kv_cache.device)
+
+    @classmethod
+    def _of(
+        cls, memory: PagedMemory, layout: str, layer_names: tuple[str, ...], device: Any
+    ) -> WorkerDevice:
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return cls(memory, layout, layer_names, device, rank, size)
+
+    def described(self, vllm_config: Any) -> WorkerDevice:
+        """With the attention backend in the layout: two may pack the same shape differently."""
+        layers = vllm_config.compilation_config.static_forward_context
+        names = set()
+        for name in self.layer_names:
+            layer = layers.get(name)
+            backend = getattr(layer, "attn_backend", None)
+            names.add(backend.get_name() if backend is not None else type(layer).__name__)
+        packing = _processor() if self.device.type == "cpu" else self.device.type
+        return replace(self, layout=f"{'/'.join(sorted(names))} on {packing}: {self.layout}")
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.rank, self.memory.block_bytes, self.memory.num_blocks, self.layout)
+
+    def open(self, handle: ArenaHandle, num_threads: int) -> Copier:
+        """What copies between this device and the shared DRAM; if that fails, what refuses to."""
+        try:
+            host = HostArena.open(handle)
+            seals = Seals(host, memory=host.seals)
+            part = Part(self.memory, host, self.rank, self.num_workers)
+            if self.device.type == "cpu":
+                return ThreadCopier(PagedMover(part, seals), num_threads)
+            return CudaCopier(part, host, seals, self.device)
+        except Exception:
+            log.exception("this worker cannot reach the shared DRAM; it loads and saves nothing")
+            return NoCopier()
+
+
+def _processor() -> str:
+    """vLLM packs keys and values for the widest instructions it finds."""
+    cpu: Any = torch.cpu
+    wide = [
+        name
+        for name in ("_is_amx_tile_supported", "_is_avx512_supported", "_is_avx2_supported")
+        if getattr(cpu, name, lambda: False)()
+    ]
+    return f"{platform.machine()} {' '.join(wide)}"

@@ -1,0 +1,85 @@
+"""Which tier holds which of vLLM's blocks, for routers that send a prompt to where its KV lies."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.events import Event, Removed, Stored
+from penstock.types import BlockKey, Tier
+
+
+@dataclass(slots=True)
+class _Named:
+    """A block as vLLM's routers know it."""
+
+    hash: Any
+    parent: Any
+    tokens: array[int]
+    lora: Any
+    tiers: set[Tier] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One block came to a tier, or left it."""
+
+    tier: Tier
+    hash: Any
+    is_stored: bool
+    parent: Any = None
+    tokens: Sequence[int] = ()
+    lora: Any = None
+
+
+class BlockNews:
+    """An observer. It knows the blocks that were named to it, from their save to their removal."""
+
+    def __init__(self) -> None:
+        self._named: dict[BlockKey, _Named] = {}
+        self._news: list[Told] = []
+
+    def name(self, keys: Sequence[BlockKey], start: int, request: Any, block_tokens: int) -> None:
+        """These keys are those of `request`'s blocks from `start` on."""
+        hashes = request.block_hashes
+        for index, key in enumerate(keys, start):
+            if key in self._named or index >= len(hashes):
+                continue
+            tokens = request.all_token_ids[index * block_tokens : (index + 1) * block_tokens]
+            self._named[key] = _Named(
+                hashes[index],
+                hashes[index - 1] if index else None,
+                array("I", tokens),
+                request.lora_request,
+            )
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Stored(tier, keys):
+                for key in keys:
+                    self._stored(tier, key)
+            case Removed(tier, keys):
+                for key in keys:
+                    self._removed(tier, key)
+
+    def take(self) -> list[Told]:
+        news, self._news = self._news, []
+        return news
+
+    def _stored(self, tier: Tier, key: BlockKey) -> None:
+        named = self._named.get(key)
+        if named is not None and tier not in named.tiers:
+            named.tiers.add(tier)
+            told = Told(tier, named.hash, True, named.parent, named.tokens.tolist(), named.lora)
+            self._news.append(told)
+
+    def _removed(self, tier: Tier, key: BlockKey) -> None:
+        named = self._named.get(key)
+        if named is None or tier not in named.tiers:
+            return
+        named.tiers.discard(tier)
+        self._news.append(Told(tier, named.hash, False))
+        if not named.tiers:
+            del self._named[key]

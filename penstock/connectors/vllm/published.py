@@ -1,0 +1,34 @@
+"""News of blocks in the words of vLLM's KV events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed import kv_events
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from penstock.connectors.vllm.kv_events import Told
+from penstock.types import Tier
+
+_STORAGE = getattr(kv_events, "MEDIUM_STORAGE", None) or getattr(kv_events, "MEDIUM_FS", "FS")
+
+
+def published(news: Iterable[Told], block_tokens: int) -> list[Any]:
+    return [_event(told, block_tokens) for told in news]
+
+
+def _event(told: Told, block_tokens: int) -> Any:
+    medium = kv_events.MEDIUM_CPU if told.tier is Tier.HOST else _STORAGE
+    block_hash = maybe_convert_block_hash(told.hash)
+    if not told.is_stored:
+        return kv_events.BlockRemoved(block_hashes=[block_hash], medium=medium)
+    return kv_events.BlockStored(
+        block_hashes=[block_hash],
+        parent_block_hash=None if told.parent is None else maybe_convert_block_hash(told.parent),
+        token_ids=list(told.tokens),
+        block_size=block_tokens,
+        lora_id=None if told.lora is None else told.lora.lora_int_id,
+        medium=medium,
+        lora_name=None if told.lora is None else told.lora.lora_name,
+    )

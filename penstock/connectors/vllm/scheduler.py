@@ -1,0 +1,431 @@
+"""The scheduler's side: what vLLM asks and tells, turned into loads and saves of the books.
+
+    lookup ─► allocated ─► orders ─► report ─► ... ─► finished
+                │            │
+                load         blocks that become complete are saved
+
+vLLM never waits for a save: it may give a block to another request while the copy is under way.
+The step that writes to it is held back by its fence, so no block is overwritten before it is saved.
+A load is told to the workers as its blocks arrive in DRAM; they report the request ready, together
+with the blocks that could not be brought, and vLLM computes those.
+
+A thread keeps the lower tiers going while vLLM has nothing to do. Everything here runs under one
+lock, and nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from penstock.build import Delegated
+from penstock.choosing import LoadOrCompute
+from penstock.clock import Clock
+from penstock.connectors.vllm.identity import RequestKeys, adapter_name, namespace_of
+from penstock.connectors.vllm.kv_events import BlockNews
+from penstock.connectors.vllm.orders import Load, Orders, Reports
+from penstock.connectors.vllm.tracked import Loading, Offer, Tracked
+from penstock.costs import Choice, LinkRate
+from penstock.errors import BookError
+from penstock.events import Decided, Observer, tell
+from penstock.keys import Namespace
+from penstock.meters import RateMeter
+from penstock.types import (
+    Direction,
+    Done,
+    Match,
+    Slot,
+    TicketId,
+    Tier,
+    Transfer,
+    TransferId,
+    Verdict,
+)
+
+log = logging.getLogger(__name__)
+
+_BARRED_SECONDS = 30.0
+_SAME_ANSWER_SECONDS = 0.02  # a request that waits for room is looked up at every step
+_TICK_SECONDS = 0.003
+_IDLE_SECONDS = 0.5
+_CLOSE_SECONDS = 30.0
+_MAX_TIMED_STEPS = 64
+
+
+class Scheduled(NamedTuple):
+    """A request of a step: blocks, and how many of its tokens were computed before."""
+
+    request_id: str
+    block_ids: Sequence[int]  # all it has, or only those it was given for this step
+    num_computed: int
+    has_all: bool
+
+
+class SchedulerSide:
+    def __init__(
+        self,
+        tiers: Delegated,
+        namespace: Namespace,
+        clock: Clock,
+        *,
+        block_bytes: int,
+        may_load: bool = True,
+        may_save: bool = True,
+        always_load: bool = False,
+        observers: Iterable[Observer] = (),
+        news: BlockNews | None = None,
+    ) -> None:
+        self._news = news
+        self._offloader = tiers.offloader
+        self._engine = tiers.engine
+        self._arena = tiers.arena
+        self._namespace = namespace
+        self._block_tokens = namespace.block_tokens
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._may_load, self._may_save = may_load, may_save
+        self._always_load = always_load
+        self._observers = list(observers)
+        self._costs = LoadOrCompute(block_bytes, namespace.block_tokens)
+        self._meters: dict[Tier, RateMeter] = {}
+        self._adapters: dict[tuple[str, str], str] = {}
+        self._tracked: dict[str, Tracked] = {}
+        self._loadings: dict[TicketId, Loading] = {}
+        self._loading_into: dict[Slot, Loading] = {}
+        self._saving_from: dict[Slot, TransferId] = {}
+        self._orders = Orders(0)  # what has gathered for the next step
+        self._num_steps = 0
+        self._timed: dict[int, list[tuple[int, int]]] = {}
+        self._lock = threading.RLock()
+        self._stopped = threading.Event()
+        self._awake = threading.Event()
+        self._awake.set()  # the index of a disk may be waiting to be read
+        self._ticker = threading.Thread(target=self._tick, name="penstock-ticker", daemon=True)
+        self._ticker.start()
+
+    # What vLLM's scheduler asks, in the order in which it does.
+
+    def lookup(self, request: Any, num_computed: int) -> int:
+        """How many tokens beyond `num_computed` are worth loading: whole blocks of them."""
+        with self._lock:
+            tracked = self._track(request)
+            now = self._clock.now()
+            if (
+                tracked.keys is None
+                or not self._may_load
+                or now < tracked.barred_until
+                or num_computed % self._block_tokens
+                or getattr(request, "skip_reading_prefix_cache", False)
+            ):
+                return 0
+            start = num_computed // self._block_tokens
+            offer = tracked.offer
+            if offer is None or offer.start != start or now - offer.at > _SAME_ANSWER_SECONDS:
+                match = self._offloader.match(tracked.keys.first(request.num_tokens)[start:])
+                offer = Offer(start, match, self._choose(match, num_computed), now)
+                tracked.offer = offer
+            return offer.choice.num_blocks * self._block_tokens
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
+        """vLLM has taken blocks for a request; so many of its tokens are to be loaded."""
+        with self._lock:
+            tracked = self._track(request)
+            offer, tracked.offer = tracked.offer, None
+            if offer is not None:
+                self._offloader.note(offer.match)
+                if offer.match.num_blocks:
+                    self._tell_choice(offer.match.num_blocks, offer.choice)
+            if num_external == 0:
+                return
+            num_blocks = num_external // self._block_tokens
+            if offer is None or num_blocks > offer.choice.num_blocks:
+                raise BookError(f"{num_external} tokens are to be loaded that nobody offered")
+            tracked.block_ids = list(block_ids)
+            self._load(request.request_id, tracked, offer, num_blocks)
+
+    def orders(
+        self,
+        scheduled: Iterable[Scheduled],
+        num_tokens: Mapping[str, int],
+        preempted: Iterable[str],
+    ) -> Orders:
+        """The orders of one step, which computes `num_tokens` of each request named there."""
+        with self._lock:
+            self._settle()
+            for request_id in preempted:
+                self._leave(request_id)
+            self._gather(before=True)
+            for request in scheduled:
+                self._follow(request)
+            chunks = []
+            for request_id, count in num_tokens.items():
+                if (tracked := self._tracked.get(request_id)) is None:
+                    continue
+                chunks.append((count, tracked.num_computed))
+                tracked.num_computed += count
+                # Where steps overlap, what the last one sampled is not known yet.
+                self._save(tracked, min(tracked.num_computed, len(tracked.request.all_token_ids)))
+            self._gather(before=False)
+            orders, self._orders = self._orders, Orders(0)
+            self._num_steps += 1
+            orders.step, orders.arena = self._num_steps, self._arena
+            if chunks and all(count > 1 for count, _ in chunks):
+                orders.is_timed = True
+                self._timed[orders.step] = chunks
+                while len(self._timed) > _MAX_TIMED_STEPS:
+                    del self._timed[next(iter(self._timed))]
+            return orders
+
+    def report(self, reports: Reports, ready: Iterable[str]) -> None:
+        """What the workers had to say, and the requests whose load vLLM has seen end."""
+        with self._lock:
+            now = self._clock.now()
+            for request_id in ready:
+                tracked = self._tracked.get(request_id)
+                if tracked is not None and (loading := tracked.loading) is not None:
+                    meter = self._meters.setdefault(loading.slowest, RateMeter())
+                    meter.observe(loading.num_bytes, now - loading.started)
+            for step, seconds in reports.step_seconds.items():
+                if (chunks := self._timed.pop(step, None)) is not None:
+                    self._costs.observe(chunks, seconds)
+            for transfer_id, report in reports.transfers.items():
+                transfer = self._engine.report(transfer_id, *report)
+                if transfer is not None and transfer.direction is Direction.SAVE:
+                    self._forget_save(transfer)
+            self._settle()
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """A request has ended, in whatever way; returns what its answer may tell of it."""
+        with self._lock:
+            tracked = self._tracked.pop(request.request_id, None)
+            if tracked is None:
+                return None
+            if tracked.loading is not None:
+                self._offloader.cancel(tracked.loading.ticket)
+                self._settle()
+            else:
+                self._save(tracked, min(tracked.num_computed, len(request.all_token_ids)))
+                self._gather(before=True)
+            if not tracked.tokens_from:
+                return None
+            hits = {tier.label: count for tier, count in tracked.tokens_from.items()}
+            return {"penstock": {"loaded_tokens": hits}}
+
+    def sources(self, request_id: str) -> dict[Tier, int]:
+        """Tokens that a request's last load brings, by the tier they come from."""
+        with self._lock:
+            tracked = self._tracked.get(request_id)
+            return {} if tracked is None else dict(tracked.tokens_from)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether workers have something to be told or to report, so that steps must go on."""
+        with self._lock:
+            return bool(self._engine.num_flying or self._orders.complete)
+
+    def reset(self) -> None:
+        """Forget all KV. What is saved from now on is for this run alone.
+
+        vLLM is reset like this when its weights are replaced in place: they are no longer those
+        that the fingerprint names.
+        """
+        with self._lock:
+            self._namespace = replace(self._namespace, tenant=f"reset {time.time_ns()}")
+            self._offloader.empty_host()
+            for tracked in self._tracked.values():
+                tracked.keys = None
+                tracked.offer = None
+
+    def close(self) -> bool:
+        """Finish what is on its way to lower tiers. False if one of them hung."""
+        self._stopped.set()
+        self._awake.set()
+        self._ticker.join(timeout=5.0)
+        with self._lock:
+            self._engine.give_up()
+            return self._offloader.close(_CLOSE_SECONDS)
+
+    def abandon(self) -> None:
+        """After an error: stop the thread and write nothing more. The books cannot be trusted."""
+        self._stopped.set()
+        self._awake.set()
+
+    def check(self) -> None:
+        """Audit the books, and what is kept here beside them."""
+        with self._lock:
+            self._offloader.check()
+            waiting = {t.loading.ticket for t in self._tracked.values() if t.loading is not None}
+            if not waiting <= self._loadings.keys():
+                raise BookError("a request waits for a load that nobody knows")
+            flying = set(self._saving_from.values())
+            if len(flying) > self._engine.num_flying:
+                raise BookError("a block is held back for a save that has ended")
+
+    # Requests.
+
+    def _track(self, request: Any) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            namespace = namespace_of(self._namespace, request, self._adapter)
+            keys = None if namespace is None else RequestKeys(namespace, request)
+            tracked = self._tracked[request.request_id] = Tracked(request, keys)
+        return tracked
+
+    def _adapter(self, lora_request: Any) -> str:
+        place = (lora_request.lora_name, lora_request.lora_path)
+        if place not in self._adapters:
+            self._adapters[place] = adapter_name(lora_request)
+        return self._adapters[place]
+
+    def _follow(self, scheduled: Scheduled) -> None:
+        """Take over a request's blocks; those that its step writes to are fenced."""
+        blocks = list(scheduled.block_ids)
+        written = blocks
+        if scheduled.has_all:
+            written = blocks[scheduled.num_computed // self._block_tokens :]
+        if (tracked := self._tracked.get(scheduled.request_id)) is not None:
+            tracked.block_ids = blocks if scheduled.has_all else tracked.block_ids + blocks
+            tracked.num_computed = scheduled.num_computed
+        self._fence(written)
+
+    def _leave(self, request_id: str) -> None:
+        """vLLM has preempted a request: what it computed is saved before others write there."""
+        if (tracked := self._tracked.get(request_id)) is None:
+            return
+        self._save(tracked, min(tracked.num_computed, len(tracked.request.all_token_ids)))
+        tracked.block_ids = []
+        tracked.num_computed = tracked.num_saved = 0
+
+    def _fence(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            transfer_id = self._saving_from.get(Slot(block))
+            if transfer_id is not None and transfer_id not in self._orders.fence:
+                self._orders.fence.append(transfer_id)
+
+    # Saves.
+
+    def _save(self, tracked: Tracked, num_tokens: int) -> None:
+        if not self._may_save:
+            return
+        start = tracked.num_saved
+        keys, slots = tracked.unsaved(num_tokens, self._block_tokens)
+        if keys:
+            if self._news is not None:
+                self._news.name(keys, start, tracked.request, self._block_tokens)
+            self._offloader.save(keys, slots)
+            self._awake.set()
+
+    def _forget_save(self, transfer: Transfer) -> None:
+        for slot in transfer.source_slots:
+            if self._saving_from.get(slot) == transfer.id:
+                del self._saving_from[slot]
+
+    # Loads.
+
+    def _choose(self, match: Match, num_computed: int) -> Choice:
+        if self._always_load:
+            return Choice(match.num_blocks)
+        return self._costs.choose(match, num_computed, self._rates())
+
+    def _rates(self) -> dict[Tier, LinkRate]:
+        """As requests have seen them: with the steps that vLLM takes around a load."""
+        known = {tier: meter.rate for tier, meter in self._meters.items()}
+        return {tier: rate for tier, rate in known.items() if rate is not None}
+
+    def _tell_choice(self, num_matched: int, choice: Choice) -> None:
+        event = Decided(num_matched, choice.num_blocks, choice.load_seconds, choice.compute_seconds)
+        tell(self._observers, [event])
+
+    def _load(self, request_id: str, tracked: Tracked, offer: Offer, num_blocks: int) -> None:
+        end = offer.start + num_blocks
+        assert tracked.keys is not None
+        keys = tracked.keys.first(end * self._block_tokens)[offer.start :]
+        slots = tuple(Slot(block) for block in tracked.block_ids[offer.start : end])
+        self._fence(slots)
+        counts = _count_by_tier(offer.match, num_blocks)
+        tracked.tokens_from = {tier: n * self._block_tokens for tier, n in counts.items()}
+        tracked.num_saved = max(tracked.num_saved, end)  # what comes from there need not go again
+        tracked.loading = loading = Loading(
+            request_id,
+            TicketId(0),
+            offer.start,
+            slots,
+            len(slots),
+            max(counts),
+            len(slots) * self._block_bytes,
+            self._clock.now(),
+        )
+        for slot in slots:
+            self._loading_into[slot] = loading
+        loading.ticket = self._offloader.load(keys, slots)
+        self._loadings[loading.ticket] = loading
+        self._awake.set()
+
+    def _settle(self) -> None:
+        for done in self._offloader.step():
+            if done.direction is Direction.LOAD:
+                self._loaded(done)
+
+    def _loaded(self, done: Done) -> None:
+        """A load has ended. If the workers were told all of it they know; else they are told."""
+        loading = self._loadings.pop(done.ticket)
+        for slot in loading.slots:
+            del self._loading_into[slot]
+        bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
+        if loading.num_untold:
+            self._orders.complete[loading.request_id] = tuple(loading.slots[i] for i in bad)
+        tracked = self._tracked.get(loading.request_id)
+        if tracked is None:
+            return
+        tracked.loading = None
+        if bad:
+            tracked.barred_until = self._clock.now() + _BARRED_SECONDS
+            tracked.num_saved = min(tracked.num_saved, loading.start + bad[0])
+
+    def _gather(self, *, before: bool) -> None:
+        """Put what the books have handed out for the workers into the next orders."""
+        for transfer in self._engine.take_unsent():
+            if transfer.direction is Direction.LOAD:
+                loading = self._loading_into[transfer.target_slots[0]]
+                self._orders.loads.append(Load(loading.request_id, transfer))
+                loading.num_untold -= len(transfer.keys)
+                if loading.num_untold == 0:
+                    self._orders.complete[loading.request_id] = ()
+                continue
+            saves = self._orders.saves_before if before else self._orders.saves_after
+            saves.append(transfer)
+            for slot in transfer.source_slots:
+                self._saving_from[slot] = transfer.id
+
+    # The thread that keeps lower tiers going.
+
+    def _tick(self) -> None:
+        while not self._stopped.is_set():
+            self._awake.wait(_IDLE_SECONDS)
+            self._awake.clear()
+            while not self._stopped.is_set():
+                with self._lock:
+                    try:
+                        self._settle()
+                        moving = self._offloader.is_moving
+                    except Exception:  # the next call of vLLM's meets it again, and is guarded
+                        log.exception("the tiers could not be stepped")
+                        moving = False
+                if not moving:
+                    break
+                time.sleep(_TICK_SECONDS)
+
+
+def _count_by_tier(match: Match, num_blocks: int) -> dict[Tier, int]:
+    """Where the first `num_blocks` of a match come from."""
+    counts: dict[Tier, int] = {}
+    for run in match.runs:
+        taken = min(run.num_blocks, num_blocks)
+        if taken:
+            counts[run.tier] = counts.get(run.tier, 0) + taken
+        num_blocks -= taken
+    return counts

@@ -1,0 +1,97 @@
+"""What `kv_connector_extra_config` may hold, and the whole `--kv-transfer-config` made of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config, load_config
+from penstock.errors import ConfigError
+from penstock.units import GiB
+
+CONNECTOR = "PenstockConnector"
+MODULE = "penstock.connectors.vllm"
+POLICY = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """The names of `penstock serve`. Sizes are in GiB."""
+
+    kv_offloading_size: float | None = None  # DRAM, for all workers together
+    disk_path: str | None = None
+    disk_size: float | None = None
+    config: str | None = None  # a TOML file of settings
+    set: Mapping[str, object] | None = None  # single settings, which overrule all others
+    always_load: bool = False  # also what would be computed sooner
+    allow_untested_vllm: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("kv_offloading_size", "disk_size"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value <= 1 << 33):
+                raise ConfigError(
+                    f"{name} is {value!r}: expected more than 0 GiB; correct it, or leave it out."
+                )
+        for name in ("disk_path", "config"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value.strip()):
+                raise ConfigError(f"{name} is {value!r}: expected a path; correct it.")
+        for name in ("always_load", "allow_untested_vllm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}: expected true or false; correct it."
+                )
+        if self.set is not None and not isinstance(self.set, Mapping):
+            raise ConfigError(
+                f'set is {self.set!r}: expected settings by name, such as {{"disk.threads": 8}}.'
+            )
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> VllmSettings:
+        """From `kv_connector_extra_config`; a key that nobody knows is an error."""
+        names = [field.name for field in fields(cls)]
+        for key in extra:
+            if key not in names:
+                close = difflib.get_close_matches(key, names, n=1)
+                advice = (
+                    f"did you mean {close[0]}?" if close else f"expected one of {', '.join(names)}."
+                )
+                raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config: {advice}")
+        return cls(**extra)
+
+    def tiers(self) -> Config:
+        """Later sources win: the file, the environment, the names above, `set`."""
+        overrides: dict[str, object] = {}
+        if self.kv_offloading_size is not None:
+            overrides["host.size"] = int(self.kv_offloading_size * GiB)
+        if self.disk_path is not None:
+            overrides["disk.path"] = self.disk_path
+        if self.disk_size is not None:
+            overrides["disk.size"] = int(self.disk_size * GiB)
+        path = None if self.config is None else Path(self.config)
+        return load_config(path, overrides={**overrides, **(self.set or {})})
+
+    def extra(self) -> dict[str, Any]:
+        """As `kv_connector_extra_config`: only what differs from the defaults."""
+        return {
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+
+
+def transfer_config(settings: VllmSettings) -> dict[str, Any]:
+    """The whole of `--kv-transfer-config`. Raises ConfigError where the settings are wrong."""
+    settings.tiers()
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": POLICY,
+        "kv_connector_extra_config": settings.extra(),
+    }

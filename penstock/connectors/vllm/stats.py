@@ -1,0 +1,142 @@
+"""Metrics on their way from the scheduler's process to vLLM's /metrics: events as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from penstock.events import (
+    Decided,
+    Event,
+    LookedUp,
+    Lost,
+    Moved,
+    Recovered,
+    Removed,
+    TicketDone,
+    TierRested,
+    TierRevived,
+    Usage,
+)
+from penstock.types import BlockKey, Direction, Tier, Verdict
+
+Plain = list[Any]
+
+_Hop = tuple[Tier, Tier, Direction]
+
+
+class EventLog:
+    """An observer that keeps what metrics are made of until it is taken."""
+
+    def __init__(self) -> None:
+        self._moved: dict[_Hop, Moved] = {}
+        self._usage: dict[Tier, Usage] = {}
+        self._others: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Moved(source, target, direction):
+                hop = (source, target, direction)
+                self._moved[hop] = _sum(self._moved.get(hop), event)
+            case Usage(tier):
+                self._usage[tier] = event  # only the last one counts
+            case LookedUp() | Lost() | Removed() | TicketDone() | TierRested() | TierRevived():
+                self._others.append(event)
+            case Recovered() | Decided():
+                self._others.append(event)
+
+    def take(self) -> list[Plain]:
+        events: list[Event] = [*self._moved.values(), *self._usage.values(), *self._others]
+        self._moved, self._usage, self._others = {}, {}, []
+        return [to_plain(event) for event in events]
+
+
+def _sum(one: Moved | None, other: Moved) -> Moved:
+    if one is None:
+        return other
+    return Moved(
+        other.source,
+        other.target,
+        other.direction,
+        one.num_blocks + other.num_blocks,
+        one.num_bytes + other.num_bytes,
+        one.seconds + other.seconds,
+    )
+
+
+def to_plain(event: Event) -> Plain:
+    """Numbers, words and lists only, the kind of event first."""
+    match event:
+        case Moved(source, target, direction, num_blocks, num_bytes, seconds):
+            return ["moved", source, target, direction.value, num_blocks, num_bytes, seconds]
+        case Lost(source, target, direction, verdict, num_blocks, error):
+            return ["lost", source, target, direction.value, verdict, num_blocks, error]
+        case LookedUp(num_asked, hits):
+            return ["looked up", num_asked, [[tier, count] for tier, count in hits]]
+        case Removed(tier, keys, evicted):
+            return ["removed", tier, len(keys), evicted]
+        case Usage():
+            return [
+                "usage",
+                event.tier,
+                event.num_used,
+                event.num_slots,
+                event.num_leased,
+                event.num_queued_loads,
+                event.num_queued_saves,
+            ]
+        case TicketDone(direction, num_blocks, num_ok, seconds):
+            return ["ticket", direction.value, num_blocks, num_ok, seconds]
+        case TierRested(tier, seconds, error):
+            return ["rested", tier, seconds, error]
+        case TierRevived(tier):
+            return ["revived", tier]
+        case Recovered(tier, num_scanned, num_slots, num_blocks):
+            return ["recovered", tier, num_scanned, num_slots, num_blocks]
+        case Decided(num_matched, num_loaded, load_seconds, compute_seconds):
+            return ["decided", num_matched, num_loaded, load_seconds, compute_seconds]
+    raise TypeError(f"{event!r} is not sent")
+
+
+def from_plain(plain: Sequence[Any]) -> Event:
+    """The event again; of removed blocks only how many."""
+    return _READERS[plain[0]](*plain[1:])
+
+
+def summarize(plain: Iterable[Sequence[Any]]) -> dict[str, int | float]:
+    """For vLLM's periodic log line."""
+    totals: dict[str, int | float] = {}
+
+    def add(name: str, value: float) -> None:
+        totals[name] = round(totals.get(name, 0) + value, 3)
+
+    for event in map(from_plain, plain):
+        match event:
+            case Moved(source, target, _, _, num_bytes, _):
+                add(f"penstock {source.label} to {target.label}, MB", num_bytes / 1e6)
+            case LookedUp(num_asked):
+                add("penstock blocks asked", num_asked)
+                add("penstock blocks hit", event.num_hits)
+            case Lost(num_blocks=num_blocks):
+                add("penstock blocks lost", num_blocks)
+    return totals
+
+
+_READERS: dict[str, Callable[..., Event]] = {
+    "moved": lambda source, target, way, *rest: Moved(
+        Tier(source), Tier(target), Direction(way), *rest
+    ),
+    "lost": lambda source, target, way, verdict, *rest: Lost(
+        Tier(source), Tier(target), Direction(way), Verdict(verdict), *rest
+    ),
+    "looked up": lambda num_asked, hits: LookedUp(
+        num_asked, tuple((Tier(tier), count) for tier, count in hits)
+    ),
+    "removed": lambda tier, count, evicted: Removed(Tier(tier), (BlockKey(b""),) * count, evicted),
+    "usage": lambda tier, *rest: Usage(Tier(tier), *rest),
+    "ticket": lambda way, *rest: TicketDone(Direction(way), *rest),
+    "rested": lambda tier, *rest: TierRested(Tier(tier), *rest),
+    "revived": lambda tier: TierRevived(Tier(tier)),
+    "recovered": lambda tier, *rest: Recovered(Tier(tier), *rest),
+    "decided": Decided,
+}

@@ -1,0 +1,60 @@
+"""One request as the scheduler's side follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.connectors.vllm.identity import RequestKeys
+from penstock.costs import Choice
+from penstock.types import BlockKey, Match, Slot, TicketId, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the last lookup promised: from block `start` on, so many can be loaded."""
+
+    start: int
+    match: Match
+    choice: Choice
+    at: float
+
+
+@dataclass(slots=True)
+class Loading:
+    """A load under way for a request, and how much of it the workers have not been told."""
+
+    request_id: str
+    ticket: TicketId
+    start: int  # its first block's place in the request
+    slots: tuple[Slot, ...]
+    num_untold: int
+    slowest: Tier
+    num_bytes: int
+    started: float
+
+
+@dataclass(slots=True)
+class Tracked:
+    request: Any
+    keys: RequestKeys | None  # None: its KV cannot be named, and is left alone
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0  # tokens whose KV the steps ordered so far compute
+    num_saved: int = 0  # leading blocks that need no further save
+    offer: Offer | None = None
+    loading: Loading | None = None
+    barred_until: float = 0.0  # a load failed: computing cannot fail in the same way again
+    tokens_from: dict[Tier, int] = field(default_factory=dict)
+
+    def unsaved(
+        self, num_tokens: int, block_tokens: int
+    ) -> tuple[Sequence[BlockKey], Sequence[Slot]]:
+        """Keys and blocks that are complete with `num_tokens`; from now on they count as saved."""
+        num_full = min(num_tokens // block_tokens, len(self.block_ids))
+        start = self.num_saved
+        if self.keys is None or num_full <= start:
+            return (), ()
+        self.num_saved = num_full
+        keys = self.keys.first(num_full * block_tokens)
+        return keys[start:], [Slot(block) for block in self.block_ids[start:num_full]]

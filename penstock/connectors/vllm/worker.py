@@ -1,0 +1,130 @@
+"""A worker's side: copies between its device and the DRAM that all share.
+
+A step's hooks come in this order: `begin` (saves that must come first, and the fence), `load`,
+the forward pass, `save`, `results`. Copies run beside the computation; `results` only asks which
+have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.connectors.vllm.orders import Orders, Report, Reports
+from penstock.transfer.copiers import Copier
+from penstock.types import Outcome, Slot, Transfer, TransferId, Verdict
+
+log = logging.getLogger(__name__)
+
+_MAX_REMEMBERED = 4096
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that waits for its blocks."""
+
+    num_under_way: int = 0
+    is_complete: bool = False  # no further load will come
+    bad: set[Slot] = field(default_factory=set)
+
+
+class Results(NamedTuple):
+    """What vLLM is told: requests whose load has ended, and blocks that did not arrive."""
+
+    ready: set[str]
+    bad_blocks: set[int]
+
+
+class WorkerSide:
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._waiting: dict[str, _Waiting] = {}
+        self._loads: dict[TransferId, tuple[str, Transfer]] = {}
+        self._reports = Reports()
+        self._saved_step = 0
+        self._last_ready: deque[str] = deque(maxlen=_MAX_REMEMBERED)
+
+    def begin(self, orders: Orders) -> None:
+        if orders.saves_before:
+            self._submit(orders.saves_before)
+        if orders.fence:
+            self._copier.fence(orders.fence)
+        if orders.is_timed:
+            self._copier.start_timer(orders.step)
+
+    def load(self, orders: Orders) -> None:
+        by_request: dict[str, list[Transfer]] = {}
+        for request_id, transfer in orders.loads:
+            by_request.setdefault(request_id, []).append(transfer)
+        for request_id, transfers in by_request.items():
+            waiting = self._waiting.setdefault(request_id, _Waiting())
+            for transfer in transfers:
+                self._loads[transfer.id] = (request_id, transfer)
+                waiting.num_under_way += 1
+            self._submit(transfers)
+        for request_id, bad in orders.complete.items():
+            if orders.is_last_resort and request_id in self._last_ready:
+                continue  # vLLM is about to hear of it, and must not hear twice
+            waiting = self._waiting.setdefault(request_id, _Waiting())
+            waiting.is_complete = True
+            waiting.bad.update(bad)
+
+    def save(self, orders: Orders) -> None:
+        """Called once or twice a step: only the first call counts."""
+        if orders.step == self._saved_step:
+            return
+        self._saved_step = orders.step
+        if orders.is_timed:
+            self._copier.stop_timer(orders.step)
+        if orders.saves_after:
+            self._submit(orders.saves_after)
+
+    def results(self) -> Results:
+        for outcome in self._copier.poll():
+            self._end(outcome)
+        self._reports.step_seconds.update(self._copier.take_times())
+        ready = {
+            request_id
+            for request_id, waiting in self._waiting.items()
+            if waiting.is_complete and waiting.num_under_way == 0
+        }
+        bad: set[int] = set()
+        for request_id in ready:
+            bad.update(self._waiting.pop(request_id).bad)
+            self._last_ready.append(request_id)
+        return Results(ready, bad)
+
+    def take_reports(self) -> Reports:
+        reports, self._reports = self._reports, Reports()
+        return reports
+
+    def close(self) -> None:
+        self._copier.close()
+
+    def _submit(self, transfers: Sequence[Transfer]) -> None:
+        try:
+            self._copier.submit(transfers)
+        except Exception as error:  # its blocks are lost, and nothing else
+            log.exception("copies between device and DRAM could not be started")
+            for transfer in transfers:
+                verdicts = (Verdict.FAILED,) * len(transfer.keys)
+                self._end(Outcome(transfer.id, verdicts, 0.0, repr(error)))
+
+    def _end(self, outcome: Outcome) -> None:
+        self._reports.transfers[outcome.transfer_id] = Report(
+            outcome.verdicts, outcome.seconds, outcome.error
+        )
+        loaded = self._loads.pop(outcome.transfer_id, None)
+        if loaded is None:
+            return
+        request_id, transfer = loaded
+        waiting = self._waiting[request_id]
+        waiting.num_under_way -= 1
+        waiting.bad.update(
+            slot
+            for slot, verdict in zip(transfer.target_slots, outcome.verdicts, strict=True)
+            if verdict is not Verdict.OK
+        )

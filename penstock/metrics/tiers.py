@@ -1,0 +1,128 @@
+"""Metrics of the tiers: the same for every host."""
+
+from __future__ import annotations
+
+from penstock.events import (
+    Decided,
+    Event,
+    LookedUp,
+    Lost,
+    Moved,
+    Recovered,
+    Removed,
+    TicketDone,
+    TierRested,
+    TierRevived,
+    Usage,
+)
+from penstock.metrics.families import Families
+from penstock.types import Direction, Verdict
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_HOP = ("source", "target", "direction")
+
+
+class TierMetrics:
+    """An observer."""
+
+    def __init__(self, make: Families) -> None:
+        self._blocks = make.counter("penstock_blocks", "Blocks moved.", _HOP)
+        self._bytes = make.counter("penstock_bytes", "Bytes moved.", _HOP)
+        self._seconds = make.counter(
+            "penstock_transfer_seconds", "Seconds that transfers ran.", _HOP
+        )
+        self._lost = make.counter(
+            "penstock_lost_blocks",
+            "Blocks that did not arrive, by what became of them.",
+            (*_HOP, "verdict"),
+        )
+        self._corrupt = make.counter(
+            "penstock_corrupt_blocks", "Blocks that failed verification.", ("tier",)
+        )
+        self._dropped = make.counter(
+            "penstock_dropped_blocks",
+            "Saves refused by back-pressure or for want of room.",
+            ("tier",),
+        )
+        self._lookups = make.counter("penstock_lookups", "Prompts looked up.")
+        self._asked = make.counter("penstock_lookup_blocks", "Blocks looked up.")
+        self._hits = make.counter("penstock_hit_blocks", "Blocks found, by tier.", ("tier",))
+        self._misses = make.counter("penstock_miss_blocks", "Blocks found in no tier.")
+        self._evicted = make.counter(
+            "penstock_evicted_blocks", "Idle blocks that made room.", ("tier",)
+        )
+        self._tickets = make.histogram(
+            "penstock_ticket_seconds",
+            "Seconds from a load's or save's start to its end.",
+            ("direction",),
+            buckets=_SECONDS,
+        )
+        self._used = make.gauge("penstock_used_blocks", "Slots in use.", ("tier",))
+        self._slots = make.gauge("penstock_capacity_blocks", "Slots there are.", ("tier",))
+        self._leased = make.gauge("penstock_leased_blocks", "Slots leased.", ("tier",))
+        self._queued = make.gauge(
+            "penstock_queued_transfers",
+            "Transfers waiting for the link to a tier.",
+            ("tier", "direction"),
+        )
+        self._resting = make.gauge(
+            "penstock_tier_resting", "1 while a failing tier is left alone.", ("tier",)
+        )
+        self._faults = make.counter(
+            "penstock_tier_rests", "Times a failing tier was left alone.", ("tier",)
+        )
+        self._scanned = make.gauge(
+            "penstock_recovered_ratio", "Share of a tier's index read.", ("tier",)
+        )
+        self._decisions = make.counter(
+            "penstock_load_decisions",
+            "Matches that were loaded, loaded in part, or computed because that is faster.",
+            ("choice",),
+        )
+        self._saved_seconds = make.counter(
+            "penstock_saved_seconds",
+            "Seconds that loading was estimated to save over computing.",
+        )
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Moved(source, target, direction, num_blocks, num_bytes, seconds):
+                hop = (source.label, target.label, direction.value)
+                self._blocks.labels(*hop).inc(num_blocks)
+                self._bytes.labels(*hop).inc(num_bytes)
+                self._seconds.labels(*hop).inc(seconds)
+            case Lost(source, target, direction, verdict, num_blocks):
+                self._lost.labels(source.label, target.label, direction.value, verdict.label).inc(
+                    num_blocks
+                )
+                if verdict is Verdict.CORRUPT:
+                    self._corrupt.labels(source.label).inc(num_blocks)
+                if verdict is Verdict.DROPPED and direction is Direction.SAVE:
+                    self._dropped.labels(target.label).inc(num_blocks)
+            case LookedUp(num_asked, hits):
+                self._lookups.inc()
+                self._asked.inc(num_asked)
+                for tier, count in hits:
+                    self._hits.labels(tier.label).inc(count)
+                self._misses.inc(num_asked - event.num_hits)
+            case Removed(tier, keys, evicted=True):
+                self._evicted.labels(tier.label).inc(len(keys))
+            case TicketDone(direction, _, _, seconds):
+                self._tickets.labels(direction.value).observe(seconds)
+            case Usage(tier, num_used, num_slots, num_leased, num_loads, num_saves):
+                self._used.labels(tier.label).set(num_used)
+                self._slots.labels(tier.label).set(num_slots)
+                self._leased.labels(tier.label).set(num_leased)
+                self._queued.labels(tier.label, "load").set(num_loads)
+                self._queued.labels(tier.label, "save").set(num_saves)
+            case TierRested(tier):
+                self._resting.labels(tier.label).set(1)
+                self._faults.labels(tier.label).inc()
+            case TierRevived(tier):
+                self._resting.labels(tier.label).set(0)
+            case Recovered(tier, num_scanned, num_slots):
+                self._scanned.labels(tier.label).set(num_scanned / max(1, num_slots))
+            case Decided(load_seconds=load_seconds, compute_seconds=compute_seconds):
+                self._decisions.labels(event.choice).inc()
+                if event.num_loaded and load_seconds is not None and compute_seconds is not None:
+                    self._saved_seconds.inc(max(0.0, compute_seconds - load_seconds))

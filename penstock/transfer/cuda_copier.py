@@ -1,0 +1,213 @@
+"""Copies between a GPU's scattered blocks and shared DRAM, beside a computation that is not ours.
+
+No thread and no waiting: the thread that computes queues a batch of copies on a stream of ours and
+later asks an event whether they have ended. A save's stream first waits for all that was launched
+before it. A load writes to blocks that nothing launched so far reads or writes, so it need not
+wait; where such a block is still being saved, the fence makes both streams wait for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.errors import ConfigError
+from penstock.stores.host import HostArena
+from penstock.transfer.cuda import Addresses, best_copy, new_streams, pin, unpin
+from penstock.transfer.paged import Part
+from penstock.transfer.seals import Seals
+from penstock.types import Direction, Outcome, Slot, Transfer, TransferId, Verdict
+from penstock.units import GiB, format_bytes
+
+log = logging.getLogger(__name__)
+
+_cuda: Any = torch.cuda  # carries no types
+
+_PIN_BYTES = GiB // 2
+
+
+class PinnedSlots:
+    """Pins an arena in the background, slot by slot upwards: 16 GiB take some seconds."""
+
+    def __init__(self, arena: HostArena, gpu: Any) -> None:
+        self._arena = arena
+        self._gpu = gpu
+        self.num_slots = 0  # so many from the first on are pinned
+        self.error: Exception | None = None
+        self._pinned: list[int] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=self._pin, name="penstock-pin", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped = True
+        self._thread.join()
+        for address in self._pinned:
+            unpin(address)
+
+    def _pin(self) -> None:
+        arena, started = self._arena, time.monotonic()
+        # A block must lie within one pinned stretch.
+        slots_a_time = max(1, _PIN_BYTES // arena.stride_bytes)
+        try:
+            _cuda.set_device(self._gpu)
+            while self.num_slots < arena.num_slots and not self._stopped:
+                count = min(slots_a_time, arena.num_slots - self.num_slots)
+                address = arena.address + self.num_slots * arena.stride_bytes
+                pin(address, count * arena.stride_bytes)
+                self._pinned.append(address)
+                self.num_slots += count
+        except Exception as error:
+            log.exception("DRAM could not be pinned: nothing is offloaded beyond what was")
+            self.error = error
+        size, seconds = format_bytes(arena.num_bytes), time.monotonic() - started
+        log.info("pinned %s of DRAM in %.1f s", size, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    transfers: Sequence[Transfer]
+    began: Any
+    ended: Any
+
+
+class CudaCopier:
+    def __init__(self, part: Part, host: HostArena, seals: Seals, gpu: Any) -> None:
+        self._part = part
+        self._host = host
+        self._seals = seals
+        self._streams = new_streams()
+        self._copy_all = best_copy()
+        stretches = part.device.stretches
+        self._addresses = np.array([s.address for s in stretches], np.uint64)
+        self._strides = np.array([s.stride_bytes for s in stretches], np.uint64)
+        self._lengths = np.array([s.num_bytes for s in stretches], np.uint64)
+        self._offsets = np.uint64(part.offset) + np.concatenate(
+            ([np.uint64(0)], np.cumsum(self._lengths)[:-1])
+        ).astype(np.uint64)
+        self._flights: dict[Direction, deque[_Flight]] = {d: deque() for d in Direction}
+        self._held: deque[Sequence[Transfer]] = deque()  # their DRAM is not pinned yet
+        self._failed: list[Outcome] = []
+        self._timers: dict[int, tuple[Any, Any]] = {}
+        self._pins = PinnedSlots(host, gpu)
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        if self._is_pinned(transfers):
+            self._start(transfers)
+        elif self._pins.error is not None:
+            raise ConfigError(f"DRAM is not pinned: {self._pins.error}")
+        else:
+            self._held.append(transfers)
+
+    def poll(self) -> list[Outcome]:
+        self._start_held()
+        ended, self._failed = self._failed, []
+        for flights in self._flights.values():
+            while flights and flights[0].ended.query():
+                ended += self._outcomes(flights.popleft())
+        return ended
+
+    def fence(self, transfer_ids: Sequence[TransferId]) -> None:
+        wanted = set(transfer_ids)
+        while any(t.id in wanted for transfers in self._held for t in transfers):
+            self._start_held()
+            time.sleep(0.001)
+        for flight in self._flights[Direction.SAVE]:
+            if any(transfer.id in wanted for transfer in flight.transfers):
+                _cuda.current_stream().wait_event(flight.ended)
+                self._streams[Direction.LOAD].wait_event(flight.ended)
+
+    def start_timer(self, step: int) -> None:
+        began, ended = (_cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        self._timers[step] = (began, ended)
+
+    def stop_timer(self, step: int) -> None:
+        if step in self._timers:
+            self._timers[step][1].record()
+
+    def take_times(self) -> dict[int, float]:
+        times = {}
+        for step, (began, ended) in list(self._timers.items()):
+            if not ended.query():
+                break
+            times[step] = began.elapsed_time(ended) / 1e3
+            del self._timers[step]
+        return times
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._pins.close()
+
+    def _is_pinned(self, transfers: Sequence[Transfer]) -> bool:
+        return max(max(_host_slots(transfer)) for transfer in transfers) < self._pins.num_slots
+
+    def _start_held(self) -> None:
+        while self._held and (self._pins.error is not None or self._is_pinned(self._held[0])):
+            transfers = self._held.popleft()
+            if self._pins.error is None:
+                self._start(transfers)
+                continue
+            for transfer in transfers:
+                verdicts = (Verdict.FAILED,) * len(transfer.keys)
+                self._failed.append(Outcome(transfer.id, verdicts, 0.0, str(self._pins.error)))
+
+    def _start(self, transfers: Sequence[Transfer]) -> None:
+        direction = transfers[0].direction
+        stream = self._streams[direction]
+        if direction is Direction.SAVE:
+            stream.wait_stream(_cuda.current_stream())
+        began, ended = (_cuda.Event(enable_timing=True) for _ in range(2))
+        began.record(stream)
+        try:
+            if direction is Direction.LOAD:
+                sources = self._in_host([s for t in transfers for s in t.source_slots])
+                targets = self._on_device([s for t in transfers for s in t.target_slots])
+            else:
+                sources = self._on_device([s for t in transfers for s in t.source_slots])
+                targets = self._in_host([s for t in transfers for s in t.target_slots])
+            lengths = np.tile(self._lengths, len(targets) // len(self._lengths))
+            self._copy_all(targets, sources, lengths, stream.cuda_stream)
+        except Exception:
+            stream.synchronize()  # copies queued before the error still write
+            raise
+        ended.record(stream)
+        self._flights[direction].append(_Flight(transfers, began, ended))
+
+    def _in_host(self, slots: Sequence[Slot]) -> Addresses:
+        starts = np.asarray(slots, np.uint64) * np.uint64(self._host.stride_bytes)
+        starts += np.uint64(self._host.address)
+        return (starts[:, None] + self._offsets[None, :]).reshape(-1)
+
+    def _on_device(self, blocks: Sequence[Slot]) -> Addresses:
+        numbers = np.asarray(blocks, np.uint64)
+        starts = self._addresses[None, :] + numbers[:, None] * self._strides[None, :]
+        return starts.reshape(-1)
+
+    def _outcomes(self, flight: _Flight) -> list[Outcome]:
+        seconds = flight.began.elapsed_time(flight.ended) / 1e3
+        num_blocks = sum(len(transfer.keys) for transfer in flight.transfers)
+        outcomes = []
+        for transfer in flight.transfers:
+            verdicts = [Verdict.OK] * len(transfer.keys)
+            if transfer.direction is Direction.LOAD:
+                # After the copy: a slot that changed under it has lost its seal by now.
+                verdicts = self._seals.verdicts(transfer.keys, transfer.source_slots)
+            share = seconds * len(transfer.keys) / num_blocks
+            outcomes.append(Outcome(transfer.id, tuple(verdicts), share))
+        return outcomes
+
+
+def _host_slots(transfer: Transfer) -> Sequence[Slot]:
+    if transfer.direction is Direction.LOAD:
+        return transfer.source_slots
+    return transfer.target_slots

@@ -1,0 +1,100 @@
+"""HOST to and from a device whose blocks are scattered: a stretch of bytes in each layer's memory.
+
+    device   layer 0: [block 0][block 1]...      layer 1: [block 0][block 1]...
+    HOST     slot:    [worker 0: layer 0 | layer 1 | ...][worker 1: ...]
+
+A block in HOST is one contiguous run. Where layers lie side by side within a block of the device,
+they are one stretch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+from penstock.stores.base import Arena
+from penstock.transfer.io import Moved
+from penstock.transfer.seals import Seals
+from penstock.types import Direction, Transfer, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Equal pieces of all blocks: block b's begins at `address + b * stride_bytes`."""
+
+    address: int
+    stride_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMemory:
+    """A worker's part of every block, in the order in which HOST keeps it."""
+
+    stretches: tuple[Stretch, ...]
+    num_blocks: int
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(stretch.num_bytes for stretch in self.stretches)
+
+    def merged(self) -> PagedMemory:
+        """The same bytes in the same order with neighbouring stretches joined."""
+        joined: list[Stretch] = []
+        for stretch in self.stretches:
+            last = joined[-1] if joined else None
+            if (
+                last is not None
+                and stretch.stride_bytes == last.stride_bytes
+                and stretch.address == last.address + last.num_bytes
+            ):
+                num_bytes = last.num_bytes + stretch.num_bytes
+                joined[-1] = Stretch(last.address, last.stride_bytes, num_bytes)
+            else:
+                joined.append(stretch)
+        return PagedMemory(tuple(joined), self.num_blocks)
+
+
+class Part:
+    """Where one worker's part of each block begins in HOST: all parts are of one size."""
+
+    def __init__(self, device: PagedMemory, host: Arena, rank: int, num_workers: int) -> None:
+        if device.block_bytes * num_workers != host.block_bytes:
+            raise ConfigError(
+                f"a block in DRAM has {host.block_bytes} bytes, and {num_workers} parts of "
+                f"{device.block_bytes} were found on the device; the layout is not understood."
+            )
+        self.offset = rank * device.block_bytes
+        self.device = device
+        self.host = host
+
+
+class PagedMover:
+    """Copies by memcpy, for a device that the processor can address."""
+
+    def __init__(self, part: Part, seals: Seals) -> None:
+        self._part = part
+        self._seals = seals
+
+    def move(self, transfer: Transfer) -> Moved:
+        if transfer.direction is Direction.LOAD:
+            self._copy(transfer.source_slots, transfer.target_slots, load=True)
+            # After the copy: a slot that changed under it has lost its seal by now.
+            return Moved(self._seals.verdicts(transfer.keys, transfer.source_slots))
+        self._copy(transfer.target_slots, transfer.source_slots, load=False)
+        return Moved([Verdict.OK] * len(transfer.keys))  # sealed once all workers are done
+
+    def close(self) -> None:
+        pass
+
+    def _copy(self, slots: Sequence[int], blocks: Sequence[int], *, load: bool) -> None:
+        host = self._part.host
+        for slot, block in zip(slots, blocks, strict=True):
+            in_host = host.address + slot * host.stride_bytes + self._part.offset
+            for stretch in self._part.device.stretches:
+                on_device = stretch.address + block * stretch.stride_bytes
+                target, source = (on_device, in_host) if load else (in_host, on_device)
+                ctypes.memmove(target, source, stretch.num_bytes)
+                in_host += stretch.num_bytes
