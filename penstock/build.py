@@ -43,7 +43,7 @@ def build_offloader(
     """
     check_machine(config)
     host = _host(config, spec)
-    seals = Seals(host, checksums=config.host.verify)
+    seals = Seals(host, checksums=config.host.verify, memory=host.seals)
     mover = CopyMover(device, host, seals) if device_mover is None else device_mover(host, seals)
     lanes = {Tier.HOST: LaneSpec(mover, config.transfer.copy_threads)}
     return _assemble(config, spec, host, seals, lanes, lambda engine: engine, clock, observers)
@@ -63,12 +63,13 @@ def build_delegated(
     spec: BlockSpec,
     num_workers: int,
     *,
+    shared: bool = True,
     clock: Clock | None = None,
     observers: Iterable[Observer] = (),
 ) -> Delegated:
     """As `build_offloader`, with DRAM that `num_workers` other processes share.
 
-    A block holds one part from each of them.
+    A block holds one part from each of them. Not `shared`, they live in this process.
     """
     if config.host.verify:
         raise ConfigError(
@@ -76,7 +77,7 @@ def build_delegated(
             "leave it out. What lies on disk is always verified."
         )
     check_machine(config)
-    host = _host(config, spec, shared=True)
+    host = _host(config, spec, shared=shared)
     seals = Seals(host, memory=host.seals)
     delegates: list[DelegatingEngine] = []
 

@@ -1,7 +1,7 @@
 """The command line: every command by name, and the one place where an error becomes a sentence.
 
 0    done
-1    `store check` found damage, or a question was answered with no
+1    `store check` found damage, `doctor` a fault, or a question was answered with no
 2    wrong usage, or what was asked cannot be done; stderr says why in one sentence
 130  interrupted
 """
@@ -17,7 +17,17 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.commands import chat, config, generate, kv_size, probe, serve, store
+from penstock.commands import (
+    chat,
+    config,
+    doctor,
+    generate,
+    kv_size,
+    probe,
+    serve,
+    store,
+    vllm_config,
+)
 from penstock.errors import PenstockError
 
 app = typer.Typer(
@@ -51,9 +61,11 @@ def _root(
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
+app.command("vllm-config", epilog=vllm_config.EXAMPLE)(vllm_config.vllm_config)
 app.command("kv-size", epilog=kv_size.EXAMPLE)(kv_size.kv_size)
 app.command("probe", epilog=probe.EXAMPLE)(probe.probe)
 app.command("config", epilog=config.EXAMPLE)(config.config)
+app.add_typer(doctor.app, name="doctor")
 app.add_typer(store.app, name="store")
 
 

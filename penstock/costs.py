@@ -151,7 +151,8 @@ def choose_load(
     """The leading blocks whose loading saves most over computing them.
 
     A match is a row of runs, each from one tier. The gain within a run is at its largest at one of
-    its ends: loading is linear in its length and computing convex. So only ends are tried.
+    its ends: loading is linear in its length and computing convex. So only ends are tried. A step
+    is computed in any case, for the prompt's last token at least: its fixed part is not saved.
     """
     best = Choice(0, 0.0, 0.0)
     best_gain = 0.0
@@ -162,6 +163,7 @@ def choose_load(
         if prefill is None or loading is None:
             return Choice(match.num_blocks)  # to load is how the rates become known
         computing = prefill.seconds(num_blocks * block_tokens, num_past_tokens)
+        computing -= prefill.fixed_seconds
         if computing - loading > best_gain:
             best_gain = computing - loading
             best = Choice(num_blocks, loading, computing)

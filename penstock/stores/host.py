@@ -4,7 +4,7 @@ The arena is one anonymous mapping: page-aligned for direct I/O, one address ran
 later, on huge pages where the kernel gives them, bound to a NUMA node where one is named.
 
 Shared, it is a memfd that other processes of this user map by its `handle`. It has no name that
-could be left behind: it is gone with the last process that holds it. Behind its slots lie their
+could be left behind: it is gone with the last process that holds it. Behind the slots lie their
 seals (see `penstock.transfer.seals`):
 
     slot 0 | slot 1 | ... | slot n-1 | n times the 32 bytes of a key, or zeros
@@ -18,6 +18,7 @@ import mmap
 import os
 import platform
 from dataclasses import dataclass
+from weakref import WeakValueDictionary, finalize
 
 from penstock.errors import ConfigError
 from penstock.types import KEY_BYTES, BlockSpec, Slot
@@ -27,11 +28,14 @@ log = logging.getLogger(__name__)
 
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers: libc has no wrapper
 _MPOL_BIND = 2
+_MADV_COLLAPSE = 25  # Linux 6.1
+
+_here: WeakValueDictionary[str, HostArena] = WeakValueDictionary()  # those of this process alone
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """What another process needs to map a shared arena. Plain data."""
+    """What a worker needs to map an arena: another process where it is shared. Plain data."""
 
     path: str
     num_slots: int
@@ -58,14 +62,18 @@ class HostArena:
                 f"{format_bytes(self.stride_bytes)}; give it room for at least one."
             )
         self.num_bytes = self.num_slots * self.stride_bytes
-        self._file = -1
+        mapped_bytes = self.num_bytes + self.num_slots * KEY_BYTES
         if shared:
-            self._file = os.memfd_create("penstock-host")
-            mapped_bytes = self.num_bytes + self.num_slots * KEY_BYTES
-            os.ftruncate(self._file, mapped_bytes)
-            self._map = mmap.mmap(self._file, mapped_bytes, flags=mmap.MAP_SHARED)
+            file = os.memfd_create("penstock-host")
+            os.ftruncate(file, mapped_bytes)
+            self._map = mmap.mmap(file, mapped_bytes, flags=mmap.MAP_SHARED)
+            path = f"/proc/{os.getpid()}/fd/{file}"
+            finalize(self, os.close, file)
         else:
-            self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            path = f"here:{id(self):x}"
+            _here[path] = self
+        self.handle = ArenaHandle(path, self.num_slots, self.block_bytes, self.stride_bytes)
         if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -77,23 +85,23 @@ class HostArena:
 
     @classmethod
     def open(cls, handle: ArenaHandle) -> HostArena:
-        """Map an arena that another process of this user shares."""
+        """Map an arena that another process of this user shares, or find one of this process."""
+        if handle.path in _here:
+            return _here[handle.path]
         arena = cls.__new__(cls)
+        arena.handle = handle
         arena.block_bytes = handle.block_bytes
         arena.stride_bytes = handle.stride_bytes
         arena.num_slots = handle.num_slots
         arena.num_bytes = handle.num_slots * handle.stride_bytes
-        arena._file = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         mapped_bytes = arena.num_bytes + arena.num_slots * KEY_BYTES
-        arena._map = mmap.mmap(arena._file, mapped_bytes, flags=mmap.MAP_SHARED)
+        file = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            arena._map = mmap.mmap(file, mapped_bytes, flags=mmap.MAP_SHARED)
+        finally:
+            os.close(file)  # the mapping holds the memory
         arena._take(arena._map)
         return arena
-
-    @property
-    def handle(self) -> ArenaHandle:
-        """How another process finds a shared arena, while this one lives."""
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return ArenaHandle(path, self.num_slots, self.block_bytes, self.stride_bytes)
 
     @property
     def buffer(self) -> memoryview:
@@ -101,9 +109,18 @@ class HostArena:
         return self._memory[: self.num_bytes]
 
     @property
-    def seals(self) -> memoryview | None:
-        """Where a shared arena keeps its slots' keys."""
-        return self._memory[self.num_bytes :] if self._file >= 0 else None
+    def seals(self) -> memoryview:
+        """Where the slots' keys are kept."""
+        return self._memory[self.num_bytes :]
+
+    def make_huge(self, first: int, count: int) -> None:
+        """Put slots on huge pages now: shared memory gets none by itself, and a GPU wants them."""
+        page = mmap.PAGESIZE
+        start = first * self.stride_bytes // page * page
+        try:
+            self._map.madvise(_MADV_COLLAPSE, start, count * self.stride_bytes)
+        except OSError as error:  # an old kernel, or no memory in one piece
+            log.debug("no huge pages for a part of the host arena: %s", error)
 
     def view(self, slot: Slot) -> memoryview:
         start = slot * self.stride_bytes

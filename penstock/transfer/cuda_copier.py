@@ -62,6 +62,7 @@ class PinnedSlots:
             while self.num_slots < arena.num_slots and not self._stopped:
                 count = min(slots_a_time, arena.num_slots - self.num_slots)
                 address = arena.address + self.num_slots * arena.stride_bytes
+                arena.make_huge(self.num_slots, count)
                 pin(address, count * arena.stride_bytes)
                 self._pinned.append(address)
                 self.num_slots += count
@@ -120,10 +121,12 @@ class CudaCopier:
         while any(t.id in wanted for transfers in self._held for t in transfers):
             self._start_held()
             time.sleep(0.001)
-        for flight in self._flights[Direction.SAVE]:
-            if any(transfer.id in wanted for transfer in flight.transfers):
-                _cuda.current_stream().wait_event(flight.ended)
-                self._streams[Direction.LOAD].wait_event(flight.ended)
+        for direction, flights in self._flights.items():
+            for flight in flights:
+                if any(transfer.id in wanted for transfer in flight.transfers):
+                    _cuda.current_stream().wait_event(flight.ended)
+                    if direction is Direction.SAVE:
+                        self._streams[Direction.LOAD].wait_event(flight.ended)
 
     def start_timer(self, step: int) -> None:
         began, ended = (_cuda.Event(enable_timing=True) for _ in range(2))

@@ -7,6 +7,7 @@ On a worker's side it costs the blocks it concerns.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import wraps
@@ -158,13 +159,20 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             observers.append(self._news)
         config = self._own_disk(self._config)
         self._side = SchedulerSide(
-            build_delegated(config, spec, len(shards), observers=observers),
+            build_delegated(
+                config,
+                spec,
+                len(shards),
+                shared=any(shard.process != os.getpid() for shard in shards),
+                observers=observers,
+            ),
             namespace,
             SystemClock(),
             block_bytes=block_bytes,
             may_load=self._kv_transfer_config.is_kv_consumer,
             may_save=self._kv_transfer_config.is_kv_producer,
             always_load=self._settings.always_load,
+            may_load_now=True,
             observers=observers,
             news=self._news,
         )
@@ -193,19 +201,23 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         assert self._side is not None
         num_tokens = self._side.lookup(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        waits = num_tokens > 0 and not self._side.offers_now(request.request_id)
+        return num_tokens, waits
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids = blocks.get_block_ids()[0]
-        if num_external_tokens > 0:  # from here on vLLM waits, whatever happens to us
-            num_blocks = num_external_tokens // self._spec.block_size
+        num_blocks = num_external_tokens // self._spec.block_size
+        if num_blocks:  # from here on vLLM counts on them, whatever happens to us
             self._awaited[request.request_id] = tuple(block_ids[-num_blocks:])
-        self._allocated(request, block_ids, num_external_tokens)
+        if self._allocated(request, block_ids, num_external_tokens):
+            self._awaited.pop(request.request_id, None)
 
-    @_guarded(None)
-    def _allocated(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
+    @_guarded(False)
+    def _allocated(self, request: Any, block_ids: list[int], num_external_tokens: int) -> bool:
         assert self._side is not None
+        is_now = self._side.offers_now(request.request_id)
         self._side.allocated(request, block_ids, num_external_tokens)
+        return is_now
 
     def build_connector_meta(self, scheduler_output: Any) -> PenstockMetadata:
         orders = self._orders(scheduler_output)
@@ -321,8 +333,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: PenstockMetadata) -> None:
         orders = kv_connector_metadata.orders
         if self._worker is None and orders.arena is not None and self._device is not None:
-            copier = self._device.open(orders.arena, self._config.transfer.copy_threads)
-            self._worker = WorkerSide(copier)
+            self._worker = self._device.open(orders.arena, self._config.transfer.copy_threads)
         if self._worker is not None:
             self._worker.begin(orders)
 

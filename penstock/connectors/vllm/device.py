@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +14,9 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 
 from penstock.connectors.vllm.layout import Cache, read_layout
 from penstock.connectors.vllm.orders import Shard
+from penstock.connectors.vllm.worker import WorkerSide
 from penstock.stores.host import ArenaHandle, HostArena
-from penstock.transfer.copiers import Copier, NoCopier, ThreadCopier
+from penstock.transfer.copiers import NoCopier, ThreadCopier
 from penstock.transfer.cuda_copier import CudaCopier
 from penstock.transfer.paged import PagedMemory, PagedMover, Part
 from penstock.transfer.seals import Seals
@@ -75,20 +77,21 @@ class WorkerDevice:
 
     @property
     def shard(self) -> Shard:
-        return Shard(self.rank, self.memory.block_bytes, self.memory.num_blocks, self.layout)
+        memory = self.memory
+        return Shard(self.rank, memory.block_bytes, memory.num_blocks, self.layout, os.getpid())
 
-    def open(self, handle: ArenaHandle, num_threads: int) -> Copier:
+    def open(self, handle: ArenaHandle, num_threads: int) -> WorkerSide:
         """What copies between this device and the shared DRAM; if that fails, what refuses to."""
         try:
             host = HostArena.open(handle)
             seals = Seals(host, memory=host.seals)
             part = Part(self.memory, host, self.rank, self.num_workers)
             if self.device.type == "cpu":
-                return ThreadCopier(PagedMover(part, seals), num_threads)
-            return CudaCopier(part, host, seals, self.device)
+                return WorkerSide(ThreadCopier(PagedMover(part, seals), num_threads), seals)
+            return WorkerSide(CudaCopier(part, host, seals, self.device), seals)
         except Exception:
             log.exception("this worker cannot reach the shared DRAM; it loads and saves nothing")
-            return NoCopier()
+            return WorkerSide(NoCopier())
 
 
 def _processor() -> str:

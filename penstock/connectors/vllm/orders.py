@@ -24,6 +24,8 @@ class Orders:
     saves_before: list[Transfer] = field(default_factory=list)
     # Saves whose blocks this step overwrites: it must not begin before they have ended.
     fence: list[TransferId] = field(default_factory=list)
+    # Loads that this step's computation waits for: few, or nobody else is computing.
+    loads_now: list[Transfer] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     # Requests for which no load will follow, with the blocks that could not be brought.
     complete: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
@@ -78,3 +80,4 @@ class Shard:
     block_bytes: int
     num_blocks: int
     layout: str
+    process: int  # its id: a worker may live in the scheduler's own process

@@ -7,7 +7,9 @@
 vLLM never waits for a save: it may give a block to another request while the copy is under way.
 The step that writes to it is held back by its fence, so no block is overwritten before it is saved.
 A load is told to the workers as its blocks arrive in DRAM; they report the request ready, together
-with the blocks that could not be brought, and vLLM computes those.
+with the blocks that could not be brought, and vLLM computes those. That takes vLLM some steps of
+its own. Where all blocks are in DRAM, and the copy is short or keeps nobody waiting, it is made part
+of the step that computes the rest of the prompt.
 
 A thread keeps the lower tiers going while vLLM has nothing to do. Everything here runs under one
 lock, and nothing here waits.
@@ -54,6 +56,7 @@ _TICK_SECONDS = 0.003
 _IDLE_SECONDS = 0.5
 _CLOSE_SECONDS = 30.0
 _MAX_TIMED_STEPS = 64
+_SHORT_SECONDS = 0.002  # for so long others that compute may be kept waiting
 
 
 class Scheduled(NamedTuple):
@@ -76,6 +79,7 @@ class SchedulerSide:
         may_load: bool = True,
         may_save: bool = True,
         always_load: bool = False,
+        may_load_now: bool = False,
         observers: Iterable[Observer] = (),
         news: BlockNews | None = None,
     ) -> None:
@@ -89,9 +93,13 @@ class SchedulerSide:
         self._clock = clock
         self._may_load, self._may_save = may_load, may_save
         self._always_load = always_load
+        self._may_load_now = may_load_now
         self._observers = list(observers)
         self._costs = LoadOrCompute(block_bytes, namespace.block_tokens)
-        self._meters: dict[Tier, RateMeter] = {}
+        self._meters: dict[Tier, RateMeter] = {}  # as requests saw them, vLLM's steps included
+        self._copy_meter = RateMeter()  # of loads within a step
+        self._bytes_now = 0  # of loads that the next step waits for
+        self._computing: set[str] = set()  # the requests of the last step
         self._adapters: dict[tuple[str, str], str] = {}
         self._tracked: dict[str, Tracked] = {}
         self._loadings: dict[TicketId, Loading] = {}
@@ -126,9 +134,14 @@ class SchedulerSide:
             offer = tracked.offer
             if offer is None or offer.start != start or now - offer.at > _SAME_ANSWER_SECONDS:
                 match = self._offloader.match(tracked.keys.first(request.num_tokens)[start:])
-                offer = Offer(start, match, self._choose(match, num_computed), now)
-                tracked.offer = offer
-            return offer.choice.num_blocks * self._block_tokens
+                offer = tracked.offer = self._offer(start, match, request.num_tokens, now)
+            return offer.num_blocks * self._block_tokens
+
+    def offers_now(self, request_id: str) -> bool:
+        """Whether what `lookup` offered is loaded within the step, so that vLLM need not wait."""
+        with self._lock:
+            tracked = self._tracked.get(request_id)
+            return tracked is not None and tracked.offer is not None and tracked.offer.is_now
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
         """vLLM has taken blocks for a request; so many of its tokens are to be loaded."""
@@ -142,7 +155,7 @@ class SchedulerSide:
             if num_external == 0:
                 return
             num_blocks = num_external // self._block_tokens
-            if offer is None or num_blocks > offer.choice.num_blocks:
+            if offer is None or num_blocks > offer.num_blocks:
                 raise BookError(f"{num_external} tokens are to be loaded that nobody offered")
             tracked.block_ids = list(block_ids)
             self._load(request.request_id, tracked, offer, num_blocks)
@@ -173,6 +186,8 @@ class SchedulerSide:
             orders, self._orders = self._orders, Orders(0)
             self._num_steps += 1
             orders.step, orders.arena = self._num_steps, self._arena
+            self._computing = set(num_tokens)
+            self._bytes_now = 0
             if chunks and all(count > 1 for count, _ in chunks):
                 orders.is_timed = True
                 self._timed[orders.step] = chunks
@@ -194,14 +209,19 @@ class SchedulerSide:
                     self._costs.observe(chunks, seconds)
             for transfer_id, report in reports.transfers.items():
                 transfer = self._engine.report(transfer_id, *report)
-                if transfer is not None and transfer.direction is Direction.SAVE:
+                if transfer is None:
+                    continue
+                if transfer.direction is Direction.SAVE:
                     self._forget_save(transfer)
+                elif (now_loaded := self._loading_into.get(transfer.target_slots[0])) is not None:
+                    now_loaded.copy_seconds += report.seconds
             self._settle()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """A request has ended, in whatever way; returns what its answer may tell of it."""
         with self._lock:
             tracked = self._tracked.pop(request.request_id, None)
+            self._computing.discard(request.request_id)
             if tracked is None:
                 return None
             if tracked.loading is not None:
@@ -326,14 +346,33 @@ class SchedulerSide:
 
     # Loads.
 
-    def _choose(self, match: Match, num_computed: int) -> Choice:
+    def _offer(self, start: int, match: Match, num_tokens: int, now: float) -> Offer:
+        num_past = start * self._block_tokens
+        # Within a step at least one token must be left to compute.
+        num_now = min(match.num_blocks, (num_tokens - 1) // self._block_tokens - start)
+        is_now = self._can_load_now(match, num_now)
+        choice = self._choose(match, num_past, self._rates(is_now))
+        num_blocks = min(choice.num_blocks, num_now) if is_now else choice.num_blocks
+        return Offer(start, match, num_blocks, choice, is_now, now)
+
+    def _can_load_now(self, match: Match, num_blocks: int) -> bool:
+        in_dram = all(run.tier is Tier.HOST for run in match.runs) and match.num_pending == 0
+        if not (self._may_load_now and in_dram and num_blocks > 0):
+            return False
+        if not (self._computing or self._loadings or self._bytes_now):
+            return True  # nobody else is kept waiting
+        rate = self._copy_meter.rate
+        num_bytes = num_blocks * self._block_bytes + self._bytes_now
+        return rate is not None and rate.seconds(num_bytes) <= _SHORT_SECONDS
+
+    def _choose(self, match: Match, num_past: int, rates: Mapping[Tier, LinkRate]) -> Choice:
         if self._always_load:
             return Choice(match.num_blocks)
-        return self._costs.choose(match, num_computed, self._rates())
+        return self._costs.choose(match, num_past, rates)
 
-    def _rates(self) -> dict[Tier, LinkRate]:
-        """As requests have seen them: with the steps that vLLM takes around a load."""
-        known = {tier: meter.rate for tier, meter in self._meters.items()}
+    def _rates(self, is_now: bool) -> dict[Tier, LinkRate]:
+        meters = {Tier.HOST: self._copy_meter} if is_now else self._meters
+        known = {tier: meter.rate for tier, meter in meters.items()}
         return {tier: rate for tier, rate in known.items() if rate is not None}
 
     def _tell_choice(self, num_matched: int, choice: Choice) -> None:
@@ -349,7 +388,7 @@ class SchedulerSide:
         counts = _count_by_tier(offer.match, num_blocks)
         tracked.tokens_from = {tier: n * self._block_tokens for tier, n in counts.items()}
         tracked.num_saved = max(tracked.num_saved, end)  # what comes from there need not go again
-        tracked.loading = loading = Loading(
+        loading = Loading(
             request_id,
             TicketId(0),
             offer.start,
@@ -358,7 +397,12 @@ class SchedulerSide:
             max(counts),
             len(slots) * self._block_bytes,
             self._clock.now(),
+            offer.is_now,
         )
+        if offer.is_now:
+            self._bytes_now += loading.num_bytes
+        else:
+            tracked.loading = loading
         for slot in slots:
             self._loading_into[slot] = loading
         loading.ticket = self._offloader.load(keys, slots)
@@ -376,12 +420,15 @@ class SchedulerSide:
         for slot in loading.slots:
             del self._loading_into[slot]
         bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
+        if loading.is_now and not bad:
+            self._copy_meter.observe(loading.num_bytes, loading.copy_seconds)
         if loading.num_untold:
             self._orders.complete[loading.request_id] = tuple(loading.slots[i] for i in bad)
         tracked = self._tracked.get(loading.request_id)
         if tracked is None:
             return
-        tracked.loading = None
+        if tracked.loading is loading:
+            tracked.loading = None
         if bad:
             tracked.barred_until = self._clock.now() + _BARRED_SECONDS
             tracked.num_saved = min(tracked.num_saved, loading.start + bad[0])
@@ -391,8 +438,11 @@ class SchedulerSide:
         for transfer in self._engine.take_unsent():
             if transfer.direction is Direction.LOAD:
                 loading = self._loading_into[transfer.target_slots[0]]
-                self._orders.loads.append(Load(loading.request_id, transfer))
                 loading.num_untold -= len(transfer.keys)
+                if loading.is_now:
+                    self._orders.loads_now.append(transfer)
+                    continue
+                self._orders.loads.append(Load(loading.request_id, transfer))
                 if loading.num_untold == 0:
                     self._orders.complete[loading.request_id] = ()
                 continue

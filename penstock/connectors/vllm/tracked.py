@@ -17,13 +17,15 @@ class Offer:
 
     start: int
     match: Match
+    num_blocks: int
     choice: Choice
+    is_now: bool  # within the step that computes the rest, not before it
     at: float
 
 
 @dataclass(slots=True)
 class Loading:
-    """A load under way for a request, and how much of it the workers have not been told."""
+    """A load under way, and how much of it the workers have not been told."""
 
     request_id: str
     ticket: TicketId
@@ -33,6 +35,8 @@ class Loading:
     slowest: Tier
     num_bytes: int
     started: float
+    is_now: bool
+    copy_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -43,7 +47,7 @@ class Tracked:
     num_computed: int = 0  # tokens whose KV the steps ordered so far compute
     num_saved: int = 0  # leading blocks that need no further save
     offer: Offer | None = None
-    loading: Loading | None = None
+    loading: Loading | None = None  # the one that it waits for
     barred_until: float = 0.0  # a load failed: computing cannot fail in the same way again
     tokens_from: dict[Tier, int] = field(default_factory=dict)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.connectors.vllm.orders import Orders, Report, Reports
 from penstock.transfer.copiers import Copier
+from penstock.transfer.seals import Seals
 from penstock.types import Outcome, Slot, Transfer, TransferId, Verdict
 
 log = logging.getLogger(__name__)
@@ -39,10 +40,13 @@ class Results(NamedTuple):
 
 
 class WorkerSide:
-    def __init__(self, copier: Copier) -> None:
+    def __init__(self, copier: Copier, seals: Seals | None = None) -> None:
         self._copier = copier
+        self._seals = seals
+        self._bad_now: set[int] = set()  # of loads that the step itself waited for
         self._waiting: dict[str, _Waiting] = {}
         self._loads: dict[TransferId, tuple[str, Transfer]] = {}
+        self._now: dict[TransferId, Transfer] = {}
         self._reports = Reports()
         self._saved_step = 0
         self._last_ready: deque[str] = deque(maxlen=_MAX_REMEMBERED)
@@ -56,6 +60,8 @@ class WorkerSide:
             self._copier.start_timer(orders.step)
 
     def load(self, orders: Orders) -> None:
+        if orders.loads_now:
+            self._load_now(orders.loads_now)
         by_request: dict[str, list[Transfer]] = {}
         for request_id, transfer in orders.loads:
             by_request.setdefault(request_id, []).append(transfer)
@@ -91,7 +97,7 @@ class WorkerSide:
             for request_id, waiting in self._waiting.items()
             if waiting.is_complete and waiting.num_under_way == 0
         }
-        bad: set[int] = set()
+        bad, self._bad_now = self._bad_now, set()
         for request_id in ready:
             bad.update(self._waiting.pop(request_id).bad)
             self._last_ready.append(request_id)
@@ -103,6 +109,16 @@ class WorkerSide:
 
     def close(self) -> None:
         self._copier.close()
+
+    def _load_now(self, transfers: Sequence[Transfer]) -> None:
+        """What is computed next waits for these. Identity is looked at before, not after."""
+        for transfer in transfers:
+            self._now[transfer.id] = transfer
+            if self._seals is not None:
+                verdicts = self._seals.verdicts(transfer.keys, transfer.source_slots)
+                self._bad_now.update(_not_ok(transfer.target_slots, verdicts))
+        self._submit(transfers)
+        self._copier.fence([transfer.id for transfer in transfers])
 
     def _submit(self, transfers: Sequence[Transfer]) -> None:
         try:
@@ -117,14 +133,19 @@ class WorkerSide:
         self._reports.transfers[outcome.transfer_id] = Report(
             outcome.verdicts, outcome.seconds, outcome.error
         )
+        if (now := self._now.pop(outcome.transfer_id, None)) is not None:
+            self._bad_now.update(_not_ok(now.target_slots, outcome.verdicts))
+            return
         loaded = self._loads.pop(outcome.transfer_id, None)
         if loaded is None:
             return
         request_id, transfer = loaded
         waiting = self._waiting[request_id]
         waiting.num_under_way -= 1
-        waiting.bad.update(
-            slot
-            for slot, verdict in zip(transfer.target_slots, outcome.verdicts, strict=True)
-            if verdict is not Verdict.OK
-        )
+        waiting.bad.update(_not_ok(transfer.target_slots, outcome.verdicts))
+
+
+def _not_ok(slots: Sequence[Slot], verdicts: Sequence[Verdict]) -> Iterator[Slot]:
+    return (
+        slot for slot, verdict in zip(slots, verdicts, strict=True) if verdict is not Verdict.OK
+    )

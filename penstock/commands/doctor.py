@@ -1,0 +1,124 @@
+"""`penstock doctor`: whether another engine can use Penstock here, and if not, what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.commands import JsonFlag, new_table, print_json, progress_bar, stdout_console
+from penstock.commands.vllm_config import (
+    ConfigFile,
+    DiskPath,
+    DiskSize,
+    KvOffloadingSize,
+    Settings,
+    read_settings,
+)
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.commands.vllm_checks import Check
+
+EXAMPLE = (
+    "Example: penstock doctor vllm --kv-offloading-size 32 --disk-path /var/cache/penstock\n\n"
+    'Example: penstock doctor vllm --kv-transfer-config "$(cat kv-transfer-config.json)"'
+)
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+
+app = typer.Typer()
+
+
+@app.callback(invoke_without_command=True)
+def _doctor(context: typer.Context) -> None:
+    """Check an installation, and say what to do where something is wrong."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command("vllm", epilog=EXAMPLE)
+def check_vllm_installation(
+    kv_offloading_size: KvOffloadingSize = None,
+    disk_path: DiskPath = None,
+    disk_size: DiskSize = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    kv_transfer_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="In place of the options above: what vLLM is given."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check that vLLM, in this Python and on this machine, can use Penstock.
+
+    Exits with 0 if nothing failed, 1 if something did. Imports vLLM, which takes a while; starts
+    no engine, and leaves nothing behind.
+    """
+    from penstock.commands import settings_checks, vllm_checks
+    from penstock.commands.vllm_checks import Status
+
+    options = (kv_offloading_size, disk_path, disk_size, config, settings or None)
+    if kv_transfer_config is not None:
+        if any(option is not None for option in options):
+            raise ConfigError(
+                "both --kv-transfer-config and single settings are given: expected one of them; "
+                "leave out the other"
+            )
+        examined = settings_checks.examine_transfer_config(kv_transfer_config)
+    else:
+        examined = settings_checks.examine_options(
+            lambda: read_settings(kv_offloading_size, disk_path, disk_size, config, settings or ())
+        )
+    with progress_bar() as tick:
+        tick("looking for vLLM", 0.0)
+        insist = examined.settings is not None and examined.settings.allow_untested_vllm
+        checks = [vllm_checks.check_vllm(insist=insist)]
+        tick("importing the connector", 0.1)
+        checks.append(vllm_checks.check_connector())
+        tick("sharing memory", 0.8)
+        hashes = vllm_checks.check_hashes()
+        checks += [hashes, vllm_checks.check_shared_memory(), *examined.checks]
+        if examined.settings is not None:
+            tick("reading the settings", 0.9)
+            check, tiers = settings_checks.check_tiers(examined.settings)
+            checks.append(check)
+            if tiers is not None:
+                room = settings_checks.check_room(tiers)
+                checks += [room, vllm_checks.check_locked_memory(tiers.host.size_bytes)]
+                if hashes.status is Status.OK:
+                    has_room = room.status is Status.OK
+                    store = settings_checks.check_disk(tiers.disk, has_room=has_room)
+                    checks += [store] if store is not None else []
+    num_failed = sum(check.status is Status.FAILED for check in checks)
+    if as_json:
+        print_json(
+            {
+                "ok": num_failed == 0,
+                "python": sys.executable,
+                "checks": [check._asdict() for check in checks],
+            }
+        )
+    else:
+        _draw(checks, num_failed)
+    if num_failed:
+        raise typer.Exit(1)
+
+
+def _draw(checks: Sequence[Check], num_failed: int) -> None:
+    from rich.text import Text
+
+    table = new_table("check", "", "found", title=f"vLLM with Penstock in {sys.executable}")
+    for column in table.columns:
+        column.justify = "left"
+    table.columns[0].no_wrap = table.columns[1].no_wrap = True
+    for check in checks:
+        status = Text(check.status, style=_STYLES[check.status])
+        table.add_row(check.name, status, check.message)
+    console = stdout_console()
+    console.print(table)
+    if num_failed:
+        console.print(f"{num_failed} of {len(checks)} checks failed: vLLM cannot use Penstock yet.")
+    else:
+        console.print("Nothing failed: vLLM can use Penstock.")

@@ -1,0 +1,196 @@
+"""Whether vLLM can start with these settings here. Looks, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.commands.vllm_checks import Check, Status
+from penstock.config import Config, DiskConfig
+from penstock.connectors.vllm.settings import CONNECTOR, MODULE, POLICY, VllmSettings
+from penstock.errors import ConfigError, Foreign, Locked, PenstockError
+from penstock.machine import check_machine
+from penstock.types import PAGE_BYTES
+from penstock.units import format_bytes
+
+_HALF_ROLES = {"kv_producer": "saves and never loads", "kv_consumer": "loads and never saves"}
+_MAX_SHOWN = 80
+
+
+class Examined(NamedTuple):
+    checks: list[Check]
+    settings: VllmSettings | None  # None where they are wrong, as a check says
+
+
+def examine_options(read: Callable[[], VllmSettings]) -> Examined:
+    try:
+        return Examined([], read())
+    except PenstockError as error:
+        return Examined([Check("settings", Status.FAILED, str(error))], None)
+
+
+def examine_transfer_config(text: str) -> Examined:
+    """The fields of `--kv-transfer-config` that concern Penstock, each by itself."""
+    name, advice = "--kv-transfer-config", "`penstock vllm-config` prints one."
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        message = f"it is not JSON ({error}): expected an object; {advice}"
+        return Examined([Check(name, Status.FAILED, message)], None)
+    if not isinstance(fields, dict):
+        message = f"it is {_show(fields)}: expected an object; {advice}"
+        return Examined([Check(name, Status.FAILED, message)], None)
+    checks = [
+        _check_field(fields, "kv_connector", CONNECTOR),
+        _check_field(fields, "kv_connector_module_path", MODULE),
+        _check_role(fields),
+        _check_policy(fields),
+    ]
+    name = "kv_connector_extra_config"
+    extra = fields.get(name, {})
+    try:
+        if not isinstance(extra, dict):
+            raise ConfigError(f"it is {_show(extra)}: expected an object of settings; correct it.")
+        settings = VllmSettings.read(extra)
+    except PenstockError as error:
+        return Examined([*checks, Check(name, Status.FAILED, str(error))], None)
+    found = ", ".join(extra) if extra else "no settings but the defaults"
+    return Examined([*checks, Check(name, Status.OK, found)], settings)
+
+
+def _check_field(
+    fields: Mapping[str, Any], name: str, expected: str, otherwise: Status = Status.FAILED
+) -> Check:
+    if fields.get(name) == expected:
+        return Check(name, Status.OK, expected)
+    found = f"is {_show(fields[name])}" if name in fields else "is missing"
+    return Check(name, otherwise, f'it {found}: expected "{expected}"; correct it.')
+
+
+def _check_role(fields: Mapping[str, Any]) -> Check:
+    for role, does in _HALF_ROLES.items():
+        if fields.get("kv_role") == role:
+            message = f'it is "{role}", which {does}; set it to "kv_both" for both.'
+            return Check("kv_role", Status.WARNING, message)
+    return _check_field(fields, "kv_role", "kv_both")
+
+
+def _check_policy(fields: Mapping[str, Any]) -> Check:
+    check = _check_field(fields, "kv_load_failure_policy", POLICY, Status.WARNING)
+    if check.status is Status.OK:
+        return check
+    # vLLM's own default is to fail.
+    return check._replace(
+        message=f"{check.message} Else a block that cannot be loaded fails its request."
+    )
+
+
+def _show(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def check_tiers(settings: VllmSettings) -> tuple[Check, Config | None]:
+    """Whether the settings are valid; and the tiers they ask for, if so."""
+    try:
+        tiers = settings.tiers()
+    except PenstockError as error:
+        return Check("settings", Status.FAILED, str(error)), None
+    found = f"{format_bytes(tiers.host.size_bytes)} of DRAM"
+    if tiers.disk.path is None:
+        found += ", no disk"
+    elif tiers.disk.read_only:
+        found += f", and what {tiers.disk.path} holds"
+    else:
+        found += f", {format_bytes(tiers.disk.size_bytes)} in {tiers.disk.path}"
+    return Check("settings", Status.OK, found), tiers
+
+
+def check_room(tiers: Config) -> Check:
+    try:
+        check_machine(tiers)
+    except PenstockError as error:
+        return Check("room", Status.FAILED, str(error))
+    return Check("room", Status.OK, "this machine can hold that")
+
+
+def check_disk(disk: DiskConfig, *, has_room: bool) -> Check | None:
+    """Whether a store can be opened there; None where `check_room` has said all there is."""
+    if disk.path is None:
+        return None
+    name, directory = "disk store", Path(disk.path)
+    if has_room and not os.path.lexists(directory):
+        return Check(name, Status.OK, f"{directory} does not exist yet, and will be made")
+    if not directory.is_dir():
+        return None
+    try:
+        return Check(name, Status.OK, _look_into(directory, disk))
+    except PenstockError as error:
+        return Check(name, Status.FAILED, str(error))
+    except OSError as error:
+        message = (
+            f"{error.filename or directory}: {error.strerror}; expected a folder with room, whose "
+            "files this user may read and write; mend that, or choose another disk.path."
+        )
+        return Check(name, Status.FAILED, message)
+
+
+def _look_into(directory: Path, disk: DiskConfig) -> str:
+    """What lies there. Raises PenstockError or OSError where it would keep vLLM from starting."""
+    # Here, because they need xxhash, which may be what is missing.
+    from penstock.commands import audit
+    from penstock.stores import slab
+    from penstock.stores.directory import refuse_strangers_index
+
+    geometry = slab.read_manifest(directory)
+    if disk.read_only:
+        if geometry is None:
+            raise Foreign(f"{directory} holds no store to read; check the path.")
+        audit.check_index(directory)
+    else:
+        if (writer := audit.find_writer(directory)) is not None:
+            raise Locked(
+                f"{directory} is being written by {writer}; unless that is the vLLM you ask about, "
+                "stop it, choose another disk.path, or set disk.read_only."
+            )
+        _check_access([directory / "LOCK", directory / "index"])
+        _check_access([path for _, path in slab.slab_paths(directory)])
+        _try_writing(directory)
+        if geometry is None:
+            refuse_strangers_index(directory)
+            return f"a store will be made in {directory}"
+        if geometry.num_slots(disk.size_bytes) < 1:
+            raise ConfigError(
+                f"disk.size is {format_bytes(disk.size_bytes)}, too little for one block of the "
+                f"store in {directory}; give it at least {format_bytes(geometry.min_cap_bytes)}."
+            )
+    return (
+        f"{directory} holds a store with blocks of {geometry.block_tokens} tokens and "
+        f"{format_bytes(geometry.block_bytes)}; vLLM opens it only for the model and layout it "
+        "was made for"
+    )
+
+
+def _check_access(paths: list[Path]) -> None:
+    for path in paths:
+        if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def _try_writing(directory: Path) -> None:
+    """Write a page to a file without a name, which is gone when it is closed."""
+    try:
+        file = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # no such files on this filesystem
+            return
+        raise
+    try:
+        os.pwrite(file, bytes(PAGE_BYTES), 0)
+        os.fsync(file)  # some filesystems notice only now that they are full
+    finally:
+        os.close(file)
