@@ -70,8 +70,9 @@ def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> Non
     from penstock.cli import main
 
     text = (ROOT / "README.md").read_text()
-    commands = set(re.findall(r"^penstock (kv-size|probe|config|store \w+)", text, re.MULTILINE))
-    assert len(commands) == 6
+    names = r"^penstock (kv-size|probe|config|vllm-config|store \w+|doctor \w+)"
+    commands = set(re.findall(names, text, re.MULTILINE))
+    assert len(commands) == 8
     for command in commands:
         with pytest.raises(SystemExit) as exit_info:
             raise SystemExit(main([*command.split(), "--help"]))

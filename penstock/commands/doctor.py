@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.commands import JsonFlag, new_table, print_json, progress_bar, stdout_console
+from penstock.commands import (
+    JsonFlag,
+    Tick,
+    new_table,
+    print_json,
+    progress_bar,
+    stdout_console,
+)
 from penstock.commands.vllm_config import (
     ConfigFile,
     DiskPath,
@@ -20,6 +27,7 @@ from penstock.commands.vllm_config import (
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.commands.settings_checks import Examined
     from penstock.commands.vllm_checks import Check
 
 EXAMPLE = (
@@ -56,41 +64,23 @@ def check_vllm_installation(
     Exits with 0 if nothing failed, 1 if something did. Imports vLLM, which takes a while; starts
     no engine, and leaves nothing behind.
     """
-    from penstock.commands import settings_checks, vllm_checks
+    from penstock.commands.settings_checks import examine_options, examine_transfer_config
     from penstock.commands.vllm_checks import Status
 
     options = (kv_offloading_size, disk_path, disk_size, config, settings or None)
-    if kv_transfer_config is not None:
-        if any(option is not None for option in options):
-            raise ConfigError(
-                "both --kv-transfer-config and single settings are given: expected one of them; "
-                "leave out the other"
-            )
-        examined = settings_checks.examine_transfer_config(kv_transfer_config)
-    else:
-        examined = settings_checks.examine_options(
+    if kv_transfer_config is None:
+        examined = examine_options(
             lambda: read_settings(kv_offloading_size, disk_path, disk_size, config, settings or ())
         )
+    elif any(option is not None for option in options):
+        raise ConfigError(
+            "both --kv-transfer-config and single settings are given: expected one or the other; "
+            "leave out one"
+        )
+    else:
+        examined = examine_transfer_config(kv_transfer_config)
     with progress_bar() as tick:
-        tick("looking for vLLM", 0.0)
-        insist = examined.settings is not None and examined.settings.allow_untested_vllm
-        checks = [vllm_checks.check_vllm(insist=insist)]
-        tick("importing the connector", 0.1)
-        checks.append(vllm_checks.check_connector())
-        tick("sharing memory", 0.8)
-        hashes = vllm_checks.check_hashes()
-        checks += [hashes, vllm_checks.check_shared_memory(), *examined.checks]
-        if examined.settings is not None:
-            tick("reading the settings", 0.9)
-            check, tiers = settings_checks.check_tiers(examined.settings)
-            checks.append(check)
-            if tiers is not None:
-                room = settings_checks.check_room(tiers)
-                checks += [room, vllm_checks.check_locked_memory(tiers.host.size_bytes)]
-                if hashes.status is Status.OK:
-                    has_room = room.status is Status.OK
-                    store = settings_checks.check_disk(tiers.disk, has_room=has_room)
-                    checks += [store] if store is not None else []
+        checks = _check_all(examined, tick)
     num_failed = sum(check.status is Status.FAILED for check in checks)
     if as_json:
         print_json(
@@ -104,6 +94,35 @@ def check_vllm_installation(
         _draw(checks, num_failed)
     if num_failed:
         raise typer.Exit(1)
+
+
+def _check_all(examined: Examined, tick: Tick) -> list[Check]:
+    """Every check, but those that mean nothing because an earlier one failed."""
+    from penstock.commands import settings_checks, vllm_checks
+    from penstock.commands.vllm_checks import Status
+
+    settings = examined.settings
+    tick("looking for vLLM", 0.0)
+    insist = settings is not None and settings.allow_untested_vllm
+    checks = [vllm_checks.check_vllm(insist=insist)]
+    tick("importing the connector", 0.1)
+    checks.append(vllm_checks.check_connector())
+    tick("sharing memory", 0.8)
+    hashes = vllm_checks.check_hashes()
+    checks += [hashes, vllm_checks.check_shared_memory(), *examined.checks]
+    if settings is None:
+        return checks
+    tick("looking at memory and disk", 0.9)
+    check, tiers = settings_checks.check_tiers(settings)
+    checks.append(check)
+    if tiers is None:
+        return checks
+    room = settings_checks.check_room(tiers)
+    checks += [room, vllm_checks.check_locked_memory(tiers.host.size_bytes)]
+    if hashes.status is Status.OK:  # a store cannot be read without
+        store = settings_checks.check_disk(tiers.disk, has_room=room.status is Status.OK)
+        checks += [] if store is None else [store]
+    return checks
 
 
 def _draw(checks: Sequence[Check], num_failed: int) -> None:

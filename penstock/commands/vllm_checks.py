@@ -141,8 +141,8 @@ def _share_memory() -> str | None:
         return None
     return (
         f"another process cannot open {path} ({problem}), and so vLLM's workers could not reach "
-        "the DRAM; mount /proc without hidepid, and let processes of one user see each other's "
-        "files."
+        "the DRAM, unless there is only one, within the scheduler's process; mount /proc without "
+        "hidepid, and let processes of one user see each other's files."
     )
 
 

@@ -1,9 +1,12 @@
 """Copies between a GPU's scattered blocks and shared DRAM, beside a computation that is not ours.
 
-No thread and no waiting: the thread that computes queues a batch of copies on a stream of ours and
-later asks an event whether they have ended. A save's stream first waits for all that was launched
-before it. A load writes to blocks that nothing launched so far reads or writes, so it need not
-wait; where such a block is still being saved, the fence makes both streams wait for that.
+No thread and no waiting: the thread that computes queues copies on streams of ours and later asks
+an event whether they have ended. A save's stream first waits for all that was launched before it.
+A load writes to blocks that nothing launched so far reads or writes, so it need not wait; where
+such a block is still being saved, the fence makes both streams wait for that.
+
+Where a block is scattered over layers it crosses the link whole, through one of two buffers on the
+GPU: while one is on the link, a kernel fills or empties the other (see `cuda_stage`).
 """
 
 from __future__ import annotations
@@ -22,16 +25,17 @@ import torch
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
 from penstock.transfer.cuda import Addresses, best_copy, new_streams, pin, unpin
-from penstock.transfer.paged import Part
+from penstock.transfer.paged import PagedMemory, Part
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Outcome, Slot, Transfer, TransferId, Verdict
-from penstock.units import GiB, format_bytes
+from penstock.units import GiB, MiB, format_bytes
 
 log = logging.getLogger(__name__)
 
 _cuda: Any = torch.cuda  # carries no types
 
 _PIN_BYTES = GiB // 2
+_STAGE_BYTES = 32 * MiB  # of each of two buffers in each direction
 
 
 class PinnedSlots:
@@ -73,27 +77,129 @@ class PinnedSlots:
         log.info("pinned %s of DRAM in %.1f s", size, seconds)
 
 
+class _Link:
+    """One direction: a stream of copies, and buffers on the way where blocks are scattered."""
+
+    def __init__(self, part: Part, host: HostArena, direction: Direction, stream: Any, gpu: Any):
+        self.copies = stream
+        self._part = part
+        self._host = host
+        self._direction = direction
+        self._copy_all = best_copy()
+        self._gpu = gpu
+        self._buffers: list[_Buffer] = []
+        stages = make_stages(part.device, gpu)
+        if stages:
+            self._kernels = _cuda.Stream(priority=stream.priority)
+            self._buffers = [_Buffer(stage, _cuda.Event(), _cuda.Event()) for stage in stages]
+        stretches = part.device.stretches
+        self._addresses = np.array([s.address for s in stretches], np.uint64)
+        self._strides = np.array([s.stride_bytes for s in stretches], np.uint64)
+        self._lengths = np.array([s.num_bytes for s in stretches], np.uint64)
+        ends = np.cumsum(self._lengths)
+        self._offsets = (ends - self._lengths + np.uint64(part.offset)).astype(np.uint64)
+
+    @property
+    def first(self) -> Any:
+        """The stream on which a transfer begins."""
+        return self._kernels if self._begins_with_kernel else self.copies
+
+    @property
+    def last(self) -> Any:
+        """The stream on which a transfer ends."""
+        if not self._buffers:
+            return self.copies
+        return self.copies if self._begins_with_kernel else self._kernels
+
+    @property
+    def _begins_with_kernel(self) -> bool:
+        return bool(self._buffers) and self._direction is Direction.SAVE
+
+    def queue(self, slots: Sequence[Slot], blocks: Sequence[Slot]) -> Any:
+        """Queue the copies of all blocks; what is returned must live until they have ended."""
+        if not self._buffers:
+            self._queue_pieces(slots, blocks)
+            return None
+        with _cuda.stream(self._kernels):
+            numbers = torch.tensor(blocks, dtype=torch.int64).pin_memory()
+            numbers = numbers.to(self._gpu, non_blocking=True)
+        size = self._buffers[0].stage.num_blocks
+        for turn, start in enumerate(range(0, len(slots), size)):
+            buffer = self._buffers[turn % len(self._buffers)]
+            self._queue_staged(buffer, slots[start : start + size], numbers[start : start + size])
+        return numbers
+
+    def _queue_staged(self, buffer: _Buffer, slots: Sequence[Slot], numbers: Any) -> None:
+        in_host = self._in_host(slots) + np.uint64(self._part.offset)
+        in_stage = np.uint64(buffer.stage.address) + np.arange(len(slots), dtype=np.uint64) * (
+            np.uint64(buffer.stage.block_bytes)
+        )
+        lengths = np.full(len(slots), buffer.stage.block_bytes, np.uint64)
+        self.first.wait_event(buffer.is_free)
+        if self._direction is Direction.LOAD:
+            self._copy_all(in_stage, in_host, lengths, self.copies.cuda_stream)
+            buffer.is_full.record(self.copies)
+            self._kernels.wait_event(buffer.is_full)
+            with _cuda.stream(self._kernels):
+                buffer.stage.scatter(numbers)
+        else:
+            with _cuda.stream(self._kernels):
+                buffer.stage.gather(numbers)
+            buffer.is_full.record(self._kernels)
+            self.copies.wait_event(buffer.is_full)
+            self._copy_all(in_host, in_stage, lengths, self.copies.cuda_stream)
+        buffer.is_free.record(self.last)
+
+    def _queue_pieces(self, slots: Sequence[Slot], blocks: Sequence[Slot]) -> None:
+        in_host = (self._in_host(slots)[:, None] + self._offsets[None, :]).reshape(-1)
+        numbers = np.asarray(blocks, np.uint64)
+        on_device = self._addresses[None, :] + numbers[:, None] * self._strides[None, :]
+        on_device = on_device.reshape(-1)
+        lengths = np.tile(self._lengths, len(slots))
+        load = self._direction is Direction.LOAD
+        targets, sources = (on_device, in_host) if load else (in_host, on_device)
+        self._copy_all(targets, sources, lengths, self.copies.cuda_stream)
+
+    def _in_host(self, slots: Sequence[Slot]) -> Addresses:
+        starts = np.asarray(slots, np.uint64) * np.uint64(self._host.stride_bytes)
+        return starts + np.uint64(self._host.address)
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    stage: Any
+    is_full: Any
+    is_free: Any
+
+
+def make_stages(memory: PagedMemory, gpu: Any) -> list[Any]:
+    """Two buffers, or none where blocks are whole already or cannot be staged."""
+    try:
+        from penstock.transfer.cuda_stage import Stage, can_stage
+    except ImportError:
+        log.info("there is no triton: blocks cross the link in pieces")
+        return []
+    if not can_stage(memory):
+        return []
+    num_blocks = max(1, _STAGE_BYTES // memory.block_bytes)
+    return [Stage(memory, num_blocks, gpu) for _ in range(2)]
+
+
 @dataclass(frozen=True, slots=True)
 class _Flight:
     transfers: Sequence[Transfer]
     began: Any
     ended: Any
+    kept: Any  # memory that the copies use
 
 
 class CudaCopier:
     def __init__(self, part: Part, host: HostArena, seals: Seals, gpu: Any) -> None:
-        self._part = part
-        self._host = host
         self._seals = seals
-        self._streams = new_streams()
-        self._copy_all = best_copy()
-        stretches = part.device.stretches
-        self._addresses = np.array([s.address for s in stretches], np.uint64)
-        self._strides = np.array([s.stride_bytes for s in stretches], np.uint64)
-        self._lengths = np.array([s.num_bytes for s in stretches], np.uint64)
-        self._offsets = np.uint64(part.offset) + np.concatenate(
-            ([np.uint64(0)], np.cumsum(self._lengths)[:-1])
-        ).astype(np.uint64)
+        self._links = {
+            direction: _Link(part, host, direction, stream, gpu)
+            for direction, stream in new_streams().items()
+        }
         self._flights: dict[Direction, deque[_Flight]] = {d: deque() for d in Direction}
         self._held: deque[Sequence[Transfer]] = deque()  # their DRAM is not pinned yet
         self._failed: list[Outcome] = []
@@ -126,7 +232,7 @@ class CudaCopier:
                 if any(transfer.id in wanted for transfer in flight.transfers):
                     _cuda.current_stream().wait_event(flight.ended)
                     if direction is Direction.SAVE:
-                        self._streams[Direction.LOAD].wait_event(flight.ended)
+                        self._links[Direction.LOAD].last.wait_event(flight.ended)
 
     def start_timer(self, step: int) -> None:
         began, ended = (_cuda.Event(enable_timing=True) for _ in range(2))
@@ -147,8 +253,7 @@ class CudaCopier:
         return times
 
     def close(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
+        _cuda.synchronize()
         self._pins.close()
 
     def _is_pinned(self, transfers: Sequence[Transfer]) -> bool:
@@ -166,35 +271,20 @@ class CudaCopier:
 
     def _start(self, transfers: Sequence[Transfer]) -> None:
         direction = transfers[0].direction
-        stream = self._streams[direction]
+        link = self._links[direction]
+        slots = [slot for transfer in transfers for slot in _host_slots(transfer)]
+        blocks = [slot for transfer in transfers for slot in _device_slots(transfer)]
         if direction is Direction.SAVE:
-            stream.wait_stream(_cuda.current_stream())
+            link.first.wait_stream(_cuda.current_stream())
         began, ended = (_cuda.Event(enable_timing=True) for _ in range(2))
-        began.record(stream)
+        began.record(link.first)
         try:
-            if direction is Direction.LOAD:
-                sources = self._in_host([s for t in transfers for s in t.source_slots])
-                targets = self._on_device([s for t in transfers for s in t.target_slots])
-            else:
-                sources = self._on_device([s for t in transfers for s in t.source_slots])
-                targets = self._in_host([s for t in transfers for s in t.target_slots])
-            lengths = np.tile(self._lengths, len(targets) // len(self._lengths))
-            self._copy_all(targets, sources, lengths, stream.cuda_stream)
+            kept = link.queue(slots, blocks)
         except Exception:
-            stream.synchronize()  # copies queued before the error still write
+            _cuda.synchronize()  # copies queued before the error still write
             raise
-        ended.record(stream)
-        self._flights[direction].append(_Flight(transfers, began, ended))
-
-    def _in_host(self, slots: Sequence[Slot]) -> Addresses:
-        starts = np.asarray(slots, np.uint64) * np.uint64(self._host.stride_bytes)
-        starts += np.uint64(self._host.address)
-        return (starts[:, None] + self._offsets[None, :]).reshape(-1)
-
-    def _on_device(self, blocks: Sequence[Slot]) -> Addresses:
-        numbers = np.asarray(blocks, np.uint64)
-        starts = self._addresses[None, :] + numbers[:, None] * self._strides[None, :]
-        return starts.reshape(-1)
+        ended.record(link.last)
+        self._flights[direction].append(_Flight(transfers, began, ended, kept))
 
     def _outcomes(self, flight: _Flight) -> list[Outcome]:
         seconds = flight.began.elapsed_time(flight.ended) / 1e3
@@ -214,3 +304,9 @@ def _host_slots(transfer: Transfer) -> Sequence[Slot]:
     if transfer.direction is Direction.LOAD:
         return transfer.source_slots
     return transfer.target_slots
+
+
+def _device_slots(transfer: Transfer) -> Sequence[Slot]:
+    if transfer.direction is Direction.LOAD:
+        return transfer.target_slots
+    return transfer.source_slots

@@ -21,6 +21,8 @@ COMMANDS = [
     ["kv-size"],
     ["probe"],
     ["config"],
+    ["vllm-config"],
+    ["doctor", "vllm"],
     ["store", "ls"],
     ["store", "check"],
     ["store", "clear"],
@@ -45,11 +47,14 @@ def test_a_refusal_leaves_with_2_and_one_sentence() -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["kv-size", "llama-3.1-8b"], ["config", "--json"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["kv-size", "llama-3.1-8b"], ["config", "--json"], ["vllm-config"]]
+)
 def test_light_commands_import_nothing_heavy(argv: list[str]) -> None:
     code = (
         "import sys; from penstock.cli import main; code = main(sys.argv[1:]); "
-        "heavy = {'torch', 'numpy', 'prometheus_client', 'transformers'} & set(sys.modules); "
+        "heavy = {'torch', 'numpy', 'prometheus_client', 'transformers', 'vllm'}; "
+        "heavy &= set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
     done = subprocess.run(
@@ -95,7 +100,7 @@ def test_version(run: Run) -> None:
     assert run("--version").stdout == f"penstock {penstock.__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["store"], ["store", "--help"]])
+@pytest.mark.parametrize("argv", [[], ["--help"], ["store"], ["store", "--help"], ["doctor"]])
 def test_groups_show_their_help(run: Run, argv: list[str]) -> None:
     ran = run(*argv)
     assert ran.code == 0

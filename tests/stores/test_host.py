@@ -1,16 +1,28 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import hashlib
+import json
 import mmap
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tools import ODD_BLOCK_BYTES, content, keys_of, spec
+import shared_child
+from tools import ODD_BLOCK_BYTES, TIMEOUT_SECONDS, content, key_of, keys_of, spec
 
 from penstock.errors import ConfigError
 from penstock.stores.base import Arena
-from penstock.stores.host import HostArena
-from penstock.types import PAGE_BYTES, Slot
+from penstock.stores.host import ArenaHandle, HostArena
+from penstock.transfer.seals import Seals
+from penstock.types import PAGE_BYTES, Slot, Verdict
 
 MiB = 1 << 20
 
@@ -106,3 +118,147 @@ def test_a_machine_without_huge_pages_is_served_all_the_same(
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # the kernel answers EINVAL
     arena = HostArena(spec(), 8192, huge_pages=True)
     arena.view(Slot(0))[:] = b"\x01" * 8192
+
+
+# Shared with other processes.
+
+
+class Child:
+    """Another process that has opened an arena by its handle."""
+
+    def __init__(self, handle: ArenaHandle) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, shared_child.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._write(asdict(handle))
+
+    def ask(self, *command: object) -> Any:
+        self._write(command)
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=TIMEOUT_SECONDS)
+        assert self._process.returncode == 0
+
+    def _write(self, line: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+
+
+@pytest.fixture
+def shared() -> HostArena:
+    return HostArena(spec(ODD_BLOCK_BYTES), 4 * 12_288, shared=True)
+
+
+@pytest.fixture
+def child(shared: HostArena) -> Iterator[Child]:
+    child = Child(shared.handle)
+    yield child
+    child.close()
+
+
+def test_bytes_that_one_process_writes_are_read_by_the_other(
+    shared: HostArena, child: Child
+) -> None:
+    for slot, key in enumerate(keys_of(4)):
+        data = content(key, shared.stride_bytes)
+        shared.view(Slot(slot))[:] = data
+        assert child.ask("digest", slot) == hashlib.sha256(data).hexdigest()
+    child.ask("fill", 2, 0x5C)
+    assert shared.view(Slot(2)) == b"\x5c" * shared.stride_bytes
+    assert shared.view(Slot(1)) == content(keys_of(4)[1], shared.stride_bytes)
+    assert shared.view(Slot(3)) == content(keys_of(4)[3], shared.stride_bytes)
+
+
+def test_seals_that_one_process_sets_or_breaks_are_seen_by_the_other(
+    shared: HostArena, child: Child
+) -> None:
+    seals = Seals(shared, memory=shared.seals)
+    mine, theirs = key_of("mine"), key_of("theirs")
+    assert seals.verdicts([mine], [Slot(0)]) == [Verdict.MISSING], "a new arena holds nothing"
+    seals.seal([mine], [Slot(0)])
+    assert child.ask("verdict", mine.hex(), 0) == Verdict.OK
+    assert child.ask("verdict", mine.hex(), 1) == Verdict.MISSING
+    child.ask("seal", theirs.hex(), 3)
+    assert seals.verdicts([theirs, mine], [Slot(3), Slot(0)]) == [Verdict.OK] * 2
+    child.ask("open", 0)
+    assert seals.verdicts([theirs, mine], [Slot(3), Slot(0)]) == [Verdict.OK, Verdict.MISSING]
+
+
+def test_filling_every_slot_breaks_no_seal(shared: HostArena) -> None:
+    seals = Seals(shared, memory=shared.seals)
+    keys, places = keys_of(4), [Slot(slot) for slot in range(4)]
+    seals.seal(keys, places)
+    shared.buffer[:] = b"\xff" * len(shared.buffer)
+    assert len(shared.buffer) == 4 * shared.stride_bytes
+    assert seals.verdicts(keys, places) == [Verdict.OK] * 4
+
+
+def test_a_shared_arena_has_no_name_that_could_be_left_behind(
+    shared: HostArena, child: Child
+) -> None:
+    shared.view(Slot(0))[:] = b"\x01" * shared.stride_bytes
+    child.ask("digest", 0)  # it is mapped by both
+    target = os.readlink(shared.handle.path)
+    assert target.startswith("/memfd:")
+    assert not [path for path in Path("/dev/shm").iterdir() if "penstock" in path.name]
+
+
+def test_the_memory_outlives_its_maker_in_whoever_mapped_it() -> None:
+    made = HostArena(spec(), 2 * 8192, shared=True)
+    opened = HostArena.open(made.handle)
+    made.view(Slot(1))[:] = b"\x09" * 8192
+    del made
+    gc.collect()
+    with pytest.raises(OSError, match="No such file"):
+        HostArena.open(opened.handle)
+    assert opened.view(Slot(1)) == b"\x09" * 8192
+
+
+def held() -> tuple[int, int]:
+    """Files that this process has open, and arenas that it has mapped."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:penstock-host")
+
+
+def test_an_arena_that_is_let_go_gives_its_memory_back() -> None:
+    before = held()
+    for _ in range(8):
+        arena = HostArena(spec(), 8192, shared=True)
+        HostArena.open(arena.handle).view(Slot(0))[:] = b"\x01" * 8192
+    assert held() != before
+    del arena
+    assert held() == before
+
+
+def test_a_handle_is_plain_data(shared: HostArena) -> None:
+    handle = shared.handle
+    assert pickle.loads(pickle.dumps(handle)) == handle
+    assert ArenaHandle(**json.loads(json.dumps(asdict(handle)))) == handle
+    opened = HostArena.open(handle)
+    assert (opened.num_slots, opened.block_bytes, opened.stride_bytes) == (4, 9001, 12_288)
+    assert opened.num_bytes == shared.num_bytes
+
+
+def test_an_arena_that_is_not_shared_is_found_within_its_process_only() -> None:
+    arena = HostArena(spec(), 8192)
+    assert HostArena.open(arena.handle) is arena
+    handle = arena.handle
+    del arena
+    gc.collect()
+    with pytest.raises(OSError, match="No such file"):
+        HostArena.open(handle)
+
+
+def test_the_arena_of_a_process_that_is_gone_cannot_be_opened() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(TIMEOUT_SECONDS)
+    handle = ArenaHandle(f"/proc/{gone.pid}/fd/3", 1, 8192, 8192)
+    with pytest.raises(FileNotFoundError):
+        HostArena.open(handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from tools import TIMEOUT_SECONDS, cap_for, key_of, keys_of, slots, spec
 
 from penstock.build import Delegated, build_delegated
-from penstock.clock import ManualClock, SystemClock
+from penstock.clock import ManualClock
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
@@ -268,7 +267,8 @@ def delegated(directory: Path | None, *, num_workers: int = 1, num_host: int = 8
     if directory is not None:
         disk = DiskConfig(path=str(directory), size_bytes=cap_for(spec(), 32), threads=1)
     config = Config(host=HostConfig(size_bytes=num_host * spec().stride_bytes), disk=disk)
-    built = build_delegated(config, spec(), num_workers, clock=SystemClock())
+    # No deadline ever passes: what ends, ends by itself.
+    built = build_delegated(config, spec(), num_workers, clock=ManualClock())
     assert built.offloader.recover(TIMEOUT_SECONDS)
     return built
 
@@ -306,10 +306,25 @@ def test_an_offloader_closes_at_once_when_its_workers_are_gone() -> None:
     built.offloader.load(keys[:2], slots(4, 5))
     built.engine.take_unsent()  # told, and never to be reported
     built.offloader.save(keys[2:], slots(2, 3))  # never told
-    started = time.monotonic()
     built.engine.give_up()
     assert built.offloader.close(TIMEOUT_SECONDS)
-    assert time.monotonic() - started < TIMEOUT_SECONDS / 2, "it waited for somebody"
+    built.offloader.check()
+
+
+# BUG in penstock/transfer/delegate.py: after `give_up`, `has_room` is False for HOST's link, so a
+# block that comes from the disk into HOST is queued for the device for ever. Its load ends only by
+# its deadline (10 s by default), and `Offloader.close`, hence vLLM's shutdown, waits for that.
+@pytest.mark.xfail(reason="a load from the disk outlives give_up until its deadline")
+def test_an_offloader_closes_although_a_load_was_on_its_way_from_the_disk(tmp_path: Path) -> None:
+    keys = keys_of(6)
+    built = delegated(tmp_path / "kv")
+    built.offloader.save(keys, slots(*range(6)))
+    end_all(built)
+    assert built.offloader.drain(TIMEOUT_SECONDS)
+    built.offloader.empty_host()
+    built.offloader.load(keys, slots(*range(6)))
+    built.engine.give_up()
+    assert built.offloader.close(2.0)
     built.offloader.check()
 
 

@@ -7,6 +7,7 @@ On a worker's side it costs the blocks it concerns.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -68,6 +69,15 @@ class PenstockHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         self.shard = shard
 
 
+def _log_as_vllm_does() -> None:
+    """vLLM gives handlers to its own loggers alone; what Penstock says belongs beside."""
+    ours, theirs = logging.getLogger("penstock"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = not theirs.handlers
+
+
 def _guarded(otherwise: Any) -> Callable[[Method], Method]:
     """On the scheduler's side: after an error offloading ends, and `otherwise` is the answer."""
 
@@ -90,6 +100,7 @@ def _guarded(otherwise: Any) -> Callable[[Method], Method]:
 class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm_does()
         self._settings = VllmSettings.read(self._kv_transfer_config.kv_connector_extra_config)
         self._config = self._settings.tiers()
         check_version(vllm.__version__, insist=self._settings.allow_untested_vllm)
@@ -206,7 +217,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids = blocks.get_block_ids()[0]
-        num_blocks = num_external_tokens // self._spec.block_size
+        num_blocks = -(-num_external_tokens // self._spec.block_size)
         if num_blocks:  # from here on vLLM counts on them, whatever happens to us
             self._awaited[request.request_id] = tuple(block_ids[-num_blocks:])
         if self._allocated(request, block_ids, num_external_tokens):
@@ -358,7 +369,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None, None
         if self.has_connector_metadata():  # vLLM up to 0.31 saves nothing in an empty step
             self._worker.save(self._get_connector_metadata().orders)
-        self._results = self._worker.results()
+        is_idle = self.has_connector_metadata() and self._get_connector_metadata().orders.is_idle
+        self._results = self._worker.results(is_idle=is_idle)
         return None, self._results.ready or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

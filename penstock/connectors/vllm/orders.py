@@ -31,6 +31,7 @@ class Orders:
     complete: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     # Blocks that this step completes.
     saves_after: list[Transfer] = field(default_factory=list)
+    is_idle: bool = False  # it computes nothing: whoever waits for a load is all there is
     is_timed: bool = False  # the step only reads prompts: its time says how fast that is
     is_last_resort: bool = False  # the books are gone: `complete` names all that may still wait
 

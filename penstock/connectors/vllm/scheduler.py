@@ -8,8 +8,8 @@ vLLM never waits for a save: it may give a block to another request while the co
 The step that writes to it is held back by its fence, so no block is overwritten before it is saved.
 A load is told to the workers as its blocks arrive in DRAM; they report the request ready, together
 with the blocks that could not be brought, and vLLM computes those. That takes vLLM some steps of
-its own. Where all blocks are in DRAM, and the copy is short or keeps nobody waiting, it is made part
-of the step that computes the rest of the prompt.
+its own. Where all blocks are in DRAM and the copy is short, it is made part of the step that
+computes the rest of the prompt.
 
 A thread keeps the lower tiers going while vLLM has nothing to do. Everything here runs under one
 lock, and nothing here waits.
@@ -56,7 +56,9 @@ _TICK_SECONDS = 0.003
 _IDLE_SECONDS = 0.5
 _CLOSE_SECONDS = 30.0
 _MAX_TIMED_STEPS = 64
-_SHORT_SECONDS = 0.002  # for so long others that compute may be kept waiting
+# For so long a step may wait for a load that it needs: where others compute too, where nobody does.
+# Beyond, vLLM's own preparation of the step is worth more if the copy runs beside it.
+_SHORT_SECONDS, _ALONE_SECONDS = 0.002, 0.015
 
 
 class Scheduled(NamedTuple):
@@ -135,7 +137,7 @@ class SchedulerSide:
             if offer is None or offer.start != start or now - offer.at > _SAME_ANSWER_SECONDS:
                 match = self._offloader.match(tracked.keys.first(request.num_tokens)[start:])
                 offer = tracked.offer = self._offer(start, match, request.num_tokens, now)
-            return offer.num_blocks * self._block_tokens
+            return offer.num_tokens
 
     def offers_now(self, request_id: str) -> bool:
         """Whether what `lookup` offered is loaded within the step, so that vLLM need not wait."""
@@ -154,8 +156,8 @@ class SchedulerSide:
                     self._tell_choice(offer.match.num_blocks, offer.choice)
             if num_external == 0:
                 return
-            num_blocks = num_external // self._block_tokens
-            if offer is None or num_blocks > offer.num_blocks:
+            num_blocks = -(-num_external // self._block_tokens)
+            if offer is None or num_external > offer.num_tokens:
                 raise BookError(f"{num_external} tokens are to be loaded that nobody offered")
             tracked.block_ids = list(block_ids)
             self._load(request.request_id, tracked, offer, num_blocks)
@@ -186,6 +188,7 @@ class SchedulerSide:
             orders, self._orders = self._orders, Orders(0)
             self._num_steps += 1
             orders.step, orders.arena = self._num_steps, self._arena
+            orders.is_idle = not num_tokens
             self._computing = set(num_tokens)
             self._bytes_now = 0
             if chunks and all(count > 1 for count, _ in chunks):
@@ -348,22 +351,21 @@ class SchedulerSide:
 
     def _offer(self, start: int, match: Match, num_tokens: int, now: float) -> Offer:
         num_past = start * self._block_tokens
-        # Within a step at least one token must be left to compute.
-        num_now = min(match.num_blocks, (num_tokens - 1) // self._block_tokens - start)
-        is_now = self._can_load_now(match, num_now)
+        is_now = self._can_load_now(match)
         choice = self._choose(match, num_past, self._rates(is_now))
-        num_blocks = min(choice.num_blocks, num_now) if is_now else choice.num_blocks
-        return Offer(start, match, num_blocks, choice, is_now, now)
+        num_offered = choice.num_blocks * self._block_tokens
+        if is_now and num_past + num_offered == num_tokens:
+            num_offered -= 1  # a step must have a token to compute
+        return Offer(start, match, num_offered, choice, is_now, now)
 
-    def _can_load_now(self, match: Match, num_blocks: int) -> bool:
+    def _can_load_now(self, match: Match) -> bool:
         in_dram = all(run.tier is Tier.HOST for run in match.runs) and match.num_pending == 0
-        if not (self._may_load_now and in_dram and num_blocks > 0):
-            return False
-        if not (self._computing or self._loadings or self._bytes_now):
-            return True  # nobody else is kept waiting
         rate = self._copy_meter.rate
-        num_bytes = num_blocks * self._block_bytes + self._bytes_now
-        return rate is not None and rate.seconds(num_bytes) <= _SHORT_SECONDS
+        if not (self._may_load_now and in_dram and match.num_blocks) or rate is None:
+            return False
+        is_alone = not (self._computing or self._loadings or self._bytes_now)
+        seconds = rate.seconds(match.num_blocks * self._block_bytes + self._bytes_now)
+        return seconds <= (_ALONE_SECONDS if is_alone else _SHORT_SECONDS)
 
     def _choose(self, match: Match, num_past: int, rates: Mapping[Tier, LinkRate]) -> Choice:
         if self._always_load:
@@ -420,7 +422,7 @@ class SchedulerSide:
         for slot in loading.slots:
             del self._loading_into[slot]
         bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
-        if loading.is_now and not bad:
+        if loading.slowest is Tier.HOST and not bad:
             self._copy_meter.observe(loading.num_bytes, loading.copy_seconds)
         if loading.num_untold:
             self._orders.complete[loading.request_id] = tuple(loading.slots[i] for i in bad)

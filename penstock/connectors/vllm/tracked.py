@@ -17,7 +17,7 @@ class Offer:
 
     start: int
     match: Match
-    num_blocks: int
+    num_tokens: int
     choice: Choice
     is_now: bool  # within the step that computes the rest, not before it
     at: float

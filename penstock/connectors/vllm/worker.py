@@ -8,6 +8,7 @@ have ended.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from penstock.types import Outcome, Slot, Transfer, TransferId, Verdict
 log = logging.getLogger(__name__)
 
 _MAX_REMEMBERED = 4096
+_PATIENCE_SECONDS = 0.003  # vLLM sleeps 1 ms after a step without computation, and takes several
+_LOOK_SECONDS = 0.00005
 
 
 @dataclass(slots=True)
@@ -30,6 +33,10 @@ class _Waiting:
     num_under_way: int = 0
     is_complete: bool = False  # no further load will come
     bad: set[Slot] = field(default_factory=set)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_complete and self.num_under_way == 0
 
 
 class Results(NamedTuple):
@@ -88,15 +95,16 @@ class WorkerSide:
         if orders.saves_after:
             self._submit(orders.saves_after)
 
-    def results(self) -> Results:
-        for outcome in self._copier.poll():
-            self._end(outcome)
+    def results(self, *, is_idle: bool = False) -> Results:
+        """What has ended. With nothing to compute, a load's end is worth waiting for a little."""
+        self._poll()
+        if is_idle and self._loads:
+            end = time.monotonic() + _PATIENCE_SECONDS
+            while not self._num_ready and self._loads and time.monotonic() < end:
+                time.sleep(_LOOK_SECONDS)
+                self._poll()
         self._reports.step_seconds.update(self._copier.take_times())
-        ready = {
-            request_id
-            for request_id, waiting in self._waiting.items()
-            if waiting.is_complete and waiting.num_under_way == 0
-        }
+        ready = {name for name, waiting in self._waiting.items() if waiting.is_ready}
         bad, self._bad_now = self._bad_now, set()
         for request_id in ready:
             bad.update(self._waiting.pop(request_id).bad)
@@ -119,6 +127,14 @@ class WorkerSide:
                 self._bad_now.update(_not_ok(transfer.target_slots, verdicts))
         self._submit(transfers)
         self._copier.fence([transfer.id for transfer in transfers])
+
+    def _poll(self) -> None:
+        for outcome in self._copier.poll():
+            self._end(outcome)
+
+    @property
+    def _num_ready(self) -> int:
+        return sum(waiting.is_ready for waiting in self._waiting.values())
 
     def _submit(self, transfers: Sequence[Transfer]) -> None:
         try:

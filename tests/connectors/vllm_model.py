@@ -1,0 +1,926 @@
+"""A small vLLM in plain Python, to drive both sides of the connector with real memory.
+
+It does what vLLM's scheduler does with blocks: a prefix cache on the device, preemption, aborts,
+loads that a request waits for or that its step begins with, steps that overlap, drafts that are
+rejected. Blocks of requests that end or are preempted are free at once, and written to by whoever
+gets them next right after `begin`.
+
+Computing a token writes bytes that follow from all tokens before it, and reads the device: where
+what is there is wrong, what it writes is wrong too. Nothing wrong may stay unnoticed:
+
+- what a save copies to DRAM must be what its key says;
+- what is loaded must be there when a request is ready, but for the blocks reported bad;
+- a step must not compute from wrong bytes, unless vLLM is told with that very step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from tools import TIMEOUT_SECONDS, cap_for
+
+from penstock.build import build_delegated
+from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
+from penstock.connectors.vllm.identity import namespace_of
+from penstock.connectors.vllm.orders import Orders, Reports
+from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
+from penstock.connectors.vllm.worker import WorkerSide
+from penstock.events import Event, Lost, Moved, Observer
+from penstock.keys import KeyChain, Namespace
+from penstock.stores import slab
+from penstock.stores.host import HostArena
+from penstock.transfer.copiers import ThreadCopier
+from penstock.transfer.io import Moved as MoverMoved
+from penstock.transfer.paged import PagedMemory, PagedMover, Part, Stretch
+from penstock.transfer.seals import Seals
+from penstock.types import BlockKey, BlockSpec, Direction, Slot, Tier, Transfer
+
+BLOCK_TOKENS = 4
+TOKEN_BYTES = (24, 40, 8)  # of one token in each layer
+GAP_BYTES = 16  # between the blocks of a layer
+PART_BYTES = BLOCK_TOKENS * sum(TOKEN_BYTES)
+VOCABULARY = 50
+NAMESPACE = Namespace("model", "weights", "dtype", "layout", BLOCK_TOKENS)
+SCRIBBLE = b"\xee"
+
+Digest = bytes
+
+
+class Silent(AssertionError):
+    """Wrong KV that nobody was told of."""
+
+
+def _kv(digest: Digest, rank: int) -> list[bytes]:
+    """What the token with this past has in each layer of a worker."""
+    return [
+        blake3(digest + bytes([rank, layer])).digest(length=num_bytes)
+        for layer, num_bytes in enumerate(TOKEN_BYTES)
+    ]
+
+
+class Past:
+    """A digest for each token, of all tokens up to it and of what else makes KV differ."""
+
+    def __init__(self, seed: str) -> None:
+        self._seed = blake3(seed.encode()).digest()
+        self.digests: list[Digest] = []
+
+    def of(self, tokens: Sequence[int]) -> list[Digest]:
+        """Tokens only ever grow, but for drafts, which come last."""
+        for token in tokens[len(self.digests) :]:
+            self.digests.append(self.after(self.digests, token))
+        return self.digests
+
+    def after(self, digests: Sequence[Digest], token: int) -> Digest:
+        last = digests[-1] if digests else self._seed
+        return blake3(last + token.to_bytes(4, "little")).digest()
+
+
+class Device:
+    """One worker's memory."""
+
+    def __init__(self, num_blocks: int, rank: int) -> None:
+        self._rank = rank
+        sizes = [BLOCK_TOKENS * num_bytes + GAP_BYTES for num_bytes in TOKEN_BYTES]
+        self._memory = bytearray(SCRIBBLE * (num_blocks * sum(sizes)))
+        self._held = (ctypes.c_char * len(self._memory)).from_buffer(self._memory)
+        starts = [num_blocks * sum(sizes[:layer]) for layer in range(len(sizes))]
+        self._layers = list(zip(starts, sizes, TOKEN_BYTES, strict=True))
+        address = ctypes.addressof(self._held)
+        self.paged = PagedMemory(
+            tuple(
+                Stretch(address + start, size, BLOCK_TOKENS * num_bytes)
+                for start, size, num_bytes in self._layers
+            ),
+            num_blocks,
+        )
+
+    def write(self, block: int, position: int, digest: Digest) -> None:
+        for (start, size, num_bytes), data in zip(
+            self._layers, _kv(digest, self._rank), strict=True
+        ):
+            at = start + block * size + position * num_bytes
+            self._memory[at : at + num_bytes] = data
+
+    def holds(self, block: int, digests: Sequence[Digest]) -> bool:
+        """Whether a block begins with the KV of these tokens."""
+        for position, digest in enumerate(digests):
+            for (start, size, num_bytes), data in zip(
+                self._layers, _kv(digest, self._rank), strict=True
+            ):
+                at = start + block * size + position * num_bytes
+                if self._memory[at : at + num_bytes] != data:
+                    return False
+        return True
+
+    def scribble(self, block: int) -> None:
+        for start, size, num_bytes in self._layers:
+            at = start + block * size
+            length = BLOCK_TOKENS * num_bytes
+            self._memory[at : at + length] = SCRIBBLE * length
+
+
+def block_bytes_of(digests: Sequence[Digest], rank: int) -> bytes:
+    """A worker's part of a full block, as DRAM keeps it."""
+    tokens = [_kv(digest, rank) for digest in digests]
+    return b"".join(kv[layer] for layer in range(len(TOKEN_BYTES)) for kv in tokens)
+
+
+class Truth:
+    """What every key stands for."""
+
+    def __init__(self) -> None:
+        self._digests: dict[BlockKey, tuple[Digest, ...]] = {}
+        self.wrong: list[str] = []
+
+    def learn(self, keys: Sequence[BlockKey], digests: Sequence[Digest]) -> None:
+        for index, key in enumerate(keys):
+            self._digests[key] = tuple(digests[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
+
+    def check_save(self, transfer: Transfer, host: HostArena, rank: int) -> None:
+        for key, slot in zip(transfer.keys, transfer.target_slots, strict=True):
+            held = bytes(host.view(slot)[rank * PART_BYTES : (rank + 1) * PART_BYTES])
+            digests = self._digests.get(key)
+            if digests is None:
+                self.wrong.append(f"transfer {transfer.id} saves a key that stands for nothing")
+            elif held != block_bytes_of(digests, rank):
+                self.wrong.append(f"transfer {transfer.id} saved wrong bytes to slot {slot}")
+
+
+class SlowMover:
+    """Takes its time, fails now and then, and looks at what it saved."""
+
+    def __init__(self, part: Part, seals: Seals, truth: Truth, rank: int, seed: int) -> None:
+        self._inner = PagedMover(part, seals)
+        self._part = part
+        self._truth = truth
+        self._rank = rank
+        self._rng = random.Random(seed)
+        self._lock = threading.Lock()
+        self.max_seconds = 0.0
+        self.failing = 0.0  # how many in one
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def move(self, transfer: Transfer) -> MoverMoved:
+        with self._lock:
+            seconds = self._rng.random() * self.max_seconds
+            fails = self._rng.random() < self.failing
+        self.gate.wait()
+        time.sleep(seconds)
+        if fails:
+            raise OSError("a copy failed")
+        moved = self._inner.move(transfer)
+        if transfer.direction is Direction.SAVE:
+            self._truth.check_save(transfer, self._part.host, self._rank)  # type: ignore[arg-type]
+        return moved
+
+    def close(self) -> None:
+        pass
+
+
+class AdvancedClock:
+    """The system's, which tests may put forward: workers take deadlines by the system's own."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def now(self) -> float:
+        return time.monotonic() + self._ahead
+
+    def advance(self, seconds: float) -> None:
+        self._ahead += seconds
+
+
+class Request:
+    """What the connector sees of vLLM's request, and what only the model knows."""
+
+    def __init__(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int, **fields: Any
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids: list[int] | None = list(prompt)
+        self.all_token_ids = list(prompt)
+        self.lora_request: Any = None
+        self.cache_salt: str | None = None
+        self.mm_features: list[Any] = []
+        self.block_hashes: list[str] = []
+        self.num_computed_tokens = 0
+        self.__dict__.update(fields)
+        # The model's own.
+        self.max_tokens = max_tokens
+        self.status = "waiting"  # loading, running, ended
+        self.block_ids: list[int] = []
+        self.num_placeholders = 0  # tokens that steps under way sample
+        self.num_in_flight = 0  # steps
+        self.num_stale = 0  # of these, from before a preemption
+        self.num_void = 0  # of these, computed from blocks that have been found bad
+        self.known = list(prompt)  # to the workers, which sampled them
+        self.loading: list[int] = []  # block ids
+        self.num_local = 0  # blocks found on the device
+        self.past = Past("")
+        self.chain: KeyChain | None = None
+        self.num_chained = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.all_token_ids) - len(self.prompt_token_ids or ())
+
+
+@dataclass
+class Work:
+    """What one step computes of a request."""
+
+    request: Request
+    block_ids: list[int]
+    start: int
+    count: int
+    drafts: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    is_wrong: bool = False
+
+
+@dataclass
+class Step:
+    orders: Orders
+    works: list[Work]
+    fresh: list[int]  # blocks that were given out for this step
+    ready: list[set[str]] = field(default_factory=list)  # of each worker
+    bad_blocks: set[int] = field(default_factory=set)
+    reports: Reports = field(default_factory=Reports)
+
+
+class Pool:
+    """The device's blocks and its prefix cache."""
+
+    def __init__(self, num_blocks: int, rng: random.Random, *, is_caching: bool) -> None:
+        self._rng = rng
+        self._is_caching = is_caching
+        self._free = list(range(num_blocks))
+        self._uses: Counter[int] = Counter()
+        self._block_of: dict[Digest, int] = {}
+        self._digest_in: dict[int, Digest] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def find(self, digests: Sequence[Digest]) -> list[int]:
+        """Leading blocks that are here."""
+        found = []
+        for end in range(BLOCK_TOKENS - 1, len(digests), BLOCK_TOKENS):
+            block = self._block_of.get(digests[end])
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        return sum(not self._uses[block] for block in blocks)
+
+    def use(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if not self._uses[block]:
+                self._free.remove(block)
+            self._uses[block] += 1
+
+    def take(self, num: int) -> list[int]:
+        blocks = []
+        for _ in range(num):
+            # The newest as often as the oldest: copies from it are the likelier under way.
+            block = self._free.pop(-1 if self._rng.random() < 0.5 else 0)
+            self._uses[block] += 1
+            self.forget([block])
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Iterable[int]) -> None:
+        for block in reversed(list(blocks)):
+            self._uses[block] -= 1
+            assert self._uses[block] >= 0, "freed twice"
+            if not self._uses[block]:
+                self._free.append(block)
+
+    def name(self, blocks: Sequence[int], digests: Sequence[Digest]) -> None:
+        """These blocks hold the tokens with these pasts, as far as they are full."""
+        if not self._is_caching:
+            return
+        for index, block in enumerate(blocks[: len(digests) // BLOCK_TOKENS]):
+            digest = digests[(index + 1) * BLOCK_TOKENS - 1]
+            if digest not in self._block_of and block not in self._digest_in:
+                self._block_of[digest] = block
+                self._digest_in[block] = digest
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if (digest := self._digest_in.pop(block, None)) is not None:
+                del self._block_of[digest]
+
+    def forget_all(self) -> None:
+        self._block_of.clear()
+        self._digest_in.clear()
+
+
+class Vllm:
+    """Scheduler, workers and both sides of the connector, in one thread."""
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        seed: int = 0,
+        num_workers: int = 1,
+        num_blocks: int = 28,
+        num_host: int = 12,
+        num_disk: int = 60,
+        overlaps: bool = False,
+        is_caching: bool = True,
+        num_drafts: int = 0,
+        budget: int = 24,
+        max_running: int = 6,
+        copy_threads: int = 2,
+        observers: Sequence[Observer] = (),
+        **side: Any,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.seen: Counter[str] = Counter()
+        self.clock = AdvancedClock()
+        self.namespace = NAMESPACE
+        self._epoch = 0
+        self._overlaps = overlaps
+        self._num_drafts = num_drafts
+        self._budget = budget
+        self._max_running = max_running
+        self.directory = directory
+        block_bytes = num_workers * PART_BYTES
+        spec = BlockSpec(NAMESPACE.physical().digest(), block_bytes, BLOCK_TOKENS)
+        disk = DiskConfig()
+        if directory is not None:
+            disk = DiskConfig(str(directory), cap_for(spec, num_disk), threads=2)
+        config = Config(
+            host=HostConfig(size_bytes=num_host * spec.stride_bytes, huge_pages=False),
+            disk=disk,
+            transfer=TransferConfig(batch_bytes=4 * block_bytes),
+        )
+        all_observers = [self._observe, *observers]
+        built = build_delegated(
+            config, spec, num_workers, clock=self.clock, observers=all_observers
+        )
+        assert built.offloader.recover(TIMEOUT_SECONDS)
+        self.offloader, self.engine = built.offloader, built.engine
+        self.host = HostArena.open(built.arena)
+        self.seals = Seals(self.host, memory=self.host.seals)
+        self.side = SchedulerSide(
+            built,
+            NAMESPACE,
+            self.clock,
+            block_bytes=block_bytes,
+            observers=all_observers,
+            **{"always_load": True, **side},
+        )
+        self.truth = Truth()
+        self.devices = [Device(num_blocks, rank) for rank in range(num_workers)]
+        self.movers = [
+            SlowMover(
+                Part(device.paged, self.host, rank, num_workers),
+                self.seals,
+                self.truth,
+                rank,
+                seed + rank,
+            )
+            for rank, device in enumerate(self.devices)
+        ]
+        self.workers = [
+            WorkerSide(ThreadCopier(mover, copy_threads), self.seals) for mover in self.movers
+        ]
+        self.pool = Pool(num_blocks, self.rng, is_caching=is_caching)
+        self.requests: dict[str, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.ended: list[Request] = []
+        self.answers: dict[str, dict[str, Any] | None] = {}
+        self.preempts_next = False
+        self._preempted: list[str] = []
+        self._arrived: set[str] = set()  # loads that vLLM has seen end
+        self._failed: set[str] = set()  # of these, with bad blocks
+        self._num_ready: Counter[str] = Counter()
+        self._under_way: deque[Step] = deque()
+
+    def _observe(self, event: Event) -> None:
+        match event:
+            case Moved(Tier.HOST, Tier.DEVICE, num_blocks=num_blocks):
+                self.seen["blocks loaded"] += num_blocks
+            case Moved(Tier.DISK, num_blocks=num_blocks):
+                self.seen["blocks from disk"] += num_blocks
+            case Moved(Tier.DEVICE, num_blocks=num_blocks):
+                self.seen["blocks saved"] += num_blocks
+            case Lost(verdict=verdict, num_blocks=num_blocks):
+                self.seen[f"lost: {verdict.label}"] += num_blocks
+
+    # What users do.
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Request:
+        request = Request(f"request {len(self.answers)}", prompt, max_tokens, **fields)
+        self.answers[request.request_id] = None
+        self.requests[request.request_id] = request
+        self._begin(request)
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.seen["aborted"] += 1
+        if request.status == "loading" and request.request_id not in self._arrived:
+            self.seen["aborted while loading"] += 1
+            self.waiting.remove(request)
+            request.status = "ended"
+            self.answers[request.request_id] = self.side.finished(request)
+            return  # its blocks are freed when the load has ended
+        if request.status == "running":
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._arrived.discard(request.request_id)
+        self._failed.discard(request.request_id)
+        self._end(request)
+
+    def reset(self, *, with_connector: bool = True) -> bool:
+        """As `reset_prefix_cache(reset_running_requests=True)`: False where vLLM refuses."""
+        self.catch_up()
+        others = (one for one in self.requests.values() if one.status != "running")
+        if any(request.block_ids for request in others):
+            return False
+        self.seen["resets"] += 1
+        while self.running:
+            self._preempt(self.running.pop())
+        self.pool.forget_all()
+        if with_connector:
+            self.side.reset()
+            self.namespace = self.side._namespace
+            self._epoch += 1
+            for request in self.requests.values():
+                self._begin(request)
+        return True
+
+    def _begin(self, request: Request) -> None:
+        lora = "" if request.lora_request is None else request.lora_request.lora_name
+        request.past = Past(f"{request.cache_salt} {lora} {self._epoch}")
+        namespace = namespace_of(self.namespace, request, lambda asked: asked.lora_name)
+        request.chain = None if namespace is None else KeyChain(namespace)
+        request.num_chained = 0
+
+    # Steps.
+
+    def step(self) -> Step:
+        step = self._schedule()
+        self._execute(step)
+        self._under_way.append(step)
+        while len(self._under_way) > self._overlaps:
+            self._update(self._under_way.popleft())
+        if not step.works:
+            time.sleep(0.0005)  # nothing to compute: let copies go on
+        return step
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Until all requests have ended, and the workers have told all there is to tell."""
+        for _ in range(max_steps):
+            if not self.requests:
+                self.catch_up()
+            if not (self.requests or self.side.has_pending_work):
+                return
+            self.step()
+        left = {request.request_id: request.status for request in self.requests.values()}
+        raise AssertionError(f"this never ends: {left}, {self.engine.num_flying} flying")
+
+    def catch_up(self) -> None:
+        """Take in the outputs of all steps that were executed."""
+        while self._under_way:
+            self._update(self._under_way.popleft())
+
+    def flush(self) -> None:
+        """Wait until the tiers are at rest, so that the next lookup finds all there is."""
+        self.run()
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while self.offloader.is_moving:
+            assert time.monotonic() < deadline, "the tiers never come to rest"
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        for mover in self.movers:
+            mover.gate.set()
+        assert self.side.close()
+        for worker in self.workers:
+            worker.close()
+        self.audit()
+
+    def audit(self) -> None:
+        if self.truth.wrong:
+            raise Silent("; ".join(self.truth.wrong[:3]))
+
+    def _schedule(self) -> Step:
+        budget = self._budget
+        works: list[Work] = []
+        scheduled: list[Scheduled] = []
+        fresh: list[int] = []
+        preempted_now = False
+        if self.preempts_next and self.running:  # as for a more urgent request
+            preempted_now = True
+            victim = self.rng.choice(self.running)
+            self.running.remove(victim)
+            self._preempt(victim)
+        self.preempts_next = False
+        for request in list(self.running):
+            if request not in self.running:
+                continue  # preempted for one before it
+            wanted = request.num_tokens + request.num_placeholders - request.num_computed_tokens
+            drafts = self._drafts(request) if wanted == 1 else []
+            count = min(wanted + len(drafts), budget)
+            drafts = drafts[: max(0, count - wanted)]
+            if count < 1:
+                continue
+            while (added := self._grow(request, request.num_computed_tokens + count)) is None:
+                preempted_now = True
+                victim = self.running.pop()
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if added is None:
+                break
+            fresh += added
+            budget -= count
+            computed = request.num_computed_tokens
+            scheduled.append(Scheduled(request.request_id, added, computed, has_all=False))
+            works.append(Work(request, request.block_ids, computed, count, drafts))
+        if not preempted_now:
+            self._admit(budget, works, scheduled, fresh)
+        counts = {work.request.request_id: work.count for work in works}
+        preempted, self._preempted = self._preempted, []
+        for request in self.requests.values():
+            self._learn(request)
+        orders = self.side.orders(scheduled, counts, preempted)
+        self.seen["fences"] += bool(orders.fence)
+        self.seen["loads within a step"] += bool(orders.loads_now)
+        for work in works:
+            request = work.request
+            work.block_ids = list(request.block_ids)
+            request.num_computed_tokens += work.count
+            request.num_in_flight += 1
+            if request.num_computed_tokens >= request.num_tokens + request.num_placeholders:
+                request.num_placeholders += 1
+            self._name(request)
+        return Step(orders, works, fresh)
+
+    def _admit(
+        self, budget: int, works: list[Work], scheduled: list[Scheduled], fresh: list[int]
+    ) -> None:
+        # Those that hold blocks come first, or they would be held for ever.
+        for request in sorted(self.waiting, key=lambda request: not request.block_ids):
+            if len(self.running) >= self._max_running:
+                break
+            if request.status == "loading":
+                if request.request_id not in self._arrived:
+                    continue
+                self._promote(request)
+            if request.num_stale:
+                continue  # what it sampled before its preemption has not come back yet
+            local: list[int] = []
+            num_external, waits = 0, False
+            if request.num_computed_tokens == 0:
+                assert not request.block_ids
+                digests = request.past.of(request.all_token_ids)
+                local = self.pool.find(digests[: request.num_tokens - 1])
+                num_local = len(local) * BLOCK_TOKENS
+                num_external = self.side.lookup(request, num_local)
+                assert num_external % BLOCK_TOKENS == 0
+                assert 0 <= num_external <= request.num_tokens - num_local
+                waits = num_external > 0 and not self.side.offers_now(request.request_id)
+                if num_external and not waits:
+                    assert num_local + num_external < request.num_tokens, "nothing to compute"
+                computed = num_local + num_external
+            else:
+                computed = request.num_computed_tokens
+            count = 0 if waits else min(request.num_tokens - computed, budget)
+            if not waits and count < 1:
+                break
+            num_have = len(local) or len(request.block_ids)
+            num_new = -(-(computed + count) // BLOCK_TOKENS) - num_have
+            num_room = self.pool.num_free - self.pool.num_idle(local)
+            # Whoever waits for a load holds its blocks, and must be able to go on afterwards.
+            if num_new > num_room - (self._num_promised() if waits else 0):
+                break
+            self.pool.use(local)
+            request.num_local = len(local)
+            added = self.pool.take(max(0, num_new))
+            request.block_ids = (local or request.block_ids) + added
+            fresh += added
+            self.side.allocated(request, request.block_ids, num_external)
+            if num_external:
+                self.seen["hits"] += 1
+                end = computed // BLOCK_TOKENS
+                request.loading = request.block_ids[len(local) : end]
+            request.num_computed_tokens = computed
+            if waits:
+                self.seen["loads"] += 1
+                request.status = "loading"
+                continue
+            self.waiting.remove(request)
+            request.status = "running"
+            self.running.append(request)
+            budget -= count
+            scheduled.append(
+                Scheduled(request.request_id, list(request.block_ids), computed, has_all=True)
+            )
+            works.append(Work(request, request.block_ids, computed, count))
+            self._name(request, computed + count)
+            if budget < 1:
+                break
+
+    def _num_promised(self) -> int:
+        """Blocks that requests which wait with blocks of theirs will need to go on."""
+        return sum(
+            -(-(request.num_tokens + 1) // BLOCK_TOKENS) - len(request.block_ids)
+            for request in self.waiting
+            if request.block_ids
+        )
+
+    def _drafts(self, request: Request) -> list[int]:
+        if not self._num_drafts or self._overlaps:
+            return []
+        guesses: list[int] = []
+        known = list(request.known)
+        for _ in range(self.rng.randint(0, self._num_drafts)):
+            right = self._next_token(request, known)
+            guesses.append(right if self.rng.random() < 0.5 else self.rng.randrange(VOCABULARY))
+            known.append(guesses[-1])
+        return guesses
+
+    def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
+        num_new = -(-num_tokens // BLOCK_TOKENS) - len(request.block_ids)
+        if num_new > self.pool.num_free:
+            return None
+        added = self.pool.take(max(0, num_new))
+        request.block_ids += added
+        return added
+
+    def _preempt(self, request: Request) -> None:
+        self.seen["preempted"] += 1
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.status = "waiting"
+        request.num_computed_tokens = 0
+        request.num_stale = request.num_in_flight
+        request.num_placeholders = 0
+        self.waiting.appendleft(request)
+        self._preempted.append(request.request_id)
+
+    def _promote(self, request: Request) -> None:
+        self._arrived.remove(request.request_id)
+        request.status = "waiting"
+        request.loading = []
+        if request.request_id in self._failed:
+            self._failed.remove(request.request_id)
+            if request.num_computed_tokens == 0:
+                self.pool.release(request.block_ids)
+                request.block_ids = []
+                return
+            self.seen["resumed with part of a load"] += 1
+            self._name(request, request.num_computed_tokens)
+            return
+        self._name(request, request.num_computed_tokens)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1  # the last token is computed once more
+            self.seen["whole prompts loaded"] += 1
+
+    def _name(self, request: Request, num_tokens: int | None = None) -> None:
+        """Full blocks of known tokens can be found by others from now on."""
+        num_computed = request.num_computed_tokens if num_tokens is None else num_tokens
+        num_known = min(num_computed, request.num_tokens)
+        digests = request.past.of(request.all_token_ids)
+        self.pool.name(request.block_ids, digests[:num_known])
+
+    def _learn(self, request: Request) -> None:
+        if request.chain is None or request.num_chained == request.num_tokens:
+            return
+        request.chain.extend(request.all_token_ids[request.num_chained :])
+        request.num_chained = request.num_tokens
+        self.truth.learn(request.chain.keys, request.past.of(request.all_token_ids))
+
+    # Workers.
+
+    def _execute(self, step: Step) -> None:
+        for worker, device in zip(self.workers, self.devices, strict=True):
+            worker.begin(step.orders)
+            for block in step.fresh:
+                device.scribble(block)  # what the fence held back is over now
+            worker.load(step.orders)
+        for work in step.works:
+            self._compute(work)
+        for worker in self.workers:
+            worker.save(step.orders)
+            results = worker.results()
+            step.ready.append(results.ready)
+            step.bad_blocks |= results.bad_blocks
+            step.reports.join(worker.take_reports())
+        bad = set().union(step.bad_blocks, *(before.bad_blocks for before in self._under_way))
+        for work in step.works:
+            if work.is_wrong:
+                self.seen["computed with bad blocks"] += 1
+                if not bad.intersection(work.block_ids):
+                    raise Silent(f"{work.request.request_id} computed with wrong KV")
+        self.audit()
+
+    def _compute(self, work: Work) -> None:
+        request = work.request
+        tokens = (request.known + work.drafts)[: work.start + work.count]
+        digests = list(request.past.of(request.known)[: work.start + work.count])
+        for token in tokens[len(digests) :]:
+            digests.append(request.past.after(digests, token))
+        while len(digests) < work.start + work.count:  # nothing was sampled from wrong KV
+            work.is_wrong = True
+            digests.append(b"no token")
+        for device in self.devices:
+            for index, block in enumerate(work.block_ids):
+                before = digests[index * BLOCK_TOKENS : min((index + 1) * BLOCK_TOKENS, work.start)]
+                if not device.holds(block, before):
+                    work.is_wrong = True
+        for device in self.devices:
+            for position in range(work.start, work.start + work.count):
+                digest = digests[position]
+                if work.is_wrong:
+                    digest = blake3(b"computed from wrong KV" + digest).digest()
+                block = work.block_ids[position // BLOCK_TOKENS]
+                device.write(block, position % BLOCK_TOKENS, digest)
+        if work.start + work.count >= len(request.known) and not work.is_wrong:
+            self._sample(work)
+
+    def _sample(self, work: Work) -> None:
+        request = work.request
+        for draft in work.drafts:
+            right = self._next_token(request, request.known)
+            work.sampled.append(right)
+            request.known.append(right)
+            if draft != right:
+                self.seen["drafts rejected"] += 1
+                return
+        right = self._next_token(request, request.known)
+        work.sampled.append(right)
+        request.known.append(right)
+
+    def _next_token(self, request: Request, tokens: Sequence[int]) -> int:
+        past = Past("tokens")  # the same whatever the KV is called
+        return past.of(tokens[-8:])[-1][0] % VOCABULARY
+
+    # What vLLM makes of a step.
+
+    def _update(self, step: Step) -> None:
+        failed = self._invalidate(step)
+        for work in step.works:
+            request = work.request
+            request.num_in_flight -= 1
+            is_stale, is_void = request.num_stale > 0, request.num_void > 0
+            request.num_stale -= is_stale
+            request.num_void -= is_void
+            if request.status == "ended":
+                continue
+            if request in failed or is_void:
+                if request in failed:
+                    request.num_void = request.num_in_flight  # they read the same bad blocks
+                request.known = list(request.all_token_ids)
+                request.num_placeholders = 0
+                continue
+            if not is_stale:
+                if work.drafts:
+                    request.num_computed_tokens -= len(work.drafts) + 1 - len(work.sampled)
+                request.num_placeholders -= bool(work.sampled)
+            for token in work.sampled[: request.max_tokens - request.num_output]:
+                request.all_token_ids.append(token)
+            if request.num_output >= request.max_tokens:
+                (self.running.remove if request in self.running else self.waiting.remove)(request)
+                self._end(request)
+        self._arrive(step)
+
+    def _invalidate(self, step: Step) -> list[Request]:
+        if not step.bad_blocks:
+            return []
+        self.seen["bad blocks"] += len(step.bad_blocks)
+        owned: set[int] = set()
+        counts = {work.request.request_id: work.count for work in step.works}
+        failed = []
+        for request in self.requests.values():
+            owned.update(request.block_ids)
+            if request.status not in ("loading", "running"):
+                continue
+            num_before = request.num_computed_tokens - counts.get(request.request_id, 0)
+            for index, block in enumerate(request.block_ids[: -(-num_before // BLOCK_TOKENS)]):
+                if block not in step.bad_blocks:
+                    continue
+                request.num_computed_tokens = index * BLOCK_TOKENS
+                if request.status == "loading":
+                    self._failed.add(request.request_id)
+                else:
+                    self.pool.forget(request.block_ids[index:])
+                    failed.append(request)
+                break
+        assert self._overlaps or step.bad_blocks <= owned, "a block is bad that nobody waits for"
+        return failed
+
+    def _arrive(self, step: Step) -> None:
+        ready: set[str] = set()
+        for mine in step.ready:
+            for request_id in mine:
+                self._num_ready[request_id] += 1
+                if self._num_ready[request_id] == len(self.workers):
+                    del self._num_ready[request_id]
+                    ready.add(request_id)
+        self.side.report(step.reports, ready)
+        for request_id in ready:
+            request = self.requests.get(request_id)
+            assert request is not None, "vLLM is told of a load that it does not know"
+            if request.status == "loading":
+                assert request_id not in self._arrived, "vLLM is told twice"
+                self._check_loaded(request)
+                self._arrived.add(request_id)
+            else:
+                assert request.status == "ended", "vLLM is told of a load that nobody waits for"
+                self._free(request)
+
+    def _check_loaded(self, request: Request) -> None:
+        """After a load: byte for byte what computing would have written."""
+        digests = request.past.of(request.all_token_ids)
+        num_good = request.num_computed_tokens // BLOCK_TOKENS
+        for index, block in enumerate(request.block_ids[:num_good]):
+            wanted = digests[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+            for device in self.devices:
+                if not device.holds(block, wanted):
+                    raise Silent(f"block {index} of {request.request_id} was loaded wrong")
+            self.seen["blocks checked"] += block in request.loading
+
+    def _end(self, request: Request) -> None:
+        request.status = "ended"
+        self._learn(request)
+        self.answers[request.request_id] = self.side.finished(request)
+        self._free(request)
+
+    def _free(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        del self.requests[request.request_id]
+        self.ended.append(request)
+
+
+class Vandal:
+    """Harms what lies below."""
+
+    def __init__(self, vllm: Vllm) -> None:
+        self._vllm = vllm
+        self._rng = vllm.rng
+
+    def harm(self) -> None:
+        self._rng.choice([self.flip, self.delete, self.break_seal])()
+
+    def flip(self) -> None:
+        """Some blocks in the slab change."""
+        path = self._slab()
+        stride = self._vllm.host.stride_bytes
+        num_slots = path.stat().st_size // stride if path.exists() else 0
+        if not num_slots:
+            return
+        with path.open("r+b") as file:
+            for slot in self._rng.sample(range(num_slots), max(1, num_slots // 4)):
+                file.seek(slot * stride + self._rng.randrange(self._vllm.host.block_bytes))
+                byte = file.read(1)[0]
+                file.seek(-1, 1)
+                file.write(bytes([byte ^ 1]))
+        self._vllm.seen["blocks flipped"] += 1
+
+    def delete(self) -> None:
+        """Some records in the index are emptied."""
+        assert self._vllm.directory is not None
+        path = self._vllm.directory / "index"
+        num_slots = path.stat().st_size // slab.RECORD_BYTES
+        with path.open("r+b") as file:
+            for slot in self._rng.sample(range(num_slots), num_slots // 8):
+                file.seek(slot * slab.RECORD_BYTES)
+                file.write(slab.empty_record(1))
+        self._vllm.seen["blocks deleted"] += 1
+
+    def break_seal(self) -> None:
+        """A slot of DRAM is not what the books say."""
+        self._vllm.seals.open([Slot(self._rng.randrange(self._vllm.host.num_slots))])
+        self._vllm.seen["seals broken"] += 1
+
+    def _slab(self) -> Path:
+        assert self._vllm.directory is not None
+        return slab.slab_path(self._vllm.directory, 0)
