@@ -138,8 +138,8 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--model")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("rest", nargs="*", help="options of benchmarks/peers/vllm_hits.py")
-    options = parser.parse_args()
+    parser.epilog = "All other options are those of benchmarks/peers/vllm_hits.py."
+    options, rest = parser.parse_known_args()
     on_gpu = options.device == "gpu"
     results: dict[str, dict[str, Any]] = {}
     link = measure_link(options.python) if on_gpu else None
@@ -153,7 +153,7 @@ def main() -> None:
             given += ["--max-model-len", "4096", "--host-gib", "4", "--rounds", "3"]
         for system in options.systems.split(","):
             model = folder if on_gpu else options.model
-            results[system] = run_system(options.python, system, model, given + options.rest)
+            results[system] = run_system(options.python, system, model, given + rest)
             if options.out is not None:
                 options.out.write_text(json.dumps({"link": link, "systems": results}, indent=1))
     if link is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.clock import Clock, SystemClock
@@ -46,7 +46,10 @@ def build_offloader(
     seals = Seals(host, checksums=config.host.verify, memory=host.seals)
     mover = CopyMover(device, host, seals) if device_mover is None else device_mover(host, seals)
     lanes = {Tier.HOST: LaneSpec(mover, config.transfer.copy_threads)}
-    return _assemble(config, spec, host, seals, lanes, lambda engine: engine, clock, observers)
+    limits = _limits(config.transfer, spec)
+    return _assemble(
+        config, spec, host, seals, lanes, lambda engine: engine, limits, clock, observers
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,8 @@ def build_delegated(
         delegates.append(DelegatingEngine(below, seals, num_workers))
         return delegates[0]
 
-    offloader = _assemble(config, spec, host, seals, {}, delegate, clock, observers)
+    limits = _in_one(_limits(config.transfer, spec))
+    offloader = _assemble(config, spec, host, seals, {}, delegate, limits, clock, observers)
     return Delegated(offloader, delegates[0], host.handle)
 
 
@@ -106,6 +110,7 @@ def _assemble(
     seals: Seals,
     lanes: dict[Tier, LaneSpec],
     wrap: Callable[[TransferEngine], Engine],
+    limits: Limits,
     clock: Clock | None,
     observers: Iterable[Observer],
 ) -> Offloader:
@@ -130,7 +135,7 @@ def _assemble(
             spec.block_bytes,
             Ledger(host.num_slots, POLICIES[config.host.policy](host.num_slots)),
             lower,
-            _limits(config.transfer, spec),
+            limits,
             read_only=frozenset({Tier.DISK} if config.disk.read_only else ()),
         )
         return Offloader(
@@ -152,3 +157,9 @@ def _limits(transfer: TransferConfig, spec: BlockSpec) -> Limits:
         max_pending_loads=transfer.max_pending_loads,
         max_pending_saves=max(1, transfer.max_pending_save_bytes // spec.block_bytes),
     )
+
+
+def _in_one(limits: Limits) -> Limits:
+    """Workers take what they are told in one go: nothing is gained by parts."""
+    whole = 1 << 30
+    return replace(limits, max_host_blocks=whole, max_planned_blocks=whole, spread_host=False)

@@ -10,6 +10,9 @@ from fractions import Fraction
 from penstock.errors import ConfigError
 from penstock.types import Match, Tier
 
+# One small transfer that stalled must not stand for all the large ones that were never tried.
+_MAX_STRETCH = 4
+
 
 def _check_rate(name: str, value: float) -> None:
     if not 0 < value < math.inf:
@@ -27,10 +30,15 @@ class LinkRate:
 
     bytes_per_second: float
     latency_seconds: float = 0.0
+    # Learnt from transfers up to this size: what far larger ones take is not known by it.
+    largest_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         _check_rate("bytes_per_second", self.bytes_per_second)
         _check_cost("latency_seconds", self.latency_seconds)
+
+    def knows(self, num_bytes: float) -> bool:
+        return num_bytes <= _MAX_STRETCH * self.largest_bytes
 
     def seconds(self, num_bytes: float) -> float:
         if num_bytes <= 0:
@@ -118,15 +126,18 @@ def load_seconds(
 ) -> float | None:
     """How long blocks take to the device: tiers stream side by side, all cross HOST's link.
 
-    None while no link they need has been measured.
+    None while no link they need has been measured, or not with anything like as many bytes.
     """
     counts = {Tier.HOST: sum(count for _, count in runs)}
     for tier, count in runs:
         if tier is not Tier.HOST:
             counts[tier] = counts.get(tier, 0) + count
-    known = [
-        rates[tier].seconds(count * block_bytes) for tier, count in counts.items() if tier in rates
-    ]
+    known = []
+    for tier, count in counts.items():
+        if tier in rates:
+            if not rates[tier].knows(count * block_bytes):
+                return None
+            known.append(rates[tier].seconds(count * block_bytes))
     return max(known) if known else None
 
 

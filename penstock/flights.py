@@ -26,8 +26,11 @@ class Flight:
 class Flights:
     """Cuts hops into transfers, queues them by link and direction, and keeps them until settled."""
 
-    def __init__(self, max_host_blocks: int, max_lower_blocks: int) -> None:
+    def __init__(
+        self, max_host_blocks: int, max_lower_blocks: int, *, spread_host: bool = True
+    ) -> None:
         self._max_host_blocks = max_host_blocks
+        self._spread_host = spread_host
         self._max_lower_blocks = max_lower_blocks
         self._ids = count(1)
         self._open: dict[TransferId, Flight] = {}
@@ -55,6 +58,7 @@ class Flights:
         """Queue a hop. Where nothing follows it, `spread` it over all of the link's threads."""
         by_host = max(source, target) is Tier.HOST
         max_blocks = self._max_host_blocks if by_host else self._max_lower_blocks
+        spread &= self._spread_host or not by_host
         for part in _parts(len(keys), max_blocks, spread):
             transfer = Transfer(
                 TransferId(next(self._ids)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from penstock.costs import LinkRate, PrefillRate
@@ -105,8 +106,12 @@ class RateMeter:
     # However the noise falls, latency never explains more than all but this share of the time.
     _MIN_RATE_SHARE = 0.01
 
-    def __init__(self, weight: float = 0.1) -> None:
-        """`weight` is that of the newest observation, once there are 1 / weight of them."""
+    def __init__(self, weight: float = 0.1, *, of_whole_loads: bool = False) -> None:
+        """`weight` is that of the newest observation, once there are 1 / weight of them.
+
+        What was learnt from parts of loads holds for loads of any size; from whole loads, only
+        for such as are not far larger than those seen.
+        """
         if not 0 < weight <= 1:
             raise ConfigError(f"weight is {weight}: expected a number above 0 and up to 1")
         self._weight = weight
@@ -115,6 +120,7 @@ class RateMeter:
         self._mean_seconds = 0.0
         self._variance = 0.0  # of the bytes
         self._covariance = 0.0  # of bytes and seconds
+        self._largest_bytes = 0.0 if of_whole_loads else math.inf
 
     @property
     def num_observations(self) -> int:
@@ -131,7 +137,8 @@ class RateMeter:
         slope = (self._covariance + prior * through_origin) / (self._variance + prior)
         slope = min(max(slope, self._MIN_RATE_SHARE * through_origin), through_origin)
         latency = self._mean_seconds - slope * self._mean_bytes
-        return LinkRate(1 / max(slope, 1 / _MAX_BYTES_PER_SECOND), max(latency, 0.0))
+        rate = 1 / max(slope, 1 / _MAX_BYTES_PER_SECOND)
+        return LinkRate(rate, max(latency, 0.0), self._largest_bytes)
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """Note that moving `num_bytes` took `seconds`. What cannot have been is passed over."""
@@ -143,6 +150,7 @@ class RateMeter:
             expected = max(rate.seconds(num_bytes), self._mean_seconds)
             seconds = min(seconds, self._MAX_SURPRISE * expected)
         self._num_observations += 1
+        self._largest_bytes = max(self._largest_bytes, num_bytes)
         # At first a plain mean, or the first observation would outweigh the next ones.
         weight = max(self._weight, 1 / self._num_observations)
         more_bytes = num_bytes - self._mean_bytes

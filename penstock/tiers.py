@@ -51,6 +51,8 @@ class Limits:
     max_lower_blocks: int = 8  # of one transfer to or from a lower tier: loads wait for its end
     # Blocks planned at a time, so that a long ticket's first copies run while its rest is planned.
     max_planned_blocks: int = 256
+    # Cut what crosses HOST's link into parts for several threads; where a GPU copies, one is best.
+    spread_host: bool = True
     max_pending_loads: int = 1024  # tickets
     max_pending_saves: int = 1024  # blocks on their way into HOST
 
@@ -68,7 +70,11 @@ class TierStack:
         self._limits = limits or Limits()
         self._books = Books(block_bytes, host, lower or {})
         self._host = host
-        self._flights = Flights(self._limits.max_host_blocks, self._limits.max_lower_blocks)
+        self._flights = Flights(
+            self._limits.max_host_blocks,
+            self._limits.max_lower_blocks,
+            spread_host=self._limits.spread_host,
+        )
         self._write_down = WriteDown(
             self._books,
             self._flights,

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,15 @@ class PinnedSlots:
 class _Link:
     """One direction: a stream of copies, and buffers on the way where blocks are scattered."""
 
-    def __init__(self, part: Part, host: HostArena, direction: Direction, stream: Any, gpu: Any):
+    def __init__(
+        self,
+        part: Part,
+        host: HostArena,
+        direction: Direction,
+        stream: Any,
+        stages: Sequence[Any],
+        gpu: Any,
+    ) -> None:
         self.copies = stream
         self._part = part
         self._host = host
@@ -88,7 +96,6 @@ class _Link:
         self._copy_all = best_copy()
         self._gpu = gpu
         self._buffers: list[_Buffer] = []
-        stages = make_stages(part.device, gpu)
         if stages:
             self._kernels = _cuda.Stream(priority=stream.priority)
             self._buffers = [_Buffer(stage, _cuda.Event(), _cuda.Event()) for stage in stages]
@@ -172,17 +179,27 @@ class _Buffer:
     is_free: Any
 
 
-def make_stages(memory: PagedMemory, gpu: Any) -> list[Any]:
-    """Two buffers, or none where blocks are whole already or cannot be staged."""
+def make_stages(memory: PagedMemory, gpu: Any) -> dict[Direction, list[Any]]:
+    """Two buffers for each direction; none where blocks are whole already or cannot be staged.
+
+    Their kernels are compiled here and now: the first request must not wait for that.
+    """
+    stages: dict[Direction, list[Any]] = {direction: [] for direction in Direction}
     try:
         from penstock.transfer.cuda_stage import Stage, can_stage
     except ImportError:
         log.info("there is no triton: blocks cross the link in pieces")
-        return []
-    if not can_stage(memory):
-        return []
-    num_blocks = max(1, _STAGE_BYTES // memory.block_bytes)
-    return [Stage(memory, num_blocks, gpu) for _ in range(2)]
+        return stages
+    if can_stage(memory):
+        num_blocks = max(1, _STAGE_BYTES // memory.block_bytes)
+        for made in stages.values():
+            made += [Stage(memory, num_blocks, gpu) for _ in range(2)]
+        first = torch.zeros(1, dtype=torch.int64, device=gpu)
+        stage = stages[Direction.SAVE][0]
+        stage.gather(first)
+        stage.scatter(first)  # what was there before
+        _cuda.synchronize()
+    return stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +211,18 @@ class _Flight:
 
 
 class CudaCopier:
-    def __init__(self, part: Part, host: HostArena, seals: Seals, gpu: Any) -> None:
+    def __init__(
+        self,
+        part: Part,
+        host: HostArena,
+        seals: Seals,
+        gpu: Any,
+        stages: Mapping[Direction, Sequence[Any]] | None = None,
+    ) -> None:
         self._seals = seals
+        stages = make_stages(part.device, gpu) if stages is None else stages
         self._links = {
-            direction: _Link(part, host, direction, stream, gpu)
+            direction: _Link(part, host, direction, stream, stages[direction], gpu)
             for direction, stream in new_streams().items()
         }
         self._flights: dict[Direction, deque[_Flight]] = {d: deque() for d in Direction}

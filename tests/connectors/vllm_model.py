@@ -30,7 +30,7 @@ from tools import TIMEOUT_SECONDS, cap_for
 
 from penstock.build import build_delegated
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
-from penstock.connectors.vllm.identity import namespace_of
+from penstock.connectors.vllm.identity import adapter_name, namespace_of
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
 from penstock.connectors.vllm.worker import WorkerSide
@@ -168,14 +168,17 @@ class SlowMover:
         self._lock = threading.Lock()
         self.max_seconds = 0.0
         self.failing = 0.0  # how many in one
-        self.gate = threading.Event()
+        self.gate, self.saves_gate = threading.Event(), threading.Event()
         self.gate.set()
+        self.saves_gate.set()
 
     def move(self, transfer: Transfer) -> MoverMoved:
         with self._lock:
             seconds = self._rng.random() * self.max_seconds
             fails = self._rng.random() < self.failing
         self.gate.wait()
+        if transfer.direction is Direction.SAVE:
+            self.saves_gate.wait()
         time.sleep(seconds)
         if fails:
             raise OSError("a copy failed")
@@ -193,12 +196,17 @@ class AdvancedClock:
 
     def __init__(self) -> None:
         self._ahead = 0.0
+        self._frozen: float | None = None
 
     def now(self) -> float:
-        return time.monotonic() + self._ahead
+        return (time.monotonic() if self._frozen is None else self._frozen) + self._ahead
 
     def advance(self, seconds: float) -> None:
         self._ahead += seconds
+
+    def freeze(self) -> None:
+        """From now on only `advance` moves it."""
+        self._frozen = time.monotonic()
 
 
 class Request:
@@ -413,6 +421,7 @@ class Vllm:
         self.ended: list[Request] = []
         self.answers: dict[str, dict[str, Any] | None] = {}
         self.preempts_next = False
+        self.guesses: list[int] = []  # instead of some that may be right
         self._preempted: list[str] = []
         self._arrived: set[str] = set()  # loads that vLLM has seen end
         self._failed: set[str] = set()  # of these, with bad blocks
@@ -477,7 +486,7 @@ class Vllm:
     def _begin(self, request: Request) -> None:
         lora = "" if request.lora_request is None else request.lora_request.lora_name
         request.past = Past(f"{request.cache_salt} {lora} {self._epoch}")
-        namespace = namespace_of(self.namespace, request, lambda asked: asked.lora_name)
+        namespace = namespace_of(self.namespace, request, adapter_name)
         request.chain = None if namespace is None else KeyChain(namespace)
         request.num_chained = 0
 
@@ -492,6 +501,10 @@ class Vllm:
         if not step.works:
             time.sleep(0.0005)  # nothing to compute: let copies go on
         return step
+
+    def side_step(self) -> Orders:
+        """The orders of a step that is never executed."""
+        return self._schedule().orders
 
     def run(self, max_steps: int = 5000) -> None:
         """Until all requests have ended, and the workers have told all there is to tell."""
@@ -520,6 +533,7 @@ class Vllm:
     def close(self) -> None:
         for mover in self.movers:
             mover.gate.set()
+            mover.saves_gate.set()
         assert self.side.close()
         for worker in self.workers:
             worker.close()
@@ -603,12 +617,13 @@ class Vllm:
                 local = self.pool.find(digests[: request.num_tokens - 1])
                 num_local = len(local) * BLOCK_TOKENS
                 num_external = self.side.lookup(request, num_local)
-                assert num_external % BLOCK_TOKENS == 0
-                assert 0 <= num_external <= request.num_tokens - num_local
-                waits = num_external > 0 and not self.side.offers_now(request.request_id)
-                if num_external and not waits:
-                    assert num_local + num_external < request.num_tokens, "nothing to compute"
                 computed = num_local + num_external
+                assert num_local <= computed <= request.num_tokens
+                waits = num_external > 0 and not self.side.offers_now(request.request_id)
+                if waits or num_external == 0 or computed < request.num_tokens - 1:
+                    assert num_external % BLOCK_TOKENS == 0
+                else:
+                    assert computed == request.num_tokens - 1, "a step must compute something"
             else:
                 computed = request.num_computed_tokens
             count = 0 if waits else min(request.num_tokens - computed, budget)
@@ -628,7 +643,7 @@ class Vllm:
             self.side.allocated(request, request.block_ids, num_external)
             if num_external:
                 self.seen["hits"] += 1
-                end = computed // BLOCK_TOKENS
+                end = -(-computed // BLOCK_TOKENS)
                 request.loading = request.block_ids[len(local) : end]
             request.num_computed_tokens = computed
             if waits:
@@ -658,6 +673,8 @@ class Vllm:
     def _drafts(self, request: Request) -> list[int]:
         if not self._num_drafts or self._overlaps:
             return []
+        if self.guesses:
+            return self.guesses[: self._num_drafts]
         guesses: list[int] = []
         known = list(request.known)
         for _ in range(self.rng.randint(0, self._num_drafts)):
@@ -729,7 +746,7 @@ class Vllm:
             self._compute(work)
         for worker in self.workers:
             worker.save(step.orders)
-            results = worker.results()
+            results = worker.results(is_idle=step.orders.is_idle)
             step.ready.append(results.ready)
             step.bad_blocks |= results.bad_blocks
             step.reports.join(worker.take_reports())

@@ -17,7 +17,7 @@ from penstock.connectors.vllm.orders import Shard
 from penstock.connectors.vllm.worker import WorkerSide
 from penstock.stores.host import ArenaHandle, HostArena
 from penstock.transfer.copiers import NoCopier, ThreadCopier
-from penstock.transfer.cuda_copier import CudaCopier
+from penstock.transfer.cuda_copier import CudaCopier, make_stages
 from penstock.transfer.paged import PagedMemory, PagedMover, Part
 from penstock.transfer.seals import Seals
 
@@ -32,6 +32,7 @@ class WorkerDevice:
     device: Any
     rank: int
     num_workers: int
+    stages: Any = None  # buffers on a GPU
 
     @classmethod
     def of_layers(
@@ -62,7 +63,8 @@ class WorkerDevice:
         cls, memory: PagedMemory, layout: str, layer_names: tuple[str, ...], device: Any
     ) -> WorkerDevice:
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return cls(memory, layout, layer_names, device, rank, size)
+        stages = None if device.type == "cpu" else make_stages(memory, device)
+        return cls(memory, layout, layer_names, device, rank, size, stages)
 
     def described(self, vllm_config: Any) -> WorkerDevice:
         """With the attention backend in the layout: two may pack the same shape differently."""
@@ -88,7 +90,8 @@ class WorkerDevice:
             part = Part(self.memory, host, self.rank, self.num_workers)
             if self.device.type == "cpu":
                 return WorkerSide(ThreadCopier(PagedMover(part, seals), num_threads), seals)
-            return WorkerSide(CudaCopier(part, host, seals, self.device), seals)
+            copier = CudaCopier(part, host, seals, self.device, self.stages)
+            return WorkerSide(copier, seals)
         except Exception:
             log.exception("this worker cannot reach the shared DRAM; it loads and saves nothing")
             return WorkerSide(NoCopier())

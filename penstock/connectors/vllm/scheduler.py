@@ -99,7 +99,7 @@ class SchedulerSide:
         self._observers = list(observers)
         self._costs = LoadOrCompute(block_bytes, namespace.block_tokens)
         self._meters: dict[Tier, RateMeter] = {}  # as requests saw them, vLLM's steps included
-        self._copy_meter = RateMeter()  # of loads within a step
+        self._copy_meter = RateMeter(of_whole_loads=True)  # of loads within a step
         self._bytes_now = 0  # of loads that the next step waits for
         self._computing: set[str] = set()  # the requests of the last step
         self._adapters: dict[tuple[str, str], str] = {}
@@ -205,7 +205,7 @@ class SchedulerSide:
             for request_id in ready:
                 tracked = self._tracked.get(request_id)
                 if tracked is not None and (loading := tracked.loading) is not None:
-                    meter = self._meters.setdefault(loading.slowest, RateMeter())
+                    meter = self._meters.setdefault(loading.slowest, RateMeter(of_whole_loads=True))
                     meter.observe(loading.num_bytes, now - loading.started)
             for step, seconds in reports.step_seconds.items():
                 if (chunks := self._timed.pop(step, None)) is not None:
@@ -324,9 +324,11 @@ class SchedulerSide:
         tracked.num_computed = tracked.num_saved = 0
 
     def _fence(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            transfer_id = self._saving_from.get(Slot(block))
-            if transfer_id is not None and transfer_id not in self._orders.fence:
+        if not self._saving_from:
+            return
+        for block in self._saving_from.keys() & set(blocks):
+            transfer_id = self._saving_from[Slot(block)]
+            if transfer_id not in self._orders.fence:
                 self._orders.fence.append(transfer_id)
 
     # Saves.
@@ -405,8 +407,7 @@ class SchedulerSide:
             self._bytes_now += loading.num_bytes
         else:
             tracked.loading = loading
-        for slot in slots:
-            self._loading_into[slot] = loading
+        self._loading_into |= dict.fromkeys(slots, loading)
         loading.ticket = self._offloader.load(keys, slots)
         self._loadings[loading.ticket] = loading
         self._awake.set()
