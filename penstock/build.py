@@ -160,6 +160,16 @@ def _limits(transfer: TransferConfig, spec: BlockSpec) -> Limits:
 
 
 def _in_one(limits: Limits) -> Limits:
-    """Workers take what they are told in one go: nothing is gained by parts."""
+    """Workers take what they are told in one go: nothing is gained by parts.
+
+    What they save is reported some steps later, when gigabytes more have been computed; HOST's
+    own size is the bound.
+    """
     whole = 1 << 30
-    return replace(limits, max_host_blocks=whole, max_planned_blocks=whole, spread_host=False)
+    return replace(
+        limits,
+        max_host_blocks=whole,
+        max_planned_blocks=whole,
+        max_pending_saves=whole,
+        spread_host=False,
+    )

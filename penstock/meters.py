@@ -18,7 +18,8 @@ class PrefillMeter:
     """Learns a `PrefillRate` from steps as they end; recent ones weigh more.
 
     It fits `seconds = fixed + a tokens + b pairs`, none of them below 0. Fixed and quadratic parts
-    are believed only as far as the steps tell them apart from the linear one.
+    are believed only as far as the steps tell them apart from the linear one; and no step's fixed
+    part is longer than the shortest step, which matters when all of late were alike.
     """
 
     _MAX_SURPRISE = 8.0  # as for links: one stall must not look like the rule
@@ -31,6 +32,7 @@ class PrefillMeter:
         self._num_observations = 0
         self._squares = [[0.0] * 3 for _ in range(3)]
         self._products = [0.0] * 3
+        self._shortest_seconds = math.inf
         self._rate: PrefillRate | None = None
 
     @property
@@ -49,6 +51,7 @@ class PrefillMeter:
             expected += self._rate.quadratic_seconds_per_token2 * num_pairs
             seconds = min(seconds, self._MAX_SURPRISE * expected)
         self._num_observations += 1
+        self._shortest_seconds = min(self._shortest_seconds, seconds)
         weight = max(self._weight, 1 / self._num_observations)
         features = (num_tokens / self._TOKENS, num_pairs / self._PAIRS, 1.0)
         for row in range(3):
@@ -59,20 +62,26 @@ class PrefillMeter:
         self._rate = self._fit()
 
     def _fit(self) -> PrefillRate:
-        kept = [0, 1, 2]
-        while True:
-            found = self._solve(kept)
-            worst = min(kept, key=lambda index: found[index])
-            if found[worst] >= 0 or len(kept) == 1:
-                break
-            kept.remove(worst if worst != 0 else kept[-1])  # the linear part stays
+        found = self._solve_above_zero([0, 1, 2])
+        if found[2] > self._shortest_seconds:
+            found = self._solve_above_zero([0, 1], fixed=self._shortest_seconds)
         per_token = max(found[0] / self._TOKENS, 1e-12)
         return PrefillRate(1 / per_token, max(found[1], 0.0) / self._PAIRS, max(found[2], 0.0))
 
-    def _solve(self, kept: Sequence[int]) -> list[float]:
-        """Least squares over the kept features, by elimination; 0 for the others."""
+    def _solve_above_zero(self, kept: list[int], fixed: float = 0.0) -> list[float]:
+        while True:
+            found = self._solve(kept, fixed)
+            worst = min(kept, key=lambda index: found[index])
+            if found[worst] >= 0 or len(kept) == 1:
+                return found
+            kept.remove(worst if worst != 0 else kept[-1])  # the linear part stays
+
+    def _solve(self, kept: Sequence[int], fixed: float) -> list[float]:
+        """Least squares over the kept features, by elimination; `fixed` or 0 for the others."""
         matrix = [
-            [self._squares[row][column] for column in kept] + [self._products[row]] for row in kept
+            [self._squares[row][column] for column in kept]
+            + [self._products[row] - fixed * self._squares[row][2]]
+            for row in kept
         ]
         for place, feature in enumerate(kept):
             if feature != 0:
@@ -84,7 +93,7 @@ class PrefillMeter:
                     factor = matrix[row][pivot] / matrix[pivot][pivot]
                     for column in range(pivot, size + 1):
                         matrix[row][column] -= factor * matrix[pivot][column]
-        found = [0.0] * 3
+        found = [0.0, 0.0, fixed]
         for place, feature in enumerate(kept):
             found[feature] = matrix[place][size] / matrix[place][place]
         return found

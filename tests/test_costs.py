@@ -341,3 +341,29 @@ def test_one_stall_does_not_look_like_the_rule() -> None:
     meter.observe([(10, 0)], float("nan"))
     assert meter.rate is not None
     assert meter.rate.seconds(256) < 0.5
+
+
+def test_steps_that_are_all_alike_are_not_put_down_to_a_fixed_part() -> None:
+    meter = PrefillMeter()
+    meter.observe([(40, 0)], 0.007)
+    for number in range(200):  # a flood of equal ones, the older ones all but forgotten
+        meter.observe([(8192, 0), (8192, 0)], 0.41 + 0.0001 * (number % 3))
+    assert meter.rate is not None
+    assert meter.rate.fixed_seconds <= 0.007
+    assert meter.rate.seconds(8192) - meter.rate.fixed_seconds == pytest.approx(0.2, rel=0.05)
+
+
+def test_one_small_load_that_stalled_says_nothing_of_large_ones() -> None:
+    meter = RateMeter(of_whole_loads=True)
+    meter.observe(2 << 20, 0.1)
+    assert meter.rate is not None
+    match = Match(100, (Run(Tier.HOST, 100),))
+    choice = choose_load(
+        match,
+        block_bytes=2 << 20,
+        block_tokens=16,
+        num_past_tokens=0,
+        rates={Tier.HOST: meter.rate},
+        prefill=PrefillRate(40_000),
+    )
+    assert choice.num_blocks == 100  # tried, and so learnt

@@ -25,7 +25,7 @@ PROMPT = list(range(1, 23))  # five full blocks, and two tokens
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> Iterator[Models]:
+def models(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Models]:
     """Makes models without a prefix cache of their own; each must close cleanly."""
     made: list[Vllm] = []
 
@@ -37,6 +37,8 @@ def models(tmp_path: Path) -> Iterator[Models]:
     yield make
     for model in made:
         model.close()
+        if request.node.get_closest_marker("xfail") is None:
+            model.audit()
 
 
 def ask(vllm: Vllm, prompt: Sequence[int] = PROMPT, max_tokens: int = 1, **fields: Any) -> Request:
@@ -75,6 +77,12 @@ def host_slots(vllm: Vllm, request: Request) -> list[Slot]:
     return [held[key] for key in request.chain.keys if key in held]
 
 
+def spoil(vllm: Vllm, slot: Slot) -> None:
+    """A slot of DRAM is written to without the books' knowing."""
+    vllm.seals.open([slot])
+    vllm.host.view(slot)[:] = b"\xdd" * vllm.host.stride_bytes
+
+
 # Saves and loads.
 
 
@@ -96,8 +104,7 @@ def test_from_the_disk_and_after_a_restart_too(models: Models) -> None:
     vllm.offloader.empty_host()
     assert loaded(vllm, ask(vllm)) == {"disk": 5 * BLOCK_TOKENS}
     vllm.close()
-    again = models(disk=True)
-    again.truth, again.movers[0]._truth = vllm.truth, vllm.truth
+    again = models(disk=True, truth=vllm.truth)
     assert loaded(again, ask(again)) == {"disk": 5 * BLOCK_TOKENS}
 
 
@@ -249,7 +256,7 @@ def test_what_a_preempted_request_computed_is_loaded_when_it_resumes(models: Mod
 def test_a_block_that_cannot_be_loaded_is_computed_and_saved_again(models: Models) -> None:
     vllm = models()
     first = ask(vllm)
-    vllm.seals.open([host_slots(vllm, first)[2]])
+    spoil(vllm, host_slots(vllm, first)[2])
     second = ask(vllm)
     assert vllm.seen["bad blocks"] == 1
     assert vllm.seen["resumed with part of a load"] == 1
@@ -262,7 +269,7 @@ def test_a_block_that_cannot_be_loaded_is_computed_and_saved_again(models: Model
 def test_where_the_first_block_cannot_be_loaded_all_is_computed(models: Models) -> None:
     vllm = models()
     first = ask(vllm)
-    vllm.seals.open([host_slots(vllm, first)[0]])
+    spoil(vllm, host_slots(vllm, first)[0])
     second = ask(vllm)
     assert second.num_output == 1
     assert vllm.seen["loads"] == 1, "the second try did not go the same way"
@@ -272,7 +279,7 @@ def test_a_request_is_not_loaded_for_again_until_a_while_after_a_loss(models: Mo
     vllm = models(budget=4)
     vllm.clock.freeze()
     first = ask(vllm)
-    vllm.seals.open([host_slots(vllm, first)[4]])
+    spoil(vllm, host_slots(vllm, first)[4])
     second = vllm.add(PROMPT, 60)
     while second.num_output < 3:
         vllm.step()
@@ -596,41 +603,28 @@ def test_a_load_within_the_step_that_finds_its_blocks_gone_is_bad(
     assert request.num_output == 1
 
 
-# BUG in penstock/connectors/vllm/worker.py: where a block of a load within the step is bad, what
-# the step computes is wrong, and so are the blocks that it completes. They are saved all the same,
-# under the keys of the right ones, and found by everybody from then on: when vLLM has computed them
-# again, the books say that they are there already. Saves after such a step must fail.
+# BUG in penstock/connectors/vllm: where a block of a load within the step is bad, what the step
+# computes is wrong, and so are the blocks that it completes. They are saved all the same, under the
+# keys of the right ones, and found by everybody from then on: when vLLM has computed them again, the
+# books say that they are there already. Saves after such a step must fail (worker.py, `save`). Nor
+# may `finished` and `_leave` save them, where the request ends before they are computed again
+# (scheduler.py, `_loaded`: `num_computed` of all requests that hold a bad block must be put back).
 @pytest.mark.xfail(reason="what was computed from bad blocks is saved")
 @pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("then", ["goes on", "is aborted", "is preempted"])
 def test_what_a_step_computed_from_bad_blocks_is_not_saved(
-    models: Models, num_workers: int
+    models: Models, num_workers: int, then: str
 ) -> None:
     vllm = models(may_load_now=True, num_workers=num_workers)
-    first = warm(vllm)
-    vllm.seals.open([host_slots(vllm, first)[2]])
+    spoil(vllm, host_slots(vllm, warm(vllm))[2])
     request = vllm.add([*PROMPT, 7, 8, 9, 10, 11, 12], 1)
-    vllm.step()
+    vllm.await_saves(vllm.step().orders)
     assert vllm.seen["computed with bad blocks"] == 1
+    if then == "is aborted":
+        vllm.abort(request)
+    vllm.preempts_next = then == "is preempted"
     vllm.flush()
-    assert request.num_output == 1
     vllm.audit()
-
-
-# BUG in penstock/connectors/vllm/scheduler.py, `_follow`: only blocks that are new to a running
-# request are fenced. After a bad load within a step vLLM computes blocks again that it has already,
-# which the step before may still be saving.
-@pytest.mark.xfail(reason="blocks that are computed again are not fenced")
-def test_blocks_that_are_computed_again_are_fenced(models: Models) -> None:
-    vllm = models(may_load_now=True)
-    first = warm(vllm)
-    vllm.seals.open([host_slots(vllm, first)[2]])
-    vllm.movers[0].saves_gate.clear()
-    vllm.add([*PROMPT, 7, 8, 9, 10, 11, 12], 1)
-    saving = vllm.step().orders
-    assert saving.saves_after
-    orders = vllm.side_step()
-    vllm.movers[0].saves_gate.set()
-    assert set(orders.fence) >= {order.id for order in saving.saves_after}
 
 
 # DOUBTFUL in penstock/connectors/vllm/scheduler.py: a load's blocks are fenced in `allocated`, and
@@ -639,15 +633,14 @@ def test_blocks_that_are_computed_again_are_fenced(models: Models) -> None:
 # overwrite a block before it is saved. To be fenced once more when `orders` has gathered the saves.
 @pytest.mark.xfail(reason="a load into blocks of requests preempted by a reset is not fenced")
 def test_a_load_into_blocks_that_a_reset_took_is_fenced(models: Models) -> None:
-    vllm = models(overlaps=True, num_blocks=12)
+    vllm = models(overlaps=True, num_blocks=10)
     ask(vllm, [40] * 40)
     running = vllm.add(PROMPT[:21], 9)
     while running.num_computed_tokens < 24:  # the token that fills the block is not known yet
         vllm.step()
-    vllm.reset(with_connector=False)
-    vllm.waiting.rotate(1)
+    assert vllm.reset(with_connector=False)
     vllm.add([40] * 40, 1)
-    vllm.waiting.rotate(1)
+    vllm.waiting.rotate(1)  # it is let in first, and takes all blocks
     orders = vllm.side_step()
     written = {slot for load in orders.loads for slot in load.transfer.target_slots}
     before = {order.id for order in orders.saves_before if written.intersection(order.source_slots)}

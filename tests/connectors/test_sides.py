@@ -14,7 +14,7 @@ Models = Callable[..., Vllm]
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> Iterator[Models]:
+def models(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Models]:
     """Makes models; each is closed at the end, and must close cleanly."""
     made: list[Vllm] = []
 
@@ -25,6 +25,8 @@ def models(tmp_path: Path) -> Iterator[Models]:
     yield make
     for model in made:
         model.close()
+        if request.node.get_closest_marker("xfail") is None:
+            model.audit()
 
 
 class Users:

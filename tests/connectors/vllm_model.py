@@ -8,7 +8,7 @@ gets them next right after `begin`.
 Computing a token writes bytes that follow from all tokens before it, and reads the device: where
 what is there is wrong, what it writes is wrong too. Nothing wrong may stay unnoticed:
 
-- what a save copies to DRAM must be what its key says;
+- what DRAM offers must be what its key says;
 - what is loaded must be there when a request is ready, but for the blocks reported bad;
 - a step must not compute from wrong bytes, unless vLLM is told with that very step.
 """
@@ -34,7 +34,7 @@ from penstock.connectors.vllm.identity import adapter_name, namespace_of
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
 from penstock.connectors.vllm.worker import WorkerSide
-from penstock.events import Event, Lost, Moved, Observer
+from penstock.events import Event, Lost, Moved, Observer, Stored
 from penstock.keys import KeyChain, Namespace
 from penstock.stores import slab
 from penstock.stores.host import HostArena
@@ -42,7 +42,7 @@ from penstock.transfer.copiers import ThreadCopier
 from penstock.transfer.io import Moved as MoverMoved
 from penstock.transfer.paged import PagedMemory, PagedMover, Part, Stretch
 from penstock.transfer.seals import Seals
-from penstock.types import BlockKey, BlockSpec, Direction, Slot, Tier, Transfer
+from penstock.types import KEY_BYTES, BlockKey, BlockSpec, Direction, Slot, Tier, Transfer
 
 BLOCK_TOKENS = 4
 TOKEN_BYTES = (24, 40, 8)  # of one token in each layer
@@ -146,24 +146,28 @@ class Truth:
         for index, key in enumerate(keys):
             self._digests[key] = tuple(digests[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
 
-    def check_save(self, transfer: Transfer, host: HostArena, rank: int) -> None:
-        for key, slot in zip(transfer.keys, transfer.target_slots, strict=True):
-            held = bytes(host.view(slot)[rank * PART_BYTES : (rank + 1) * PART_BYTES])
-            digests = self._digests.get(key)
+    def check(self, keys: Sequence[BlockKey], host: HostArena, num_workers: int) -> None:
+        """DRAM offers these blocks from now on."""
+        slot_of = {
+            bytes(host.seals[slot * KEY_BYTES : (slot + 1) * KEY_BYTES]): Slot(slot)
+            for slot in range(host.num_slots)
+        }
+        for key in keys:
+            digests, slot = self._digests.get(key), slot_of.get(key)
             if digests is None:
-                self.wrong.append(f"transfer {transfer.id} saves a key that stands for nothing")
-            elif held != block_bytes_of(digests, rank):
-                self.wrong.append(f"transfer {transfer.id} saved wrong bytes to slot {slot}")
+                self.wrong.append("a block is kept under a key that stands for nothing")
+            elif slot is not None:  # or its seal is broken already
+                held = bytes(host.view(slot)[: host.block_bytes])
+                wanted = [block_bytes_of(digests, rank) for rank in range(num_workers)]
+                if held != b"".join(wanted):
+                    self.wrong.append(f"wrong bytes are kept in slot {slot}")
 
 
 class SlowMover:
-    """Takes its time, fails now and then, and looks at what it saved."""
+    """Takes its time, and fails now and then."""
 
-    def __init__(self, part: Part, seals: Seals, truth: Truth, rank: int, seed: int) -> None:
+    def __init__(self, part: Part, seals: Seals, seed: int) -> None:
         self._inner = PagedMover(part, seals)
-        self._part = part
-        self._truth = truth
-        self._rank = rank
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
         self.max_seconds = 0.0
@@ -182,10 +186,7 @@ class SlowMover:
         time.sleep(seconds)
         if fails:
             raise OSError("a copy failed")
-        moved = self._inner.move(transfer)
-        if transfer.direction is Direction.SAVE:
-            self._truth.check_save(transfer, self._part.host, self._rank)  # type: ignore[arg-type]
-        return moved
+        return self._inner.move(transfer)
 
     def close(self) -> None:
         pass
@@ -361,11 +362,13 @@ class Vllm:
         max_running: int = 6,
         copy_threads: int = 2,
         observers: Sequence[Observer] = (),
+        truth: Truth | None = None,
         **side: Any,
     ) -> None:
         self.rng = random.Random(seed)
         self.seen: Counter[str] = Counter()
         self.clock = AdvancedClock()
+        self.truth = Truth() if truth is None else truth
         self.namespace = NAMESPACE
         self._epoch = 0
         self._overlaps = overlaps
@@ -399,16 +402,9 @@ class Vllm:
             observers=all_observers,
             **{"always_load": True, **side},
         )
-        self.truth = Truth()
         self.devices = [Device(num_blocks, rank) for rank in range(num_workers)]
         self.movers = [
-            SlowMover(
-                Part(device.paged, self.host, rank, num_workers),
-                self.seals,
-                self.truth,
-                rank,
-                seed + rank,
-            )
+            SlowMover(Part(device.paged, self.host, rank, num_workers), self.seals, seed + rank)
             for rank, device in enumerate(self.devices)
         ]
         self.workers = [
@@ -430,6 +426,8 @@ class Vllm:
 
     def _observe(self, event: Event) -> None:
         match event:
+            case Stored(Tier.HOST, keys):
+                self.truth.check(keys, self.host, len(self.devices))
             case Moved(Tier.HOST, Tier.DEVICE, num_blocks=num_blocks):
                 self.seen["blocks loaded"] += num_blocks
             case Moved(Tier.DISK, num_blocks=num_blocks):
@@ -537,11 +535,15 @@ class Vllm:
         assert self.side.close()
         for worker in self.workers:
             worker.close()
-        self.audit()
 
     def audit(self) -> None:
         if self.truth.wrong:
             raise Silent("; ".join(self.truth.wrong[:3]))
+
+    def await_saves(self, orders: Orders) -> None:
+        """Wait until the workers have done the saves of a step that was executed."""
+        for worker in self.workers:
+            worker._copier.fence([transfer.id for transfer in orders.saves_after])
 
     def _schedule(self) -> Step:
         budget = self._budget
@@ -804,16 +806,19 @@ class Vllm:
     def _update(self, step: Step) -> None:
         failed = self._invalidate(step)
         for work in step.works:
+            work.request.num_in_flight -= 1
+        for request in failed:
+            request.num_void = request.num_in_flight  # they read the same bad blocks
+            request.known = list(request.all_token_ids)
+            request.num_placeholders = 0
+        for work in step.works:
             request = work.request
-            request.num_in_flight -= 1
             is_stale, is_void = request.num_stale > 0, request.num_void > 0
             request.num_stale -= is_stale
-            request.num_void -= is_void
-            if request.status == "ended":
+            if request.status == "ended" or request in failed:
                 continue
-            if request in failed or is_void:
-                if request in failed:
-                    request.num_void = request.num_in_flight  # they read the same bad blocks
+            if is_void:
+                request.num_void -= 1
                 request.known = list(request.all_token_ids)
                 request.num_placeholders = 0
                 continue

@@ -1,0 +1,141 @@
+"""Real vLLM on a CPU, with and without Penstock. One engine at a time computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+)
+
+BLOCK = 32  # tokens; the smallest that vLLM takes on a CPU
+MODEL = os.environ.get("TEST_MODEL", "")
+
+Tokens = list[int]
+
+
+class Vllm:
+    """An engine, and what the tests ask of it."""
+
+    def __init__(self, **given: Any) -> None:
+        from vllm import LLM
+
+        given.setdefault("model", MODEL)
+        given.setdefault("dtype", "float32")
+        given.setdefault("max_model_len", 1024)
+        self.llm = LLM(
+            enforce_eager=True, block_size=BLOCK, seed=0, disable_log_stats=False, **given
+        )
+
+    def ask(self, prompts: list[Tokens], num: int = 8, **params: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = {"temperature": 0, "max_tokens": num, "ignore_eos": True} | params
+        return list(self.llm.generate(asked, SamplingParams(**params), use_tqdm=False))
+
+    def answers(self, prompts: list[Tokens], num: int = 8, **params: Any) -> list[Tokens]:
+        return [list(output.outputs[0].token_ids) for output in self.ask(prompts, num, **params)]
+
+    def answer(self, prompt: Tokens, num: int = 8) -> tuple[Tokens, dict[str, int]]:
+        """The answer, and how many tokens came from where."""
+        output = self.ask([prompt], num)[0]
+        told = (output.kv_transfer_params or {}).get("penstock", {})
+        return list(output.outputs[0].token_ids), told.get("loaded_tokens", {})
+
+    def forget(self, *, below: bool = False) -> None:
+        """Empty vLLM's own prefix cache, or also what lies below."""
+        for _ in range(100):
+            if self.llm.reset_prefix_cache(reset_connector=below):
+                return
+            time.sleep(0.1)
+        raise AssertionError("vLLM's prefix cache could not be emptied")
+
+    def metric(self, name: str) -> float:
+        return sum(found.value for found in self.llm.get_metrics() if found.name == name)
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+class Faults:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._now: dict[str, Any] = {}
+        os.environ["FAULTS"] = str(path)
+
+    def set(self, **wrong: Any) -> None:
+        kept = {"empty_host": self._now.get("empty_host", 0)}
+        self._now = kept | wrong
+        self._path.write_text(json.dumps(self._now))
+
+    def empty_host(self) -> None:
+        self.set(empty_host=self._now.get("empty_host", 0) + 1)
+
+
+def transfer(module: str = "faulty", policy: str = "recompute", **extra: Any) -> Any:
+    from vllm.config import KVTransferConfig
+
+    from penstock.connectors.vllm.settings import VllmSettings, transfer_config
+
+    made = transfer_config(VllmSettings(**extra))
+    made["kv_connector_module_path"] = module
+    made["kv_load_failure_policy"] = policy
+    return KVTransferConfig(**made)
+
+
+Start = Callable[..., Vllm]
+
+
+@pytest.fixture(scope="session")
+def plain() -> Iterator[Vllm]:
+    """vLLM without Penstock: what every answer is compared with."""
+    vllm = Vllm()
+    yield vllm
+    vllm.close()
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faults]:
+    faults = Faults(tmp_path_factory.mktemp("faults") / "faults.json")
+    yield faults
+    os.environ.pop("FAULTS", None)
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts engines with Penstock, and closes them at the end."""
+    engines: list[Vllm] = []
+
+    def make(
+        *, disk: Path | None = None, given: dict[str, Any] | None = None, **extra: Any
+    ) -> Vllm:
+        if disk is not None:
+            extra |= {"disk_path": str(disk), "disk_size": 2.0}
+        extra.setdefault("kv_offloading_size", 1.0)
+        engine = Vllm(kv_transfer_config=transfer(**extra), **(given or {}))
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def tokens(num: int, seed: int) -> Tokens:
+    """Token ids that mean nothing, the same ones for the same seed."""
+    import random
+
+    rng = random.Random(seed)
+    return [rng.randrange(1000, 30_000) for _ in range(num)]

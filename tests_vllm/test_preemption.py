@@ -1,0 +1,22 @@
+"""A KV space too small for its requests: preempted, saved, loaded, and the answers the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import BLOCK, Faults, Start, Vllm, tokens
+
+
+def test_preempted_requests_go_on_where_they_were(
+    start: Start, plain: Vllm, faults: Faults, tmp_path: Path
+) -> None:
+    prompts = [tokens(3 * BLOCK + 9 * n, 100 + n) for n in range(6)]
+    expected = plain.answers(prompts, 3 * BLOCK)
+    # Six of up to eight blocks want room: there are 17.
+    small = start(disk=tmp_path / "kv", given={"num_gpu_blocks_override": 17}, always_load=True)
+    outputs = small.ask(prompts, 3 * BLOCK)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert small.metric("vllm:num_preemptions") > 0
+    assert small.metric("vllm:external_prefix_cache_hits") > 0
+    small.forget()
+    assert small.metric("vllm:kv_cache_usage_perc") == 0
