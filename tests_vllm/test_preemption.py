@@ -13,7 +13,8 @@ def test_preempted_requests_go_on_where_they_were(
     prompts = [tokens(3 * BLOCK + 9 * n, 100 + n) for n in range(6)]
     expected = plain.answers(prompts, 3 * BLOCK)
     # Six of up to eight blocks want room: there are 17.
-    small = start(disk=tmp_path / "kv", given={"num_gpu_blocks_override": 17}, always_load=True)
+    room = {"num_gpu_blocks_override": 17, "max_model_len": 512}
+    small = start(disk=tmp_path / "kv", given=room, always_load=True)
     outputs = small.ask(prompts, 3 * BLOCK)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert small.metric("vllm:num_preemptions") > 0

@@ -33,9 +33,7 @@ def test_a_version_that_was_never_tested_is_refused(version: str) -> None:
 
 
 @out_of_range
-def test_who_insists_gets_it_with_a_warning(
-    version: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_insists_gets_it_with_a_warning(version: str, caplog: pytest.LogCaptureFixture) -> None:
     check_version(version, insist=True)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "never tested" in caplog.text

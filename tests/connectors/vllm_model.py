@@ -819,8 +819,6 @@ class Vllm:
                 continue
             if is_void:
                 request.num_void -= 1
-                request.known = list(request.all_token_ids)
-                request.num_placeholders = 0
                 continue
             if not is_stale:
                 if work.drafts:

@@ -134,7 +134,9 @@ def test_what_is_gathered_is_scattered_again_and_nothing_else_is_touched(
     others = rng.sample(range(num_blocks), 3)
     for rank, device in enumerate(devices):
         before = [device.read(number) for number in range(num_blocks)]
-        moved = movers[rank].move(load([keys[i] for i in order], [places[i] for i in order], others))
+        moved = movers[rank].move(
+            load([keys[i] for i in order], [places[i] for i in order], others)
+        )
         assert moved.verdicts == [Verdict.OK] * 3
         for number in range(num_blocks):
             wanted = before[number]

@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -23,11 +23,17 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAID_AFTER_SECONDS = 2.0
 
 
-def fingerprint_files(source: Path, remembered: Path | None = None) -> str | None:
-    """Of a folder's weights or of one file; None where there are none."""
+def fingerprint_files(
+    source: Path, remembered: Path | None = None, beside: Sequence[str] = ()
+) -> str | None:
+    """Of a folder's weights or of one file; None where there are none.
+
+    Files named `beside` them count too, where they are there.
+    """
     files = [source] if source.is_file() else sorted(_weights_in(source))
     if not files:
         return None
+    files += [path for name in beside if (path := source / name).is_file()]
     memory = _Memory(remembered or _default_memory())
     hasher = blake3(b"penstock files 1")
     started = time.monotonic()

@@ -72,11 +72,12 @@ def adapter_name(lora_request: Any) -> str:
     if lora_request is None:
         return ""
     path = Path(str(lora_request.lora_path)).expanduser()
-    found = fingerprint_files(path) if path.exists() else None
+    found = fingerprint_files(path, beside=_ADAPTER_FILES) if path.exists() else None
     return f"{lora_request.lora_name} {found or 'run ' + _RUN}"
 
 
 _RUN = secrets.token_hex(16)
+_ADAPTER_FILES = ("adapter_config.json",)  # the same matrices may be scaled otherwise
 
 
 class RequestKeys:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,13 @@ class BlockNews:
             case Removed(tier, keys):
                 for key in keys:
                     self._removed(tier, key)
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Blocks were not saved after all: those that are in no tier need no name."""
+        for key in keys:
+            named = self._named.get(key)
+            if named is not None and not named.tiers:
+                del self._named[key]
 
     def take(self) -> list[Told]:
         news, self._news = self._news, []

@@ -26,6 +26,8 @@ class Orders:
     fence: list[TransferId] = field(default_factory=list)
     # Loads that this step's computation waits for: few, or nobody else is computing.
     loads_now: list[Transfer] = field(default_factory=list)
+    # Blocks that vLLM was promised for this step, and that are gone.
+    bad_now: list[Slot] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     # Requests for which no load will follow, with the blocks that could not be brought.
     complete: dict[str, tuple[Slot, ...]] = field(default_factory=dict)

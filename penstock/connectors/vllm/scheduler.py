@@ -134,7 +134,8 @@ class SchedulerSide:
                 return 0
             start = num_computed // self._block_tokens
             offer = tracked.offer
-            if offer is None or offer.start != start or now - offer.at > _SAME_ANSWER_SECONDS:
+            is_old = offer is not None and now - offer.at > _SAME_ANSWER_SECONDS
+            if offer is None or offer.start != start or is_old or offer.is_now:
                 match = self._offloader.match(tracked.keys.first(request.num_tokens)[start:])
                 offer = tracked.offer = self._offer(start, match, request.num_tokens, now)
             return offer.num_tokens
@@ -231,7 +232,7 @@ class SchedulerSide:
                 self._offloader.cancel(tracked.loading.ticket)
                 self._settle()
             else:
-                self._save(tracked, min(tracked.num_computed, len(request.all_token_ids)))
+                self._save_rest(tracked)
                 self._gather(before=True)
             if not tracked.tokens_from:
                 return None
@@ -270,6 +271,8 @@ class SchedulerSide:
         self._ticker.join(timeout=5.0)
         with self._lock:
             self._engine.give_up()
+            for ticket in list(self._loadings):
+                self._offloader.cancel(ticket)
             return self._offloader.close(_CLOSE_SECONDS)
 
     def abandon(self) -> None:
@@ -319,7 +322,7 @@ class SchedulerSide:
         """vLLM has preempted a request: what it computed is saved before others write there."""
         if (tracked := self._tracked.get(request_id)) is None:
             return
-        self._save(tracked, min(tracked.num_computed, len(tracked.request.all_token_ids)))
+        self._save_rest(tracked)
         tracked.block_ids = []
         tracked.num_computed = tracked.num_saved = 0
 
@@ -344,6 +347,10 @@ class SchedulerSide:
             self._offloader.save(keys, slots)
             self._awake.set()
 
+    def _save_rest(self, tracked: Tracked) -> None:
+        """A request leaves its blocks. At its last token's place may lie a draft's KV."""
+        self._save(tracked, min(tracked.num_computed, len(tracked.request.all_token_ids) - 1))
+
     def _forget_save(self, transfer: Transfer) -> None:
         for slot in transfer.source_slots:
             if self._saving_from.get(slot) == transfer.id:
@@ -361,13 +368,17 @@ class SchedulerSide:
         return Offer(start, match, num_offered, choice, is_now, now)
 
     def _can_load_now(self, match: Match) -> bool:
-        in_dram = all(run.tier is Tier.HOST for run in match.runs) and match.num_pending == 0
         rate = self._copy_meter.rate
-        if not (self._may_load_now and in_dram and match.num_blocks) or rate is None:
+        if not (self._may_load_now and match.num_blocks) or rate is None:
+            return False
+        if not self._is_in_dram(match, match.num_blocks):
             return False
         is_alone = not (self._computing or self._loadings or self._bytes_now)
         seconds = rate.seconds(match.num_blocks * self._block_bytes + self._bytes_now)
         return seconds <= (_ALONE_SECONDS if is_alone else _SHORT_SECONDS)
+
+    def _is_in_dram(self, match: Match, num_blocks: int) -> bool:
+        return match.num_from(Tier.HOST) == num_blocks and match.num_pending == 0
 
     def _choose(self, match: Match, num_past: int, rates: Mapping[Tier, LinkRate]) -> Choice:
         if self._always_load:
@@ -389,6 +400,11 @@ class SchedulerSide:
         keys = tracked.keys.first(end * self._block_tokens)[offer.start :]
         slots = tuple(Slot(block) for block in tracked.block_ids[offer.start : end])
         self._fence(slots)
+        if offer.is_now and not self._is_in_dram(self._offloader.match(keys), len(keys)):
+            # Gone since they were offered. What the step computes is vLLM's to throw away.
+            self._orders.bad_now += slots
+            tracked.keys = None
+            return
         counts = _count_by_tier(offer.match, num_blocks)
         tracked.tokens_from = {tier: n * self._block_tokens for tier, n in counts.items()}
         tracked.num_saved = max(tracked.num_saved, end)  # what comes from there need not go again
@@ -416,6 +432,8 @@ class SchedulerSide:
         for done in self._offloader.step():
             if done.direction is Direction.LOAD:
                 self._loaded(done)
+            elif self._news is not None and not done.ok:
+                self._news.forget(done.keys)
 
     def _loaded(self, done: Done) -> None:
         """A load has ended. If the workers were told all of it they know; else they are told."""
@@ -432,6 +450,8 @@ class SchedulerSide:
             return
         if tracked.loading is loading:
             tracked.loading = None
+        if bad and loading.is_now:
+            tracked.keys = None  # what it computed meanwhile is not to be trusted
         if bad:
             tracked.barred_until = self._clock.now() + _BARRED_SECONDS
             tracked.num_saved = min(tracked.num_saved, loading.start + bad[0])

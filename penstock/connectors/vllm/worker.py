@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _MAX_REMEMBERED = 4096
 _PATIENCE_SECONDS = 0.003  # vLLM sleeps 1 ms after a step without computation, and takes several
 _LOOK_SECONDS = 0.00005
+_STEPS_UNTIL_HEARD = 3  # steps overlap
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class WorkerSide:
         self._copier = copier
         self._seals = seals
         self._bad_now: set[int] = set()  # of loads that the step itself waited for
+        self._distrusted_steps = 0  # up to this one, nothing is saved
         self._waiting: dict[str, _Waiting] = {}
         self._loads: dict[TransferId, tuple[str, Transfer]] = {}
         self._now: dict[TransferId, Transfer] = {}
@@ -60,7 +62,7 @@ class WorkerSide:
 
     def begin(self, orders: Orders) -> None:
         if orders.saves_before:
-            self._submit(orders.saves_before)
+            self._save(orders.saves_before, orders.step)
         if orders.fence:
             self._copier.fence(orders.fence)
         if orders.is_timed:
@@ -69,6 +71,10 @@ class WorkerSide:
     def load(self, orders: Orders) -> None:
         if orders.loads_now:
             self._load_now(orders.loads_now)
+        self._bad_now.update(orders.bad_now)
+        if self._bad_now:
+            # What is computed from them is wrong, until vLLM has heard of it and begun anew.
+            self._distrusted_steps = orders.step + _STEPS_UNTIL_HEARD
         by_request: dict[str, list[Transfer]] = {}
         for request_id, transfer in orders.loads:
             by_request.setdefault(request_id, []).append(transfer)
@@ -93,7 +99,7 @@ class WorkerSide:
         if orders.is_timed:
             self._copier.stop_timer(orders.step)
         if orders.saves_after:
-            self._submit(orders.saves_after)
+            self._save(orders.saves_after, orders.step)
 
     def results(self, *, is_idle: bool = False) -> Results:
         """What has ended. With nothing to compute, a load's end is worth waiting for a little."""
@@ -128,6 +134,12 @@ class WorkerSide:
         self._submit(transfers)
         self._copier.fence([transfer.id for transfer in transfers])
 
+    def _save(self, transfers: Sequence[Transfer], step: int) -> None:
+        if step <= self._distrusted_steps:
+            self._fail(transfers, "computed from blocks that did not arrive")
+        else:
+            self._submit(transfers)
+
     def _poll(self) -> None:
         for outcome in self._copier.poll():
             self._end(outcome)
@@ -141,9 +153,12 @@ class WorkerSide:
             self._copier.submit(transfers)
         except Exception as error:  # its blocks are lost, and nothing else
             log.exception("copies between device and DRAM could not be started")
-            for transfer in transfers:
-                verdicts = (Verdict.FAILED,) * len(transfer.keys)
-                self._end(Outcome(transfer.id, verdicts, 0.0, repr(error)))
+            self._fail(transfers, repr(error))
+
+    def _fail(self, transfers: Sequence[Transfer], error: str) -> None:
+        for transfer in transfers:
+            verdicts = (Verdict.FAILED,) * len(transfer.keys)
+            self._end(Outcome(transfer.id, verdicts, 0.0, error))
 
     def _end(self, outcome: Outcome) -> None:
         self._reports.transfers[outcome.transfer_id] = Report(

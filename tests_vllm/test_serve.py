@@ -1,0 +1,133 @@
+"""`vllm serve` with the flag that `penstock vllm-config` prints, asked by the openai client."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import BLOCK, MODEL
+
+WORDS = "The water falls through the penstock and turns the wheel. " * 24
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _post(url: str, path: str) -> None:
+    urllib.request.urlopen(urllib.request.Request(url + path, method="POST"), timeout=30).read()
+
+
+def _metrics(url: str) -> dict[str, float]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            tier = sample.labels.get("tier") or sample.labels.get("target") or ""
+            name = f"{sample.name} {tier}".strip()
+            found[name] = found.get(name, 0) + sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def events_port() -> int:
+    return _free_port()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, events_port: int) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("served")
+    command = [sys.executable, "-m", "penstock", "vllm-config", "--kv-offloading-size", "1"]
+    command += ["--disk-path", str(folder / "kv"), "--disk-size", "1", "--always-load"]
+    flag = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    port = _free_port()
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events_port}",
+    }
+    serve = [str(Path(sys.executable).parent / "vllm"), "serve", MODEL, "--port", str(port)]
+    serve += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    serve += ["--block-size", str(BLOCK), "--served-model-name", "smol"]
+    serve += ["--kv-transfer-config", flag, "--kv-events-config", json.dumps(events)]
+    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(serve, stdout=log, stderr=subprocess.STDOUT, env=env)
+    address = f"http://127.0.0.1:{port}"
+    for _ in range(240):
+        try:
+            urllib.request.urlopen(address + "/health", timeout=2)
+            break
+        except OSError:
+            assert server.poll() is None, (folder / "log").read_text()[-3000:]
+            time.sleep(1)
+    yield address
+    server.terminate()
+    server.wait(60)
+
+
+def test_a_returning_prompt_is_loaded_and_everybody_can_see_it(url: str, events_port: int) -> None:
+    import msgspec
+    import zmq
+    from openai import OpenAI
+
+    listener = zmq.Context.instance().socket(zmq.SUB)
+    listener.connect(f"tcp://127.0.0.1:{events_port}")
+    listener.setsockopt(zmq.SUBSCRIBE, b"")
+    client = OpenAI(base_url=url + "/v1", api_key="none")
+
+    def ask() -> tuple[str, int]:
+        answer = client.completions.create(model="smol", prompt=WORDS, max_tokens=8, temperature=0)
+        told = answer.model_extra.get("kv_transfer_params") or {}
+        return answer.choices[0].text, sum(
+            told.get("penstock", {}).get("loaded_tokens", {}).values()
+        )
+
+    first, loaded = ask()
+    assert loaded == 0
+    _post(url, "/reset_prefix_cache")
+    time.sleep(0.5)
+    again, loaded = ask()
+    assert again == first
+    assert loaded >= 5 * BLOCK
+    ask()  # a step more, so that what happened last has been counted
+    found = _metrics(url)
+    assert found["penstock_hit_blocks_total host"] * BLOCK >= loaded
+    assert found["penstock_blocks_total host"] > 0
+    assert found["penstock_blocks_total device"] * BLOCK >= loaded
+    assert found["penstock_used_blocks host"] > 0
+    assert found.get("penstock_corrupt_blocks_total", 0) == 0
+
+    stored = []
+    while listener.poll(1000):
+        batch = msgspec.msgpack.decode(listener.recv_multipart()[-1])
+        stored += [event for event in batch[1] if event[0] == "BlockStored"]
+    in_dram = [event for event in stored if "CPU" in event]
+    on_gpu = [event for event in stored if "GPU" in event]
+    assert in_dram
+    assert {bytes(event[1][0]) for event in in_dram} <= {
+        bytes(block) for event in on_gpu for block in event[1]
+    }  # under the very names that vLLM gives them
+
+
+def test_chat_streams(url: str) -> None:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url + "/v1", api_key="none")
+    messages = [{"role": "user", "content": "Say one word."}]
+    pieces = client.chat.completions.create(
+        model="smol", messages=messages, max_tokens=5, stream=True
+    )
+    assert sum(1 for _ in pieces) >= 2

@@ -1,0 +1,106 @@
+"""Three hundred requests of every kind, a small pool, a small DRAM, and a disk that misbehaves."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import BLOCK, Faults, Start, Tokens, Vllm
+from tiny import VOCABULARY, make_tiny
+
+NUM_REQUESTS = 300
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = make_tiny(tmp_path_factory.mktemp("tiny") / "model")
+    return {"model": str(folder), "skip_tokenizer_init": True}
+
+
+def _draw(rng: random.Random, num: int) -> Tokens:
+    return [rng.randrange(VOCABULARY) for _ in range(num)]
+
+
+def _workload(rng: random.Random) -> list[tuple[Tokens, int]]:
+    heads = [
+        [rng.randrange(VOCABULARY) for _ in range(BLOCK * rng.randint(1, 9))] for _ in range(8)
+    ]
+    requests = []
+    for _ in range(NUM_REQUESTS):
+        tail = _draw(rng, rng.randint(1, 120))
+        head = rng.choice(heads)
+        requests.append(([*head[: BLOCK * rng.randint(0, 9)], *tail], rng.randint(1, 40)))
+    return requests
+
+
+def _run(
+    vllm: Vllm, workload: list[tuple[Tokens, int]], faults: Faults | None
+) -> dict[int, Tokens]:
+    """All answers but those of requests that were aborted."""
+    from vllm import SamplingParams
+
+    engine, rng = vllm.llm.llm_engine, random.Random(3)
+    answers: dict[int, Tokens] = {}
+    aborted: set[str] = set()
+    live: set[str] = set()
+    waiting = list(enumerate(workload))
+    ends = time.monotonic() + 500
+    while waiting or engine.has_unfinished_requests():
+        assert time.monotonic() < ends, f"{len(live)} requests hang: {sorted(live)[:5]}"
+        while waiting and len(live) < 10:
+            number, (prompt, num) = waiting.pop(0)
+            params = SamplingParams(
+                temperature=0, max_tokens=num, ignore_eos=True, detokenize=False
+            )
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+            live.add(str(number))
+        for output in engine.step():
+            name = output.request_id.split("-")[0]
+            if output.finished:
+                live.discard(name)
+                answers[int(name)] = list(output.outputs[0].token_ids)
+        if faults is None:
+            continue
+        if rng.random() < 0.02 and live:
+            name = rng.choice(sorted(live))
+            engine.abort_request([name])
+            aborted.add(name)
+            live.discard(name)
+        if rng.random() < 0.05:
+            faults.set(
+                read_error=rng.choice([0, 0, 0.3, 1]),
+                write_error=rng.choice([0, 0, 0.5]),
+                read_delay=rng.choice([0, 0, 0, 0.02, 1.0]),
+            )
+        if rng.random() < 0.01:
+            faults.empty_host()
+        if rng.random() < 0.01:
+            vllm.llm.reset_prefix_cache()
+    return {number: answer for number, answer in answers.items() if str(number) not in aborted}
+
+
+def test_three_hundred_requests_over_a_failing_disk(
+    start: Start, faults: Faults, model: dict[str, Any], tmp_path: Path
+) -> None:
+    workload = _workload(random.Random(1))
+    undisturbed = Vllm(**model)
+    expected = _run(undisturbed, workload, None)
+    undisturbed.close()
+    vllm = start(
+        disk=tmp_path / "kv",
+        given={**model, "num_gpu_blocks_override": 60},
+        always_load=True,
+        kv_offloading_size=0.004,
+        set={"transfer.load_deadline_seconds": 0.5},
+    )
+    answers = _run(vllm, workload, faults)
+    assert len(answers) > NUM_REQUESTS * 0.8
+    assert answers == {number: expected[number] for number in answers}
+    assert vllm.metric("vllm:num_preemptions") > 0
+    assert vllm.metric("vllm:external_prefix_cache_hits") > 1000
+    faults.set()
+    vllm.forget()  # succeeds only when no block is held
+    assert vllm.metric("vllm:kv_cache_usage_perc") == 0
