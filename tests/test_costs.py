@@ -280,6 +280,18 @@ def test_what_is_cheaper_to_compute_is_computed() -> None:
     assert _choose(match, PrefillRate(1000), host=10).num_blocks == 10
 
 
+def test_what_every_step_takes_in_any_case_is_not_saved_by_loading() -> None:
+    match = _match((Tier.HOST, 10))
+    for fixed in (0.0, 0.3, 10.0):
+        prefill = PrefillRate(1000, fixed_seconds=fixed)
+        slow = _choose(match, prefill, host=0.05)  # 0.2 s to load, 0.16 s to compute
+        assert slow.num_blocks == 0
+        assert slow.compute_seconds == pytest.approx(0.16)
+        fast = _choose(match, prefill, host=0.1)  # 0.1 s to load
+        assert fast.num_blocks == 10
+        assert fast.compute_seconds == pytest.approx(0.16)
+
+
 def test_a_fast_head_is_loaded_and_a_slow_tail_computed() -> None:
     match = _match((Tier.HOST, 10), (Tier.DISK, 10))
     choice = _choose(match, PrefillRate(10_000), host=10, disk=0.1)

@@ -65,6 +65,17 @@ class Vllm:
     def metric(self, name: str) -> float:
         return sum(found.value for found in self.llm.get_metrics() if found.name == name)
 
+    def loaded_blocks(self) -> float:
+        """Blocks that Penstock brought to the device, in all engines of this process."""
+        from prometheus_client import REGISTRY
+
+        return sum(
+            sample.value
+            for family in REGISTRY.collect()
+            for sample in family.samples
+            if sample.name == "penstock_blocks_total" and sample.labels["target"] == "device"
+        )
+
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 

@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 
 from conftest import BLOCK, Faults, Start, tokens
+from tiny import VOCABULARY, make_tiny
 
 
 def _half() -> str:
@@ -15,9 +16,12 @@ def _half() -> str:
     return "bfloat16"
 
 
-def test_in_half_precision_a_hit_below_answers_as_a_local_hit(start: Start, faults: Faults) -> None:
-    vllm = start(given={"dtype": _half()}, always_load=True)
-    prompt = tokens(3 * BLOCK + 3, 300)
+def test_in_half_precision_a_hit_below_answers_as_a_local_hit(
+    start: Start, faults: Faults, tmp_path: Path
+) -> None:
+    model = {"model": str(make_tiny(tmp_path / "model")), "skip_tokenizer_init": True}
+    vllm = start(given={**model, "dtype": _half()}, always_load=True)
+    prompt = [token % VOCABULARY for token in tokens(3 * BLOCK + 3, 300)]
     vllm.answer(prompt)
     local, loaded = vllm.answer(prompt, 6)
     assert loaded == {}

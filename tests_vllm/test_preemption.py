@@ -10,14 +10,15 @@ from conftest import BLOCK, Faults, Start, Vllm, tokens
 def test_preempted_requests_go_on_where_they_were(
     start: Start, plain: Vllm, faults: Faults, tmp_path: Path
 ) -> None:
-    prompts = [tokens(3 * BLOCK + 9 * n, 100 + n) for n in range(6)]
-    expected = plain.answers(prompts, 3 * BLOCK)
-    # Six of up to eight blocks want room: there are 17.
+    prompts = [tokens(2 * BLOCK + 9 * n, 100 + n) for n in range(5)]
+    expected = plain.answers(prompts, 2 * BLOCK)
+    before = plain.loaded_blocks()
+    # Five of up to six blocks want room: there are 16, and one that vLLM keeps for itself.
     room = {"num_gpu_blocks_override": 17, "max_model_len": 512}
     small = start(disk=tmp_path / "kv", given=room, always_load=True)
-    outputs = small.ask(prompts, 3 * BLOCK)
+    outputs = small.ask(prompts, 2 * BLOCK)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert small.metric("vllm:num_preemptions") > 0
-    assert small.metric("vllm:external_prefix_cache_hits") > 0
+    assert small.loaded_blocks() > before
     small.forget()
     assert small.metric("vllm:kv_cache_usage_perc") == 0

@@ -13,8 +13,12 @@ import argparse
 import json
 import os
 import random
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,6 +40,7 @@ class System:
     def __init__(self, options: argparse.Namespace) -> None:
         from vllm import LLM
 
+        self._server: subprocess.Popen[bytes] | None = None
         given: dict[str, Any] = {}
         if options.system == "native":
             given = {"kv_offloading_size": options.host_gib, "kv_offloading_backend": "native"}
@@ -53,10 +58,11 @@ class System:
             connector = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
             given = {"kv_transfer_config": _transfer(connector)}
         elif options.system == "lmcache-mp":
+            self._server, port = _lmcache_server(options.host_gib)
             connector = {
                 "kv_connector": "LMCacheMPConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"lmcache.mp.port": options.lmcache_port},
+                "kv_connector_extra_config": {"lmcache.mp.port": port},
             }
             given = {"kv_transfer_config": _transfer(connector)}
         if options.dummy:
@@ -92,6 +98,18 @@ class System:
                 return
             time.sleep(0.1)
         raise SystemExit("vLLM's prefix cache could not be emptied")
+
+
+def _lmcache_server(size_gib: float) -> tuple[subprocess.Popen[bytes], int]:
+    """The process in which LMCache's multiprocess mode keeps its KV."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
+    command = [str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)]
+    command += ["--l1-size-gb", str(size_gib), "--chunk-size", "256", "--eviction-policy", "LRU"]
+    server = subprocess.Popen([*command, "--http-port", "0", "--disable-observability"])
+    time.sleep(20)
+    return server, port
 
 
 def _transfer(settings: dict[str, Any]) -> Any:
@@ -160,6 +178,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             slopes.append((long - short) / options.decode_steps)
         found["decode"] = median(slopes)
         print(f"{options.system} decode: {found['decode']}", flush=True)
+    if system._server is not None:
+        system._server.kill()
     return found
 
 
@@ -180,7 +200,6 @@ def main() -> None:
     parser.add_argument("--decode-batch", type=int, default=0)
     parser.add_argument("--decode-tokens", type=int, default=2048)
     parser.add_argument("--decode-steps", type=int, default=128)
-    parser.add_argument("--lmcache-port", type=int, default=0)
     print("RESULT " + json.dumps(measure(parser.parse_args())), flush=True)
 
 

@@ -36,7 +36,7 @@ def test_a_misspelt_key_is_refused_with_the_one_that_was_meant(key: str, meant: 
 
 
 def test_a_key_like_no_other_is_refused_with_all_there_are() -> None:
-    with pytest.raises(ConfigError, match="expected one of kv_offloading_size, .*always_load"):
+    with pytest.raises(ConfigError, match=r"expected one of kv_offloading_size, .*always_load"):
         VllmSettings.read({"qqqq": 1})
 
 

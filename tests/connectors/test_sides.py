@@ -1,20 +1,21 @@
-"""Both sides of the connector under a small vLLM (see `vllm_model`), with real copies and a disk."""
+"""Both sides of the connector under a small vLLM (see `vllm_model`): real copies, a real disk."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from connectors.vllm_model import BLOCK_TOKENS, VOCABULARY, Request, Vandal, Vllm
+from connectors.vllm_model import VOCABULARY, Request, Vandal, Vllm
 
 Models = Callable[..., Vllm]
 
 
 @pytest.fixture
-def models(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Models]:
+def models(tmp_path: Path) -> Iterator[Models]:
     """Makes models; each is closed at the end, and must close cleanly."""
     made: list[Vllm] = []
 
@@ -25,8 +26,7 @@ def models(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Models]:
     yield make
     for model in made:
         model.close()
-        if request.node.get_closest_marker("xfail") is None:
-            model.audit()
+        model.audit()
 
 
 class Users:
@@ -56,13 +56,15 @@ class Users:
         return [self._rng.randrange(VOCABULARY) for _ in range(num)]
 
 
-def live(vllm: Vllm, seed: int, num_steps: int, *, harm: bool = True, reset: bool = True) -> None:
+def live(
+    vllm: Vllm, seed: int, num_steps: int, *, harm: bool = True, failing: float = 0.01
+) -> None:
     """Some hundred steps of everything that can happen to a server."""
     rng = random.Random(seed)
     users, vandal = Users(vllm, seed), Vandal(vllm)
     for mover in vllm.movers:
         mover.max_seconds = 0.002
-        mover.failing = 0.01 if harm else 0.0
+        mover.failing = failing if harm else 0.0
     for _ in range(num_steps):
         if len(vllm.requests) < 9 and rng.random() < 0.5:
             users.ask()
@@ -76,52 +78,61 @@ def live(vllm: Vllm, seed: int, num_steps: int, *, harm: bool = True, reset: boo
             vandal.harm()
         if rng.random() < 0.02:
             vllm.clock.advance(31.0)  # past the deadline of every load, and of what is barred
-        if reset and rng.random() < 0.01:
+        if rng.random() < 0.01:
             vllm.reset(with_connector=rng.random() < 0.5)
         vllm.step()
         vllm.side.check()
     vllm.run()
+    # Whatever is kept by now is right: the last talks once more.
     for mover in vllm.movers:
         mover.max_seconds = mover.failing = 0.0
     vllm.clock.advance(31.0)
-    # Whatever is kept by now is right: all talks once more.
     for request in vllm.ended[-40:]:
         vllm.add(request.all_token_ids, 1, cache_salt=request.cache_salt)
         vllm.run()
     assert not vllm.side.has_pending_work
-    vllm.side.check()
     assert not vllm.requests
     assert vllm.engine.num_flying == 0
+    vllm.side.check()
 
 
-SEEN = (
+ALWAYS = ("blocks saved", "fences", "preempted", "aborted")
+LOADING = (
     "blocks checked",
     "blocks from disk",
-    "blocks saved",
-    "fences",
     "loads",
-    "preempted",
     "aborted while loading",
+    "bad blocks",
+    "resumed with part of a load",
 )
-HARMED = ("bad blocks", "resumed with part of a load", "lost: failed", "lost: corrupt")
+OVERLAP = {"overlaps": True}
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
-    "options",
+    ("options", "expected"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"num_workers": 2}, id="two workers"),
-        pytest.param({"overlaps": True}, id="steps overlap"),
-        pytest.param({"overlaps": True, "num_workers": 2}, id="steps of two workers overlap"),
-        pytest.param({"is_caching": False}, id="no prefix cache on the device"),
-        pytest.param({"num_host": 4}, id="hardly any DRAM"),
-        pytest.param({"always_load": False}, id="load or compute"),
+        pytest.param({}, LOADING, id="plain"),
+        pytest.param({"num_workers": 2}, LOADING, id="two workers"),
+        pytest.param(OVERLAP, LOADING, id="steps overlap"),
+        pytest.param({**OVERLAP, "num_workers": 2}, LOADING, id="steps of two workers overlap"),
+        pytest.param({"is_caching": False}, LOADING, id="no prefix cache on the device"),
+        pytest.param({"num_host": 4}, LOADING, id="hardly any DRAM"),
+        pytest.param({"num_drafts": 2}, (*LOADING, "drafts rejected"), id="drafts"),
+        pytest.param({"always_load": False}, (), id="load or compute"),
+        pytest.param({"may_load_now": True}, ("loads within a step",), id="loads within steps"),
     ],
 )
-def test_whatever_happens_no_wrong_block_is_saved_loaded_or_computed_from(
-    models: Models, options: dict[str, Any], seed: int
+def test_whatever_happens_no_wrong_block_is_kept_loaded_or_computed_from(
+    models: Models, options: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
-    vllm = models(disk=True, seed=seed, **options)
-    live(vllm, seed, 300)
-    print(sorted(vllm.seen.items()))
+    seen: Counter[str] = Counter()
+    # BUG, see test_what_a_step_computed_from_a_failed_copy_is_not_saved: until it is mended, copies
+    # do not fail where steps wait for them. And steps do not overlap there, see
+    # test_a_load_into_blocks_of_a_load_within_a_step_that_is_not_reported_yet.
+    failing = 0.0 if options.get("may_load_now") else 0.01
+    for seed in range(2):
+        vllm = models(disk=True, seed=seed, **options)
+        live(vllm, seed, 300, failing=failing)
+        seen += vllm.seen
+    missing = [name for name in (*ALWAYS, *expected) if not seen[name]]
+    assert not missing, f"the test hardly tests: {sorted(seen.items())}"

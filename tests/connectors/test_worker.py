@@ -265,10 +265,6 @@ def test_at_the_last_vllm_does_not_hear_twice(desk: Desk) -> None:
         assert desk.worker.results() == NOTHING
 
 
-# BUG in penstock/connectors/vllm/worker.py: `_last_ready` remembers every request that was ever
-# ready, so one that waits for a second load (after a preemption) when the books are lost is taken
-# for the first, and is never told: vLLM waits for it for ever.
-@pytest.mark.xfail(reason="a request that is loaded for again is forgotten at the last resort")
 @pytest.mark.parametrize("is_told", [True, False], ids=["part of it told", "nothing told yet"])
 def test_at_the_last_a_request_that_was_ready_once_before_is_told(
     desk: Desk, is_told: bool

@@ -172,6 +172,7 @@ class SlowMover:
         self._lock = threading.Lock()
         self.max_seconds = 0.0
         self.failing = 0.0  # how many in one
+        self.fails_loads = False
         self.gate, self.saves_gate = threading.Event(), threading.Event()
         self.gate.set()
         self.saves_gate.set()
@@ -184,7 +185,7 @@ class SlowMover:
         if transfer.direction is Direction.SAVE:
             self.saves_gate.wait()
         time.sleep(seconds)
-        if fails:
+        if fails or (self.fails_loads and transfer.direction is Direction.LOAD):
             raise OSError("a copy failed")
         return self._inner.move(transfer)
 

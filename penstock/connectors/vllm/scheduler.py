@@ -106,6 +106,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._loadings: dict[TicketId, Loading] = {}
         self._loading_into: dict[Slot, Loading] = {}
+        self._told: dict[TransferId, Loading] = {}
         self._saving_from: dict[Slot, TransferId] = {}
         self._orders = Orders(0)  # what has gathered for the next step
         self._num_steps = 0
@@ -175,6 +176,8 @@ class SchedulerSide:
             for request_id in preempted:
                 self._leave(request_id)
             self._gather(before=True)
+            for transfer in (*self._orders.loads_now, *(t for _, t in self._orders.loads)):
+                self._fence(transfer.target_slots)  # what was just preempted may lie there
             for request in scheduled:
                 self._follow(request)
             chunks = []
@@ -205,9 +208,9 @@ class SchedulerSide:
             now = self._clock.now()
             for request_id in ready:
                 tracked = self._tracked.get(request_id)
-                if tracked is not None and (loading := tracked.loading) is not None:
-                    meter = self._meters.setdefault(loading.slowest, RateMeter(of_whole_loads=True))
-                    meter.observe(loading.num_bytes, now - loading.started)
+                if tracked is not None and (ended := tracked.loading) is not None:
+                    meter = self._meters.setdefault(ended.slowest, RateMeter(of_whole_loads=True))
+                    meter.observe(ended.num_bytes, now - ended.started)
             for step, seconds in reports.step_seconds.items():
                 if (chunks := self._timed.pop(step, None)) is not None:
                     self._costs.observe(chunks, seconds)
@@ -217,8 +220,8 @@ class SchedulerSide:
                     continue
                 if transfer.direction is Direction.SAVE:
                     self._forget_save(transfer)
-                elif (now_loaded := self._loading_into.get(transfer.target_slots[0])) is not None:
-                    now_loaded.copy_seconds += report.seconds
+                elif (loading := self._told.pop(transfer_id, None)) is not None:
+                    loading.copy_seconds += report.seconds
             self._settle()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -439,7 +442,8 @@ class SchedulerSide:
         """A load has ended. If the workers were told all of it they know; else they are told."""
         loading = self._loadings.pop(done.ticket)
         for slot in loading.slots:
-            del self._loading_into[slot]
+            if self._loading_into.get(slot) is loading:  # others may load there already
+                del self._loading_into[slot]
         bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
         if loading.slowest is Tier.HOST and not bad:
             self._copy_meter.observe(loading.num_bytes, loading.copy_seconds)
@@ -461,6 +465,7 @@ class SchedulerSide:
         for transfer in self._engine.take_unsent():
             if transfer.direction is Direction.LOAD:
                 loading = self._loading_into[transfer.target_slots[0]]
+                self._told[transfer.id] = loading
                 loading.num_untold -= len(transfer.keys)
                 if loading.is_now:
                     self._orders.loads_now.append(transfer)

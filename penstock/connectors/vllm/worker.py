@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from penstock.types import Outcome, Slot, Transfer, TransferId, Verdict
 
 log = logging.getLogger(__name__)
 
-_MAX_REMEMBERED = 4096
 _PATIENCE_SECONDS = 0.003  # vLLM sleeps 1 ms after a step without computation, and takes several
 _LOOK_SECONDS = 0.00005
 _STEPS_UNTIL_HEARD = 3  # steps overlap
@@ -58,7 +56,8 @@ class WorkerSide:
         self._now: dict[TransferId, Transfer] = {}
         self._reports = Reports()
         self._saved_step = 0
-        self._last_ready: deque[str] = deque(maxlen=_MAX_REMEMBERED)
+        self._num_steps = 0
+        self._last_ready: dict[str, int] = {}  # and in which step they were reported
 
     def begin(self, orders: Orders) -> None:
         if orders.saves_before:
@@ -69,6 +68,7 @@ class WorkerSide:
             self._copier.start_timer(orders.step)
 
     def load(self, orders: Orders) -> None:
+        self._num_steps += 1
         if orders.loads_now:
             self._load_now(orders.loads_now)
         self._bad_now.update(orders.bad_now)
@@ -85,8 +85,8 @@ class WorkerSide:
                 waiting.num_under_way += 1
             self._submit(transfers)
         for request_id, bad in orders.complete.items():
-            if orders.is_last_resort and request_id in self._last_ready:
-                continue  # vLLM is about to hear of it, and must not hear twice
+            if orders.is_last_resort and self._is_being_heard(request_id):
+                continue
             waiting = self._waiting.setdefault(request_id, _Waiting())
             waiting.is_complete = True
             waiting.bad.update(bad)
@@ -111,10 +111,12 @@ class WorkerSide:
                 self._poll()
         self._reports.step_seconds.update(self._copier.take_times())
         ready = {name for name, waiting in self._waiting.items() if waiting.is_ready}
+        oldest = self._num_steps - _STEPS_UNTIL_HEARD
+        self._last_ready = {n: step for n, step in self._last_ready.items() if step >= oldest}
         bad, self._bad_now = self._bad_now, set()
         for request_id in ready:
             bad.update(self._waiting.pop(request_id).bad)
-            self._last_ready.append(request_id)
+            self._last_ready[request_id] = self._num_steps
         return Results(ready, bad)
 
     def take_reports(self) -> Reports:
@@ -123,6 +125,12 @@ class WorkerSide:
 
     def close(self) -> None:
         self._copier.close()
+
+    def _is_being_heard(self, request_id: str) -> bool:
+        """vLLM is about to hear that a request is ready, and must not hear it twice."""
+        reported = self._last_ready.get(request_id)
+        is_new = reported is not None and self._num_steps - reported <= _STEPS_UNTIL_HEARD
+        return is_new and request_id not in self._waiting
 
     def _load_now(self, transfers: Sequence[Transfer]) -> None:
         """What is computed next waits for these. Identity is looked at before, not after."""
@@ -133,6 +141,7 @@ class WorkerSide:
                 self._bad_now.update(_not_ok(transfer.target_slots, verdicts))
         self._submit(transfers)
         self._copier.fence([transfer.id for transfer in transfers])
+        self._poll()  # where the fence waited, a copy that failed is known now
 
     def _save(self, transfers: Sequence[Transfer], step: int) -> None:
         if step <= self._distrusted_steps:
