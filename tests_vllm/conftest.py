@@ -87,12 +87,13 @@ class Faults:
         os.environ["FAULTS"] = str(path)
 
     def set(self, **wrong: Any) -> None:
-        kept = {"empty_host": self._now.get("empty_host", 0)}
+        kept = {name: self._now.get(name, 0) for name in ("empty_host", "drain")}
         self._now = kept | wrong
         self._path.write_text(json.dumps(self._now))
 
-    def empty_host(self) -> None:
-        self.set(empty_host=self._now.get("empty_host", 0) + 1)
+    def empty_host(self, *, drain: float = 20.0) -> None:
+        """Let what follows come from disk: an engine at rest has all of it there by then."""
+        self.set(empty_host=self._now.get("empty_host", 0) + 1, drain=drain)
 
 
 def transfer(module: str = "faulty", policy: str = "recompute", **extra: Any) -> Any:

@@ -1,9 +1,10 @@
 """PenstockConnector as it ships, over a disk that does what the tests say.
 
 The tests write what is wrong with the disk into a file named by FAULTS, as JSON:
-    {"read_delay": seconds, "read_error": share, "write_error": share, "empty_host": number}
+    {"read_delay": seconds, "read_error": share, "write_error": share, "empty_host": number,
+     "drain": seconds}
 The engine's process reads it before every operation. `empty_host` drops all blocks from DRAM, once
-for every new number, so that what follows comes from disk.
+for every new number, after having waited so long for what is under way to the disk.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class PenstockConnector(Shipped):
         if wanted != self._emptied and self._side is not None:
             self._emptied = wanted
             with self._side._lock:
-                self._side._offloader.drain()
+                self._side._offloader.drain(faults().get("drain", 0.0))
                 self._side._offloader.empty_host()
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 

@@ -82,6 +82,7 @@ def test_a_returning_prompt_is_loaded_and_everybody_can_see_it(url: str, events_
     import msgspec
     import zmq
     from openai import OpenAI
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
     listener = zmq.Context.instance().socket(zmq.SUB)
     listener.connect(f"tcp://127.0.0.1:{events_port}")
@@ -110,16 +111,14 @@ def test_a_returning_prompt_is_loaded_and_everybody_can_see_it(url: str, events_
     assert found["penstock_used_blocks host"] > 0
     assert found.get("penstock_corrupt_blocks_total", 0) == 0
 
-    stored = []
+    stored: dict[str, set[bytes]] = {}
     while listener.poll(1000):
-        batch = msgspec.msgpack.decode(listener.recv_multipart()[-1])
-        stored += [event for event in batch[1] if event[0] == "BlockStored"]
-    in_dram = [event for event in stored if "CPU" in event]
-    on_gpu = [event for event in stored if "GPU" in event]
-    assert in_dram
-    assert {bytes(event[1][0]) for event in in_dram} <= {
-        bytes(block) for event in on_gpu for block in event[1]
-    }  # under the very names that vLLM gives them
+        batch = msgspec.msgpack.decode(listener.recv_multipart()[-1], type=KVEventBatch)
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                stored.setdefault(event.medium, set()).update(event.block_hashes)
+    assert stored["CPU"]
+    assert stored["CPU"] <= stored["GPU"]  # under the very names that vLLM gives them
 
 
 def test_chat_streams(url: str) -> None:

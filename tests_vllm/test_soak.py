@@ -76,7 +76,7 @@ def _run(
                 read_delay=rng.choice([0, 0, 0, 0.02, 0.3]),
             )
         if rng.random() < 0.01:
-            faults.empty_host()
+            faults.empty_host(drain=0)
         if rng.random() < 0.01:
             vllm.llm.reset_prefix_cache()
     return {number: answer for number, answer in answers.items() if str(number) not in aborted}

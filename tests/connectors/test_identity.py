@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,7 +230,7 @@ Configs = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture
-def configs(model: Path) -> Iterator[Configs]:
+def configs(model: Path) -> Configs:
     def make(**changes: Any) -> SimpleNamespace:
         fields: dict[str, Any] = {
             "model": str(model),

@@ -336,7 +336,7 @@ def test_a_load_that_hangs_is_given_up_at_its_deadline(models: Models) -> None:
     vllm.run()
     assert request.num_output == 1
     assert vllm.seen["lost: expired"] == 5
-    del vllm.engine.has_room  # type: ignore[method-assign]
+    del vllm.engine.has_room
 
 
 # Aborts.
@@ -369,7 +369,7 @@ def test_a_request_aborted_while_the_disk_is_read_is_over_at_once(models: Models
     vllm.abort(request)
     assert vllm.side.has_pending_work, "the workers have to be told, or vLLM waits"
     vllm.run(max_steps=5)
-    del vllm.engine.has_room  # type: ignore[method-assign]
+    del vllm.engine.has_room
 
 
 def test_a_request_that_nobody_knows_ends_without_a_word(models: Models) -> None:
@@ -680,3 +680,20 @@ def test_news_remember_no_block_that_was_not_saved(models: Models) -> None:
         ask(vllm, [number] * 20, block_hashes=hashes)
     assert news.take() == []
     assert len(news._named) == 0
+
+
+def test_a_load_within_the_step_that_ends_before_it_is_told_is_bad(models: Models) -> None:
+    vllm = models(may_load_now=True)
+    warm(vllm)
+    request = vllm.add([*PROMPT, 7], 1)
+    num_tokens = vllm.side.lookup(request, 0)
+    assert vllm.side.offers_now(request.request_id)
+    blocks = list(range(num_tokens // BLOCK_TOKENS))
+    vllm.side.allocated(request, blocks, num_tokens)
+    (ticket,) = vllm.side._loadings
+    vllm.offloader.cancel(ticket)
+    orders = vllm.side.orders([], {}, ())
+    assert orders.bad_now == blocks  # nobody waits for it: it is never told as complete
+    assert not orders.complete
+    vllm.side.finished(request)
+    vllm.waiting.remove(request)

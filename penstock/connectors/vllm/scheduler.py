@@ -56,6 +56,7 @@ _TICK_SECONDS = 0.003
 _IDLE_SECONDS = 0.5
 _CLOSE_SECONDS = 30.0
 _MAX_TIMED_STEPS = 64
+_ALWAYS_SECONDS = 86_400.0
 # For so long a step may wait for a load that it needs: where others compute too, where nobody does.
 # Beyond, vLLM's own preparation of the step is worth more if the copy runs beside it.
 _SHORT_SECONDS, _ALONE_SECONDS = 0.002, 0.015
@@ -427,7 +428,9 @@ class SchedulerSide:
         else:
             tracked.loading = loading
         self._loading_into |= dict.fromkeys(slots, loading)
-        loading.ticket = self._offloader.load(keys, slots)
+        # What the next step waits for cannot be late: it is in DRAM.
+        deadline = _ALWAYS_SECONDS if offer.is_now else None
+        loading.ticket = self._offloader.load(keys, slots, deadline_seconds=deadline)
         self._loadings[loading.ticket] = loading
         self._awake.set()
 
@@ -447,7 +450,9 @@ class SchedulerSide:
         bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
         if loading.slowest is Tier.HOST and not bad:
             self._copy_meter.observe(loading.num_bytes, loading.copy_seconds)
-        if loading.num_untold:
+        if loading.num_untold and loading.is_now:  # its step comes next, and nobody waits for it
+            self._orders.bad_now += [loading.slots[i] for i in bad]
+        elif loading.num_untold:
             self._orders.complete[loading.request_id] = tuple(loading.slots[i] for i in bad)
         tracked = self._tracked.get(loading.request_id)
         if tracked is None:
