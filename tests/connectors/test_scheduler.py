@@ -443,7 +443,7 @@ def test_what_is_sooner_computed_is_not_offered(models: Models) -> None:
     ask(vllm)
     assert loaded(vllm, ask(vllm)) == {"host": 20}, "to load is how rates become known"
     for _ in range(100):
-        vllm.side._costs.observe([(1000, 0)], 1e-6)  # a machine that computes in no time
+        vllm.side._offers.costs.observe([(1000, 0)], 1e-6)  # a machine that computes in no time
     seen.clear()
     assert loaded(vllm, ask(vllm)) == {}
     (decided,) = [event for event in seen if isinstance(event, Decided)]
@@ -534,8 +534,8 @@ def warm(vllm: Vllm, bytes_per_second: float = 1e12) -> Request:
     first = ask(vllm)
     ask(vllm)
     assert vllm.seen["loads"] == 1
-    vllm.side._copy_meter = RateMeter()  # as on this machine it could be anything
-    vllm.side._copy_meter.observe(1 << 20, (1 << 20) / bytes_per_second)
+    vllm.side._offers.copies = RateMeter()  # as on this machine it could be anything
+    vllm.side._offers.copies.observe(1 << 20, (1 << 20) / bytes_per_second)
     return first
 
 

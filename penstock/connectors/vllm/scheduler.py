@@ -20,22 +20,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.build import Delegated
-from penstock.choosing import LoadOrCompute
 from penstock.clock import Clock
 from penstock.connectors.vllm.identity import RequestKeys, adapter_name, namespace_of
 from penstock.connectors.vllm.kv_events import BlockNews
+from penstock.connectors.vllm.offers import Offers, is_in_dram
 from penstock.connectors.vllm.orders import Load, Orders, Reports
 from penstock.connectors.vllm.tracked import Loading, Offer, Tracked
-from penstock.costs import Choice, LinkRate
+from penstock.costs import Choice
 from penstock.errors import BookError
 from penstock.events import Decided, Observer, tell
 from penstock.keys import Namespace
-from penstock.meters import RateMeter
 from penstock.types import (
     Direction,
     Done,
@@ -57,9 +57,6 @@ _IDLE_SECONDS = 0.5
 _CLOSE_SECONDS = 30.0
 _MAX_TIMED_STEPS = 64
 _ALWAYS_SECONDS = 86_400.0
-# For so long a step may wait for a load that it needs: where others compute too, where nobody does.
-# Beyond, vLLM's own preparation of the step is worth more if the copy runs beside it.
-_SHORT_SECONDS, _ALONE_SECONDS = 0.002, 0.015
 
 
 class Scheduled(NamedTuple):
@@ -95,13 +92,14 @@ class SchedulerSide:
         self._block_bytes = block_bytes
         self._clock = clock
         self._may_load, self._may_save = may_load, may_save
-        self._always_load = always_load
-        self._may_load_now = may_load_now
         self._observers = list(observers)
-        self._costs = LoadOrCompute(block_bytes, namespace.block_tokens)
-        self._meters: dict[Tier, RateMeter] = {}  # as requests saw them, vLLM's steps included
-        self._copy_meter = RateMeter(of_whole_loads=True)  # of loads within a step
-        self._bytes_now = 0  # of loads that the next step waits for
+        self._offers = Offers(
+            block_bytes,
+            namespace.block_tokens,
+            always_load=always_load,
+            may_load_now=may_load_now,
+        )
+        self._num_bytes_now = 0  # of loads that the next step waits for
         self._computing: set[str] = set()  # the requests of the last step
         self._adapters: dict[tuple[str, str], str] = {}
         self._tracked: dict[str, Tracked] = {}
@@ -139,7 +137,14 @@ class SchedulerSide:
             is_old = offer is not None and now - offer.at > _SAME_ANSWER_SECONDS
             if offer is None or offer.start != start or is_old or offer.is_now:
                 match = self._offloader.match(tracked.keys.first(request.num_tokens)[start:])
-                offer = tracked.offer = self._offer(start, match, request.num_tokens, now)
+                offer = tracked.offer = self._offers.make(
+                    start,
+                    match,
+                    request.num_tokens,
+                    now,
+                    is_alone=not (self._computing or self._loadings),
+                    num_bytes_now=self._num_bytes_now,
+                )
             return offer.num_tokens
 
     def offers_now(self, request_id: str) -> bool:
@@ -195,7 +200,7 @@ class SchedulerSide:
             orders.step, orders.arena = self._num_steps, self._arena
             orders.is_idle = not num_tokens
             self._computing = set(num_tokens)
-            self._bytes_now = 0
+            self._num_bytes_now = 0
             if chunks and all(count > 1 for count, _ in chunks):
                 orders.is_timed = True
                 self._timed[orders.step] = chunks
@@ -210,11 +215,10 @@ class SchedulerSide:
             for request_id in ready:
                 tracked = self._tracked.get(request_id)
                 if tracked is not None and (ended := tracked.loading) is not None:
-                    meter = self._meters.setdefault(ended.slowest, RateMeter(of_whole_loads=True))
-                    meter.observe(ended.num_bytes, now - ended.started)
+                    self._offers.waited(ended, now)
             for step, seconds in reports.step_seconds.items():
                 if (chunks := self._timed.pop(step, None)) is not None:
-                    self._costs.observe(chunks, seconds)
+                    self._offers.computed(chunks, seconds)
             for transfer_id, report in reports.transfers.items():
                 transfer = self._engine.report(transfer_id, *report)
                 if transfer is None:
@@ -318,7 +322,10 @@ class SchedulerSide:
         if scheduled.has_all:
             written = blocks[scheduled.num_computed // self._block_tokens :]
         if (tracked := self._tracked.get(scheduled.request_id)) is not None:
-            tracked.block_ids = blocks if scheduled.has_all else tracked.block_ids + blocks
+            if scheduled.has_all:
+                tracked.block_ids = blocks
+            else:
+                tracked.block_ids += blocks
             tracked.num_computed = scheduled.num_computed
         self._fence(written)
 
@@ -362,38 +369,6 @@ class SchedulerSide:
 
     # Loads.
 
-    def _offer(self, start: int, match: Match, num_tokens: int, now: float) -> Offer:
-        num_past = start * self._block_tokens
-        is_now = self._can_load_now(match)
-        choice = self._choose(match, num_past, self._rates(is_now))
-        num_offered = choice.num_blocks * self._block_tokens
-        if is_now and num_past + num_offered == num_tokens:
-            num_offered -= 1  # a step must have a token to compute
-        return Offer(start, match, num_offered, choice, is_now, now)
-
-    def _can_load_now(self, match: Match) -> bool:
-        rate = self._copy_meter.rate
-        if not (self._may_load_now and match.num_blocks) or rate is None:
-            return False
-        if not self._is_in_dram(match, match.num_blocks):
-            return False
-        is_alone = not (self._computing or self._loadings or self._bytes_now)
-        seconds = rate.seconds(match.num_blocks * self._block_bytes + self._bytes_now)
-        return seconds <= (_ALONE_SECONDS if is_alone else _SHORT_SECONDS)
-
-    def _is_in_dram(self, match: Match, num_blocks: int) -> bool:
-        return match.num_from(Tier.HOST) == num_blocks and match.num_pending == 0
-
-    def _choose(self, match: Match, num_past: int, rates: Mapping[Tier, LinkRate]) -> Choice:
-        if self._always_load:
-            return Choice(match.num_blocks)
-        return self._costs.choose(match, num_past, rates)
-
-    def _rates(self, is_now: bool) -> dict[Tier, LinkRate]:
-        meters = {Tier.HOST: self._copy_meter} if is_now else self._meters
-        known = {tier: meter.rate for tier, meter in meters.items()}
-        return {tier: rate for tier, rate in known.items() if rate is not None}
-
     def _tell_choice(self, num_matched: int, choice: Choice) -> None:
         event = Decided(num_matched, choice.num_blocks, choice.load_seconds, choice.compute_seconds)
         tell(self._observers, [event])
@@ -404,11 +379,13 @@ class SchedulerSide:
         keys = tracked.keys.first(end * self._block_tokens)[offer.start :]
         slots = tuple(Slot(block) for block in tracked.block_ids[offer.start : end])
         self._fence(slots)
-        if offer.is_now and not self._is_in_dram(self._offloader.match(keys), len(keys)):
-            # Gone since they were offered. What the step computes is vLLM's to throw away.
-            self._orders.bad_now += slots
-            tracked.keys = None
-            return
+        if offer.is_now:
+            match = self._offloader.match(keys)
+            if match.num_blocks < len(keys) or not is_in_dram(match):
+                # Gone since they were offered. What the step computes is vLLM's to throw away.
+                self._orders.bad_now += slots
+                tracked.keys = None
+                return
         counts = _count_by_tier(offer.match, num_blocks)
         tracked.tokens_from = {tier: n * self._block_tokens for tier, n in counts.items()}
         tracked.num_saved = max(tracked.num_saved, end)  # what comes from there need not go again
@@ -424,7 +401,7 @@ class SchedulerSide:
             offer.is_now,
         )
         if offer.is_now:
-            self._bytes_now += loading.num_bytes
+            self._num_bytes_now += loading.num_bytes
         else:
             tracked.loading = loading
         self._loading_into |= dict.fromkeys(slots, loading)
@@ -448,8 +425,8 @@ class SchedulerSide:
             if self._loading_into.get(slot) is loading:  # others may load there already
                 del self._loading_into[slot]
         bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
-        if loading.slowest is Tier.HOST and not bad:
-            self._copy_meter.observe(loading.num_bytes, loading.copy_seconds)
+        if not bad:
+            self._offers.copied(loading)
         if loading.num_untold and loading.is_now:  # its step comes next, and nobody waits for it
             self._orders.bad_now += [loading.slots[i] for i in bad]
         elif loading.num_untold:
@@ -464,6 +441,8 @@ class SchedulerSide:
         if bad:
             tracked.barred_until = self._clock.now() + _BARRED_SECONDS
             tracked.num_saved = min(tracked.num_saved, loading.start + bad[0])
+            arrived = Counter(tier for tier in done.sources[: bad[0]] if tier is not None)
+            tracked.tokens_from = {t: n * self._block_tokens for t, n in arrived.items()}
 
     def _gather(self, *, before: bool) -> None:
         """Put what the books have handed out for the workers into the next orders."""
