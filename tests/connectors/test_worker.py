@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import pytest
@@ -15,7 +15,7 @@ from penstock.stores.host import HostArena
 from penstock.transfer.copiers import NoCopier, ThreadCopier
 from penstock.transfer.io import Moved
 from penstock.transfer.seals import Seals
-from penstock.types import Direction, Slot, Tier, Transfer, TransferId, Verdict
+from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
 
 OK, MISSING, FAILED = Verdict.OK, Verdict.MISSING, Verdict.FAILED
 NOTHING = Results(set(), set())
@@ -203,7 +203,7 @@ def test_a_worker_that_cannot_copy_loses_its_blocks_and_holds_nobody_up(
         now.id: (FAILED,),
     }
     assert "nothing can be copied here" in reports.transfers[kept.id].error
-    assert "could not be started" in caplog.text
+    assert "cannot be started" in caplog.text
     worker.close()
 
 
@@ -280,3 +280,38 @@ def test_at_the_last_a_request_that_was_ready_once_before_is_told(
         desk.settle(second)
     desk.worker.load(Orders(-1, complete={"r": (Slot(2), Slot(3))}, is_last_resort=True))
     assert desk.worker.results() == Results({"r"}, {2, 3})
+
+
+class Breaking(NoCopier):
+    """Takes copies, and breaks when it is asked about them."""
+
+    is_closed = False
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        pass
+
+    def poll(self) -> list[Outcome]:
+        raise OSError("nobody expected this")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_worker_that_gives_up_loses_what_was_under_way_and_tells_everybody() -> None:
+    copier = Breaking()
+    worker = WorkerSide(copier)
+    saved, loaded = save(1), load(2)
+    orders = Orders(1, saves_before=[saved], loads=[Load("r", loaded)], complete={"r": ()})
+    worker.begin(orders)
+    worker.load(orders)
+    with pytest.raises(OSError, match="nobody expected"):
+        worker.results()
+    worker.give_up()
+    assert copier.is_closed
+    assert worker.results() == Results({"r"}, set(loaded.target_slots))
+    reports = worker.take_reports().transfers
+    assert set(reports) == {saved.id, loaded.id}
+    assert all(set(report.verdicts) == {Verdict.FAILED} for report in reports.values())
+    another = save(3)
+    worker.save(Orders(2, saves_after=[another]))
+    assert set(worker.take_reports().transfers) == {another.id}

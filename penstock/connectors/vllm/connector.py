@@ -97,6 +97,24 @@ def _guarded(otherwise: Any) -> Callable[[Method], Method]:
     return guard
 
 
+def _sheltered(method: Method) -> Method:
+    """On a worker's side: after an error nothing is copied any more, and what was is lost."""
+
+    @wraps(method)
+    def run(self: PenstockConnector, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            log.exception(
+                "Penstock met an error that it does not understand: this worker copies nothing "
+                "any more, and vLLM computes instead. Please report this."
+            )
+            if self._worker is not None:
+                self._worker.give_up()
+
+    return run  # type: ignore[return-value]
+
+
 class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -107,6 +125,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_config(vllm_config)
         self._spec = check_groups(kv_cache_config)
         self._side: SchedulerSide | None = None
+        self._abandoned: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._device: WorkerDevice | None = None
         self._results = Results(set(), set())
@@ -320,12 +339,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             "Penstock met an error that it does not understand, and offloads nothing any more; "
             "vLLM goes on without it. Please report this."
         )
-        side, self._side = self._side, None
-        if side is not None:
-            try:
-                side.abandon()
-            except Exception:
-                log.exception("the tiers could not be closed")
+        # Kept, and with it the DRAM: workers may be copying from or to it.
+        self._abandoned, self._side = self._side, None
+        if self._abandoned is not None:
+            self._abandoned.abandon()
 
     # A worker's side.
 
@@ -341,6 +358,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_handshake_metadata(self) -> PenstockHandshake | None:
         return None if self._device is None else PenstockHandshake(self._device.shard)
 
+    @_sheltered
     def handle_preemptions(self, kv_connector_metadata: PenstockMetadata) -> None:
         orders = kv_connector_metadata.orders
         if self._worker is None and orders.arena is not None and self._device is not None:
@@ -348,6 +366,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.begin(orders)
 
+    @_sheltered
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.load(self._get_connector_metadata().orders)
@@ -360,18 +379,25 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Saves are of whole blocks, after the step."""
 
+    @_sheltered
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.save(self._get_connector_metadata().orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
-        if self.has_connector_metadata():  # vLLM up to 0.31 saves nothing in an empty step
-            self._worker.save(self._get_connector_metadata().orders)
-        is_idle = self.has_connector_metadata() and self._get_connector_metadata().orders.is_idle
-        self._results = self._worker.results(is_idle=is_idle)
+        self._take_results()
         return None, self._results.ready or None
+
+    @_sheltered
+    def _take_results(self) -> None:
+        if self._worker is None:
+            return
+        is_idle = False
+        if self.has_connector_metadata():
+            orders = self._get_connector_metadata().orders
+            is_idle = orders.is_idle
+            self._worker.save(orders)  # vLLM up to 0.31 does not ask for it in an empty step
+        self._results = self._worker.results(is_idle=is_idle)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self._results = self._results.bad_blocks, Results(set(), set())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.connectors.vllm.orders import Orders, Report, Reports
-from penstock.transfer.copiers import Copier
+from penstock.transfer.copiers import Copier, NoCopier
 from penstock.transfer.seals import Seals
 from penstock.types import Outcome, Slot, Transfer, TransferId, Verdict
 
@@ -54,8 +54,10 @@ class WorkerSide:
         self._waiting: dict[str, _Waiting] = {}
         self._loads: dict[TransferId, tuple[str, Transfer]] = {}
         self._now: dict[TransferId, Transfer] = {}
+        self._under_way: dict[TransferId, Transfer] = {}
         self._reports = Reports()
         self._saved_step = 0
+        self._has_complained = False  # once is enough: it may be so at every step
         self._num_steps = 0
         self._last_ready: dict[str, int] = {}  # and in which step they were reported
 
@@ -126,6 +128,15 @@ class WorkerSide:
     def close(self) -> None:
         self._copier.close()
 
+    def give_up(self) -> None:
+        """After an error that nobody foresaw: what is under way is lost, and nothing follows."""
+        copier, self._copier = self._copier, NoCopier()
+        try:
+            copier.close()  # no copy may write to blocks that are computed anew
+        except Exception:
+            log.exception("the copies could not be ended")
+        self._fail(list(self._under_way.values()), "this worker has given up")
+
     def _is_being_heard(self, request_id: str) -> bool:
         """vLLM is about to hear that a request is ready, and must not hear it twice."""
         reported = self._last_ready.get(request_id)
@@ -158,10 +169,13 @@ class WorkerSide:
         return sum(waiting.is_ready for waiting in self._waiting.values())
 
     def _submit(self, transfers: Sequence[Transfer]) -> None:
+        self._under_way |= {transfer.id: transfer for transfer in transfers}
         try:
             self._copier.submit(transfers)
         except Exception as error:  # its blocks are lost, and nothing else
-            log.exception("copies between device and DRAM could not be started")
+            if not self._has_complained:
+                log.exception("copies between device and DRAM cannot be started")
+            self._has_complained = True
             self._fail(transfers, repr(error))
 
     def _fail(self, transfers: Sequence[Transfer], error: str) -> None:
@@ -170,6 +184,7 @@ class WorkerSide:
             self._end(Outcome(transfer.id, verdicts, 0.0, error))
 
     def _end(self, outcome: Outcome) -> None:
+        self._under_way.pop(outcome.transfer_id, None)
         self._reports.transfers[outcome.transfer_id] = Report(
             outcome.verdicts, outcome.seconds, outcome.error
         )
