@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from connectors.vllm_model import BLOCK_TOKENS, Request, Vllm
+from connectors.memory_model import BLOCK_TOKENS
+from connectors.pool_model import Request
+from connectors.vllm_model import Vllm
 from tools import flip_bit
 
 from penstock.connectors.vllm.kv_events import BlockNews
@@ -668,6 +670,20 @@ def test_a_load_into_blocks_that_a_reset_took_is_fenced(models: Models) -> None:
     before = {order.id for order in orders.saves_before if written.intersection(order.source_slots)}
     assert before
     assert before <= set(orders.fence)
+
+
+def test_a_request_that_a_reset_preempted_is_not_saved_from_its_new_blocks(models: Models) -> None:
+    vllm = models(overlaps=True, may_load_now=True)
+    warm(vllm)
+    vllm.catch_up()
+    running = vllm.add(PROMPT[:21], 9)
+    while running.num_computed_tokens < 24:  # the token that fills the block is not known yet
+        vllm.step()
+    assert vllm.reset(with_connector=False)
+    assert vllm.step().orders.loads_now
+    vllm.flush()
+    vllm.catch_up()
+    vllm.audit()
 
 
 def test_news_remember_no_block_that_was_not_saved(models: Models) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connectors.vllm_model import VOCABULARY, Request, Vandal, Vllm
+from connectors.memory_model import VOCABULARY
+from connectors.pool_model import Request
+from connectors.vllm_model import Vandal, Vllm
 
 Models = Callable[..., Vllm]
 

@@ -15,17 +15,28 @@ what is there is wrong, what it writes is wrong too. Nothing wrong may stay unno
 
 from __future__ import annotations
 
-import ctypes
 import random
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+from connectors.memory_model import (
+    BLOCK_TOKENS,
+    NAMESPACE,
+    PART_BYTES,
+    VOCABULARY,
+    AdvancedClock,
+    Device,
+    Past,
+    Silent,
+    SlowMover,
+    Truth,
+)
+from connectors.pool_model import Pool, Request
 from tools import TIMEOUT_SECONDS, cap_for
 
 from penstock.build import build_delegated
@@ -35,226 +46,13 @@ from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
 from penstock.connectors.vllm.worker import WorkerSide
 from penstock.events import Event, Lost, Moved, Observer, Stored
-from penstock.keys import KeyChain, Namespace
+from penstock.keys import KeyChain
 from penstock.stores import slab
 from penstock.stores.host import HostArena
 from penstock.transfer.copiers import ThreadCopier
-from penstock.transfer.io import Moved as MoverMoved
-from penstock.transfer.paged import PagedMemory, PagedMover, Part, Stretch
+from penstock.transfer.paged import Part
 from penstock.transfer.seals import Seals
-from penstock.types import KEY_BYTES, BlockKey, BlockSpec, Direction, Slot, Tier, Transfer
-
-BLOCK_TOKENS = 4
-TOKEN_BYTES = (24, 40, 8)  # of one token in each layer
-GAP_BYTES = 16  # between the blocks of a layer
-PART_BYTES = BLOCK_TOKENS * sum(TOKEN_BYTES)
-VOCABULARY = 50
-NAMESPACE = Namespace("model", "weights", "dtype", "layout", BLOCK_TOKENS)
-SCRIBBLE = b"\xee"
-
-Digest = bytes
-
-
-class Silent(AssertionError):
-    """Wrong KV that nobody was told of."""
-
-
-def _kv(digest: Digest, rank: int) -> list[bytes]:
-    """What the token with this past has in each layer of a worker."""
-    return [
-        blake3(digest + bytes([rank, layer])).digest(length=num_bytes)
-        for layer, num_bytes in enumerate(TOKEN_BYTES)
-    ]
-
-
-class Past:
-    """A digest for each token, of all tokens up to it and of what else makes KV differ."""
-
-    def __init__(self, seed: str) -> None:
-        self._seed = blake3(seed.encode()).digest()
-        self.digests: list[Digest] = []
-
-    def of(self, tokens: Sequence[int]) -> list[Digest]:
-        """Tokens only ever grow, but for drafts, which come last."""
-        for token in tokens[len(self.digests) :]:
-            self.digests.append(self.after(self.digests, token))
-        return self.digests
-
-    def after(self, digests: Sequence[Digest], token: int) -> Digest:
-        last = digests[-1] if digests else self._seed
-        return blake3(last + token.to_bytes(4, "little")).digest()
-
-
-class Device:
-    """One worker's memory."""
-
-    def __init__(self, num_blocks: int, rank: int) -> None:
-        self._rank = rank
-        sizes = [BLOCK_TOKENS * num_bytes + GAP_BYTES for num_bytes in TOKEN_BYTES]
-        self._memory = bytearray(SCRIBBLE * (num_blocks * sum(sizes)))
-        self._held = (ctypes.c_char * len(self._memory)).from_buffer(self._memory)
-        starts = [num_blocks * sum(sizes[:layer]) for layer in range(len(sizes))]
-        self._layers = list(zip(starts, sizes, TOKEN_BYTES, strict=True))
-        address = ctypes.addressof(self._held)
-        self.paged = PagedMemory(
-            tuple(
-                Stretch(address + start, size, BLOCK_TOKENS * num_bytes)
-                for start, size, num_bytes in self._layers
-            ),
-            num_blocks,
-        )
-
-    def write(self, block: int, position: int, digest: Digest) -> None:
-        for (start, size, num_bytes), data in zip(
-            self._layers, _kv(digest, self._rank), strict=True
-        ):
-            at = start + block * size + position * num_bytes
-            self._memory[at : at + num_bytes] = data
-
-    def holds(self, block: int, digests: Sequence[Digest]) -> bool:
-        """Whether a block begins with the KV of these tokens."""
-        for position, digest in enumerate(digests):
-            for (start, size, num_bytes), data in zip(
-                self._layers, _kv(digest, self._rank), strict=True
-            ):
-                at = start + block * size + position * num_bytes
-                if self._memory[at : at + num_bytes] != data:
-                    return False
-        return True
-
-    def scribble(self, block: int) -> None:
-        for start, size, num_bytes in self._layers:
-            at = start + block * size
-            length = BLOCK_TOKENS * num_bytes
-            self._memory[at : at + length] = SCRIBBLE * length
-
-
-def block_bytes_of(digests: Sequence[Digest], rank: int) -> bytes:
-    """A worker's part of a full block, as DRAM keeps it."""
-    tokens = [_kv(digest, rank) for digest in digests]
-    return b"".join(kv[layer] for layer in range(len(TOKEN_BYTES)) for kv in tokens)
-
-
-class Truth:
-    """What every key stands for."""
-
-    def __init__(self) -> None:
-        self._digests: dict[BlockKey, tuple[Digest, ...]] = {}
-        self.wrong: list[str] = []
-
-    def learn(self, keys: Sequence[BlockKey], digests: Sequence[Digest]) -> None:
-        for index, key in enumerate(keys):
-            self._digests[key] = tuple(digests[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
-
-    def check(self, keys: Sequence[BlockKey], host: HostArena, num_workers: int) -> None:
-        """DRAM offers these blocks from now on."""
-        for key in keys:
-            if key not in self._digests:
-                self.wrong.append("a block is kept under a key that stands for nothing")
-                continue
-            digests = self._digests[key]
-            wanted = b"".join(block_bytes_of(digests, rank) for rank in range(num_workers))
-            slot = _slot_of(key, host)
-            if slot is None or host.view(slot)[: host.block_bytes] == wanted:
-                continue
-            # It may have been given up and filled with another in the meantime.
-            if _slot_of(key, host) == slot:
-                self.wrong.append(f"wrong bytes are kept in slot {slot}")
-
-
-def _slot_of(key: BlockKey, host: HostArena) -> Slot | None:
-    """The slot with this seal."""
-    for slot in range(host.num_slots):
-        if host.seals[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] == key:
-            return Slot(slot)
-    return None
-
-
-class SlowMover:
-    """Takes its time, and fails now and then."""
-
-    def __init__(self, part: Part, seals: Seals, seed: int) -> None:
-        self._inner = PagedMover(part, seals)
-        self._rng = random.Random(seed)
-        self._lock = threading.Lock()
-        self.max_seconds = 0.0
-        self.failing = 0.0  # how many in one
-        self.fails_loads = False
-        self.gate, self.saves_gate = threading.Event(), threading.Event()
-        self.gate.set()
-        self.saves_gate.set()
-
-    def move(self, transfer: Transfer) -> MoverMoved:
-        with self._lock:
-            seconds = self._rng.random() * self.max_seconds
-            fails = self._rng.random() < self.failing
-        self.gate.wait()
-        if transfer.direction is Direction.SAVE:
-            self.saves_gate.wait()
-        time.sleep(seconds)
-        if fails or (self.fails_loads and transfer.direction is Direction.LOAD):
-            raise OSError("a copy failed")
-        return self._inner.move(transfer)
-
-    def close(self) -> None:
-        pass
-
-
-class AdvancedClock:
-    """The system's, which tests may put forward: workers take deadlines by the system's own."""
-
-    def __init__(self) -> None:
-        self._ahead = 0.0
-        self._frozen: float | None = None
-
-    def now(self) -> float:
-        return (time.monotonic() if self._frozen is None else self._frozen) + self._ahead
-
-    def advance(self, seconds: float) -> None:
-        self._ahead += seconds
-
-    def freeze(self) -> None:
-        """From now on only `advance` moves it."""
-        self._frozen = time.monotonic()
-
-
-class Request:
-    """What the connector sees of vLLM's request, and what only the model knows."""
-
-    def __init__(
-        self, request_id: str, prompt: Sequence[int], max_tokens: int, **fields: Any
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_token_ids: list[int] | None = list(prompt)
-        self.all_token_ids = list(prompt)
-        self.lora_request: Any = None
-        self.cache_salt: str | None = None
-        self.mm_features: list[Any] = []
-        self.block_hashes: list[str] = []
-        self.num_computed_tokens = 0
-        self.__dict__.update(fields)
-        # The model's own.
-        self.max_tokens = max_tokens
-        self.status = "waiting"  # loading, running, ended
-        self.block_ids: list[int] = []
-        self.num_placeholders = 0  # tokens that steps under way sample
-        self.num_in_flight = 0  # steps
-        self.num_stale = 0  # of these, from before a preemption
-        self.num_void = 0  # of these, computed from blocks that have been found bad
-        self.known = list(prompt)  # to the workers, which sampled them
-        self.loading: list[int] = []  # block ids
-        self.num_local = 0  # blocks found on the device
-        self.past = Past("")
-        self.chain: KeyChain | None = None
-        self.num_chained = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-    @property
-    def num_output(self) -> int:
-        return len(self.all_token_ids) - len(self.prompt_token_ids or ())
+from penstock.types import BlockSpec, Slot, Tier
 
 
 @dataclass
@@ -278,77 +76,6 @@ class Step:
     ready: list[set[str]] = field(default_factory=list)  # of each worker
     bad_blocks: set[int] = field(default_factory=set)
     reports: Reports = field(default_factory=Reports)
-
-
-class Pool:
-    """The device's blocks and its prefix cache."""
-
-    def __init__(self, num_blocks: int, rng: random.Random, *, is_caching: bool) -> None:
-        self._rng = rng
-        self._is_caching = is_caching
-        self._free = list(range(num_blocks))
-        self._uses: Counter[int] = Counter()
-        self._block_of: dict[Digest, int] = {}
-        self._digest_in: dict[int, Digest] = {}
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def find(self, digests: Sequence[Digest]) -> list[int]:
-        """Leading blocks that are here."""
-        found = []
-        for end in range(BLOCK_TOKENS - 1, len(digests), BLOCK_TOKENS):
-            block = self._block_of.get(digests[end])
-            if block is None:
-                break
-            found.append(block)
-        return found
-
-    def num_idle(self, blocks: Iterable[int]) -> int:
-        return sum(not self._uses[block] for block in blocks)
-
-    def use(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            if not self._uses[block]:
-                self._free.remove(block)
-            self._uses[block] += 1
-
-    def take(self, num: int) -> list[int]:
-        blocks = []
-        for _ in range(num):
-            # The newest as often as the oldest: copies from it are the likelier under way.
-            block = self._free.pop(-1 if self._rng.random() < 0.5 else 0)
-            self._uses[block] += 1
-            self.forget([block])
-            blocks.append(block)
-        return blocks
-
-    def release(self, blocks: Iterable[int]) -> None:
-        for block in reversed(list(blocks)):
-            self._uses[block] -= 1
-            assert self._uses[block] >= 0, "freed twice"
-            if not self._uses[block]:
-                self._free.append(block)
-
-    def name(self, blocks: Sequence[int], digests: Sequence[Digest]) -> None:
-        """These blocks hold the tokens with these pasts, as far as they are full."""
-        if not self._is_caching:
-            return
-        for index, block in enumerate(blocks[: len(digests) // BLOCK_TOKENS]):
-            digest = digests[(index + 1) * BLOCK_TOKENS - 1]
-            if digest not in self._block_of and block not in self._digest_in:
-                self._block_of[digest] = block
-                self._digest_in[block] = digest
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            if (digest := self._digest_in.pop(block, None)) is not None:
-                del self._block_of[digest]
-
-    def forget_all(self) -> None:
-        self._block_of.clear()
-        self._digest_in.clear()
 
 
 class Vllm:

@@ -167,6 +167,9 @@ class SchedulerSide:
             num_blocks = -(-num_external // self._block_tokens)
             if offer is None or num_external > offer.num_tokens:
                 raise BookError(f"{num_external} tokens are to be loaded that nobody offered")
+            # A reset may preempt a request that the very next step lets in again.
+            self._leave(request.request_id)
+            self._gather(before=True)
             tracked.block_ids = list(block_ids)
             self._load(request.request_id, tracked, offer, num_blocks)
 
