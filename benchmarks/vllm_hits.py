@@ -50,7 +50,8 @@ KV_BYTES = 32 * 2 * 8 * 128 * 2  # a token's
 
 
 def run_system(python: str, system: str, folder: str, options: list[str]) -> dict[str, Any]:
-    command = [python, str(HERE / "peers" / "vllm_hits.py"), system, folder, *options]
+    # -P: beside the script lies a file named lmcache.py, which is not the package.
+    command = [python, "-P", str(HERE / "peers" / "vllm_hits.py"), system, folder, *options]
     started = time.monotonic()
     with tempfile.NamedTemporaryFile("w+", prefix=f"{system}-", suffix=".log", delete=False) as log:
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, text=True)
