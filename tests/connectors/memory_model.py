@@ -142,7 +142,7 @@ class Truth:
 def _slot_of(key: BlockKey, host: HostArena) -> Slot | None:
     """The slot with this seal."""
     for slot in range(host.num_slots):
-        if host.seals[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] == key:
+        if bytes(host.seals[slot * KEY_BYTES : (slot + 1) * KEY_BYTES]) == key:
             return Slot(slot)
     return None
 
