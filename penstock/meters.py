@@ -145,9 +145,9 @@ class RateMeter:
         prior = (self._TELLING_SPREAD * self._mean_bytes) ** 2
         slope = (self._covariance + prior * through_origin) / (self._variance + prior)
         slope = min(max(slope, self._MIN_RATE_SHARE * through_origin), through_origin)
-        latency = self._mean_seconds - slope * self._mean_bytes
-        rate = 1 / max(slope, 1 / _MAX_BYTES_PER_SECOND)
-        return LinkRate(rate, max(latency, 0.0), self._largest_bytes)
+        slope = max(slope, 1 / _MAX_BYTES_PER_SECOND)
+        latency = max(self._mean_seconds - slope * self._mean_bytes, 0.0)
+        return LinkRate(1 / slope, latency, self._largest_bytes)
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """Note that moving `num_bytes` took `seconds`. What cannot have been is passed over."""

@@ -5,7 +5,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.costs import (
@@ -234,6 +234,7 @@ def test_a_meter_always_yields_a_usable_rate(
 
 # As many as are weighed alike, so that the mean is known here.
 @given(st.lists(st.tuples(st.integers(1, 1 << 28), st.floats(1e-6, 1e3)), min_size=1, max_size=10))
+@example([(1, 1e-6), (1 << 28, 1e-6)])  # the rate that would fit is beyond all belief
 def test_the_mean_transfer_is_predicted_within_what_was_seen(
     observations: list[tuple[int, float]],
 ) -> None:

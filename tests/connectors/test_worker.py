@@ -315,3 +315,29 @@ def test_a_worker_that_gives_up_loses_what_was_under_way_and_tells_everybody() -
     another = save(3)
     worker.save(Orders(2, saves_after=[another]))
     assert set(worker.take_reports().transfers) == {another.id}
+
+
+class _Unfenced(NoCopier):
+    """Takes everything, and cannot be waited for."""
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        pass
+
+    def fence(self, transfer_ids: Sequence[TransferId]) -> None:
+        raise OSError("nobody expected this")
+
+
+def test_an_error_in_a_load_within_the_step_keeps_nobody_waiting() -> None:
+    worker = WorkerSide(_Unfenced())
+    now, brought = load(1, 2), load(3)
+    orders = Orders(
+        1,
+        loads_now=[now],
+        loads=[Load("r", brought)],
+        complete={"r": (), "gone": (Slot(5),)},
+    )
+    with pytest.raises(OSError, match="nobody expected"):
+        worker.load(orders)
+    worker.give_up()
+    assert worker.results() == Results({"r", "gone"}, {1, 2, 3, 5})
+    assert set(worker.take_reports().transfers) == {now.id, brought.id}

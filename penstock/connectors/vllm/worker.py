@@ -62,6 +62,7 @@ class WorkerSide:
         self._last_ready: dict[str, int] = {}  # and in which step they were reported
 
     def begin(self, orders: Orders) -> None:
+        self._expect(orders.saves_before)
         if orders.saves_before:
             self._save(orders.saves_before, orders.step)
         if orders.fence:
@@ -71,33 +72,24 @@ class WorkerSide:
 
     def load(self, orders: Orders) -> None:
         self._num_steps += 1
+        self._expect_loads(orders)
         if orders.loads_now:
             self._load_now(orders.loads_now)
-        self._bad_now.update(orders.bad_now)
         if self._bad_now:
             # What is computed from them is wrong, until vLLM has heard of it and begun anew.
             self._distrusted_steps = orders.step + _STEPS_UNTIL_HEARD
         by_request: dict[str, list[Transfer]] = {}
         for request_id, transfer in orders.loads:
             by_request.setdefault(request_id, []).append(transfer)
-        for request_id, transfers in by_request.items():
-            waiting = self._waiting.setdefault(request_id, _Waiting())
-            for transfer in transfers:
-                self._loads[transfer.id] = (request_id, transfer)
-                waiting.num_under_way += 1
+        for transfers in by_request.values():
             self._submit(transfers)
-        for request_id, bad in orders.complete.items():
-            if orders.is_last_resort and self._is_being_heard(request_id):
-                continue
-            waiting = self._waiting.setdefault(request_id, _Waiting())
-            waiting.is_complete = True
-            waiting.bad.update(bad)
 
     def save(self, orders: Orders) -> None:
         """Called once or twice a step: only the first call counts."""
         if orders.step == self._saved_step:
             return
         self._saved_step = orders.step
+        self._expect(orders.saves_after)
         if orders.is_timed:
             self._copier.stop_timer(orders.step)
         if orders.saves_after:
@@ -137,6 +129,25 @@ class WorkerSide:
             log.exception("the copies could not be ended")
         self._fail(list(self._under_way.values()), "this worker has given up")
 
+    def _expect(self, transfers: Sequence[Transfer]) -> None:
+        """Before anything is copied: whatever goes wrong, each of them is reported."""
+        self._under_way |= {transfer.id: transfer for transfer in transfers}
+
+    def _expect_loads(self, orders: Orders) -> None:
+        self._bad_now.update(orders.bad_now)
+        self._now |= {transfer.id: transfer for transfer in orders.loads_now}
+        self._expect(orders.loads_now)
+        for request_id, transfer in orders.loads:
+            self._waiting.setdefault(request_id, _Waiting()).num_under_way += 1
+            self._loads[transfer.id] = (request_id, transfer)
+        self._expect([load.transfer for load in orders.loads])
+        for request_id, bad in orders.complete.items():
+            if orders.is_last_resort and self._is_being_heard(request_id):
+                continue
+            waiting = self._waiting.setdefault(request_id, _Waiting())
+            waiting.is_complete = True
+            waiting.bad.update(bad)
+
     def _is_being_heard(self, request_id: str) -> bool:
         """vLLM is about to hear that a request is ready, and must not hear it twice."""
         reported = self._last_ready.get(request_id)
@@ -145,9 +156,8 @@ class WorkerSide:
 
     def _load_now(self, transfers: Sequence[Transfer]) -> None:
         """What is computed next waits for these. Identity is looked at before, not after."""
-        for transfer in transfers:
-            self._now[transfer.id] = transfer
-            if self._seals is not None:
+        if self._seals is not None:
+            for transfer in transfers:
                 verdicts = self._seals.verdicts(transfer.keys, transfer.source_slots)
                 self._bad_now.update(_not_ok(transfer.target_slots, verdicts))
         self._submit(transfers)
@@ -169,7 +179,6 @@ class WorkerSide:
         return sum(waiting.is_ready for waiting in self._waiting.values())
 
     def _submit(self, transfers: Sequence[Transfer]) -> None:
-        self._under_way |= {transfer.id: transfer for transfer in transfers}
         try:
             self._copier.submit(transfers)
         except Exception as error:  # its blocks are lost, and nothing else
