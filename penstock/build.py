@@ -144,6 +144,8 @@ def _assemble(
             clock,
             block_bytes=spec.block_bytes,
             load_deadline_seconds=config.transfer.load_deadline_seconds,
+            seals=seals,
+            host=host,
             recoveries=recoveries,
             observers=observers,
             close_stores=opened.pop_all().close,

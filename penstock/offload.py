@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
+from penstock.books import all_ok
 from penstock.clock import Clock
 from penstock.costs import LinkRate, load_seconds
 from penstock.errors import PenstockError
 from penstock.events import Event, LookedUp, Moved, Observer, Recovered, TicketDone, tell
 from penstock.meters import RateMeter
+from penstock.stores.host import HostArena
 from penstock.tiers import TierStack
 from penstock.transfer.delegate import Engine
 from penstock.transfer.recovery import Recovery
+from penstock.transfer.seals import Seals
 from penstock.types import BlockKey, Direction, Done, Match, Slot, TicketId, Tier, Verdict
 
 _RECOVERY_SECONDS_PER_STEP = 0.005
@@ -37,6 +40,8 @@ class Offloader:
         *,
         block_bytes: int,
         load_deadline_seconds: float,
+        seals: Seals | None = None,
+        host: HostArena | None = None,
         recoveries: Sequence[Recovery] = (),
         observers: Iterable[Observer] = (),
         close_stores: Callable[[], None] = lambda: None,
@@ -46,6 +51,8 @@ class Offloader:
         self._clock = clock
         self._block_bytes = block_bytes
         self._load_deadline_seconds = load_deadline_seconds
+        self._seals = seals
+        self.host = host  # where blocks that are pinned can be read
         self._recoveries = list(recoveries)
         self._num_recovered = 0
         self._observers = list(observers)
@@ -75,6 +82,15 @@ class Offloader:
         return bool(self._recoveries) or not self._stack.idle
 
     @property
+    def num_pinned(self) -> int:
+        """Blocks of HOST that are read where they lie."""
+        return self._stack.num_pinned
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._stack.num_host_blocks
+
+    @property
     def num_blocks(self) -> int:
         """Different blocks that the tiers below the device can keep."""
         return self._stack.num_blocks
@@ -87,11 +103,15 @@ class Offloader:
     def load(
         self,
         keys: Sequence[BlockKey],
-        into: Sequence[Slot],
+        into: Sequence[Slot | None],
         *,
         deadline_seconds: float | None = None,
     ) -> TicketId:
-        """Bring blocks to device slots. Past the deadline, what has not arrived is given up."""
+        """Bring blocks to device slots. Past the deadline, what has not arrived is given up.
+
+        None in place of a slot brings a block as far as HOST and pins it there; `Done.pins` says
+        where, and whoever takes the `Done` has to unpin it some day.
+        """
         self._require_open()
         now = self._clock.now()
         seconds = self._load_deadline_seconds if deadline_seconds is None else deadline_seconds
@@ -105,6 +125,19 @@ class Offloader:
         ticket = self._stack.save(keys, source, self._clock.now())
         self._submit()
         return ticket
+
+    def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
+        """Where in HOST these blocks can be read until unpinned; None for what is not there."""
+        self._require_open()
+        return self._verified(keys, self._stack.pin(keys))
+
+    def is_in_host(self, key: BlockKey) -> bool:
+        """Whether `pin` would find it."""
+        return self._stack.is_in_host(key)
+
+    def unpin(self, slots: Sequence[Slot]) -> None:
+        """Take back one pin on each."""
+        self._stack.unpin(slots)
 
     def cancel(self, ticket: TicketId) -> None:
         """Give a ticket up. Its `Done` still comes, once its device slots are left alone."""
@@ -121,7 +154,7 @@ class Offloader:
         self._stack.tick(self._clock.now())
         self._recover()
         self._submit()
-        dones = self._stack.take_dones()
+        dones = [self._checked(done) for done in self._stack.take_dones()]
         events = self._stack.take_events()
         for event in events:
             if isinstance(event, Moved) and event.direction is Direction.LOAD:
@@ -204,6 +237,33 @@ class Offloader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _checked(self, done: Done) -> Done:
+        """What was pinned on arrival is looked at here: nobody else copies it."""
+        if not done.pins:
+            return done
+        pins = tuple(self._verified(done.keys, done.pins))
+        lost = [new is None and old is not None for old, new in zip(done.pins, pins, strict=True)]
+        verdicts = tuple(
+            Verdict.MISSING if gone else verdict
+            for gone, verdict in zip(lost, done.verdicts, strict=True)
+        )
+        return replace(done, pins=pins, verdicts=verdicts)
+
+    def _verified(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot | None]
+    ) -> list[Slot | None]:
+        """As every block below the device, one that is read in place is verified before."""
+        pairs = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
+        if self._seals is None or not pairs:
+            return list(slots)
+        verdicts = self._seals.verdicts([key for key, _ in pairs], [slot for _, slot in pairs])
+        if all_ok(verdicts):
+            return list(slots)
+        bad = {slot: key for (key, slot), v in zip(pairs, verdicts, strict=True) if v}
+        self._stack.unpin([slot for _, slot in pairs if slot in bad])
+        self._stack.drop(list(bad.values()))
+        return [None if slot in bad else slot for slot in slots]
 
     def _require_open(self) -> None:
         if self._closed:

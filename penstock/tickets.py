@@ -15,7 +15,7 @@ class Ticket:
     id: TicketId
     direction: Direction
     keys: tuple[BlockKey, ...]
-    device_slots: tuple[Slot, ...]
+    device_slots: tuple[Slot | None, ...]  # None: of a load, a block that is to stay in HOST
     started: float
     deadline: float | None = None
     num_planned: int = 0  # leading positions that have been looked at
@@ -23,6 +23,7 @@ class Ticket:
     waiting: list[int] = field(default_factory=list)  # planned, and found no room in HOST yet
     leased: list[tuple[int, Slot]] = field(default_factory=list)  # in HOST, next: to the device
     given_up: Verdict | None = None  # why, if it was: EXPIRED or CANCELLED
+    pins: dict[int, Slot] = field(default_factory=dict)  # by position: those that stay in HOST
     _verdicts: list[Verdict | None] = field(init=False)
     _sources: list[Tier] = field(init=False)
     _num_open: int = field(init=False)
@@ -62,4 +63,5 @@ class Ticket:
                 source if verdict is Verdict.OK else None
                 for source, verdict in zip(self._sources, verdicts, strict=True)
             )
-        return Done(self.id, self.direction, self.keys, verdicts, sources, now - self.started)
+        pins = tuple(map(self.pins.get, range(len(verdicts)))) if self.pins else ()
+        return Done(self.id, self.direction, self.keys, verdicts, sources, now - self.started, pins)

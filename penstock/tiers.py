@@ -86,6 +86,7 @@ class TierStack:
         self._ticket_ids = count(1)
         self._joiners: dict[BlockKey, list[tuple[Ticket, int]]] = {}
         self._num_saving = 0
+        self._pins: Counter[Slot] = Counter()  # of HOST: blocks that are read where they lie
         self._dones: list[Done] = []
         self._cancels: list[TransferId] = []
         self._usage: dict[Tier, Usage] = {}
@@ -116,11 +117,14 @@ class TierStack:
     def load(
         self,
         keys: Sequence[BlockKey],
-        into: Sequence[Slot],
+        into: Sequence[Slot | None],
         now: float,
         deadline: float | None = None,
     ) -> TicketId:
-        """Start bringing blocks to device slots; each ends with a verdict of its own."""
+        """Start bringing blocks to device slots; each ends with a verdict of its own.
+
+        None in place of a slot brings a block as far as HOST and pins it there.
+        """
         self._books.now = now
         num_loads = sum(ticket.direction is Direction.LOAD for ticket in self._tickets.values())
         ticket = self._open(Direction.LOAD, keys, into, deadline)
@@ -144,6 +148,38 @@ class TierStack:
         ticket = self._tickets.get(ticket_id)
         if ticket is not None and ticket.given_up is None:
             self._give_up(ticket, Verdict.CANCELLED)
+
+    def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
+        """Where in HOST these blocks can be read until unpinned; None for what is not there."""
+        slots = self._host.use_ready(keys)
+        self._pins.update(slot for slot in slots if slot is not None)
+        return slots
+
+    def is_in_host(self, key: BlockKey) -> bool:
+        return self._host.is_ready(key)
+
+    def unpin(self, slots: Sequence[Slot]) -> None:
+        """Take back one pin on each."""
+        for slot in slots:
+            self._pins[slot] -= 1
+            if self._pins[slot] < 0:
+                raise BookError(f"slot {slot} of HOST is unpinned more often than pinned")
+            if not self._pins[slot]:
+                del self._pins[slot]
+        self._host.release(slots)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks of HOST that are read where they lie."""
+        return len(self._pins)
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._host.capacity
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Forget blocks of HOST that turned out wrong."""
+        self._books.drop(Tier.HOST, [key for key in keys if self._host.is_ready(key)])
 
     def empty_host(self) -> int:
         """Drop every READY block from HOST; running copies keep their slots until they end."""
@@ -267,6 +303,7 @@ class TierStack:
             if flight.ticket is not None:
                 num_flying[flight.ticket.id] += len(transfer.keys)
         leases[Tier.HOST].update(self._write_down.leased_slots())
+        leases[Tier.HOST].update(self._pins)
         self._write_down.check()
         for ticket in self._tickets.values():
             if ticket.over or ticket.leased or num_flying[ticket.id] != ticket.num_flying:
@@ -358,16 +395,31 @@ class TierStack:
 
     def _send_leased(self, ticket: Ticket, *, spread: bool = False) -> None:
         leased, ticket.leased = ticket.leased, []
+        keys: list[BlockKey] = []
+        sources: list[Slot] = []
+        targets: list[Slot] = []
+        positions: list[int] = []
+        for position, slot in leased:
+            target = ticket.device_slots[position]
+            if target is None:
+                self._pins[slot] += 1
+                ticket.pins[position] = slot
+                ticket.judge([position], Verdict.OK)
+                continue
+            keys.append(ticket.keys[position])
+            sources.append(slot)
+            targets.append(target)
+            positions.append(position)
         self._flights.post(
             Tier.HOST,
             Tier.DEVICE,
-            [ticket.keys[position] for position, _ in leased],
-            [slot for _, slot in leased],
-            [ticket.device_slots[position] for position, _ in leased],
+            keys,
+            sources,
+            targets,
             spread=spread,
             deadline=ticket.deadline,
             ticket=ticket,
-            positions=[position for position, _ in leased],
+            positions=positions,
         )
 
     def _settle_arrival(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
@@ -438,7 +490,7 @@ class TierStack:
                 Tier.DEVICE,
                 Tier.HOST,
                 keys,
-                [ticket.device_slots[position] for position in taken],
+                [slot for p in taken if (slot := ticket.device_slots[p]) is not None],
                 slots,
                 spread=ticket.planned,
                 ticket=ticket,
@@ -462,7 +514,7 @@ class TierStack:
         self,
         direction: Direction,
         keys: Sequence[BlockKey],
-        device_slots: Sequence[Slot],
+        device_slots: Sequence[Slot | None],
         deadline: float | None,
     ) -> Ticket:
         if len(keys) != len(device_slots):

@@ -154,6 +154,7 @@ class Done:
     verdicts: tuple[Verdict, ...]
     sources: tuple[Tier | None, ...]  # per block of a load: the tier it came from
     seconds: float
+    pins: tuple[Slot | None, ...] = ()  # per block of a load: where in HOST it is to be read
 
     @property
     def num_leading_ok(self) -> int:

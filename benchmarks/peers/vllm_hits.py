@@ -107,6 +107,8 @@ def _lmcache_server(size_gib: float) -> tuple[subprocess.Popen[bytes], int]:
         port = int(listener.getsockname()[1])
     command = [str(Path(sys.executable).parent / "lmcache"), "server", "--port", str(port)]
     command += ["--l1-size-gb", str(size_gib), "--chunk-size", "256", "--eviction-policy", "LRU"]
+    # On a CPU its connector copies by itself, through shared memory where it is named.
+    command += ["--supported-transfer-mode", "auto", "--shm-name", f"lmcache-{port}"]
     server = subprocess.Popen([*command, "--http-port", "0", "--disable-observability"])
     time.sleep(20)
     return server, port

@@ -1,9 +1,10 @@
 """Whether a request may start: now, later, or never. Pure.
 
 A request needs room for its prompt and for all it may still say. While it runs all of that must be
-on the device; when it is preempted, all of it must find room below. So:
+on the device or, where it may be cold, in HOST; when it is preempted, all of it must find room
+below. So:
 
-* what the device pool cannot hold at once can never run, and is refused with the numbers;
+* what device and HOST cannot hold at once can never run, and is refused with the numbers;
 * what all tiers together cannot hold beside what has started waits;
 * beyond `max_waiting` the queue is full: whoever asks is told when to come again.
 """
@@ -41,7 +42,11 @@ class Admission:
         num_device_blocks: int,
         num_lower_blocks: int | None,
         max_waiting: int,
+        *,
+        num_cold_blocks: int = 0,
     ) -> None:
+        """Of a running sequence, up to `num_cold_blocks` may lie in HOST."""
+        self._num_cold_blocks = num_cold_blocks
         self._block_tokens = block_tokens
         self._num_device_blocks = num_device_blocks
         self._num_blocks = (
@@ -60,15 +65,25 @@ class Admission:
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
 
-    def check(self, num_prompt: int, max_new: int, num_waiting: int) -> None:
+    def num_running_blocks(self, *, never_cold: bool) -> int:
+        """The most blocks that one request can have while it runs."""
+        return self._num_device_blocks + (0 if never_cold else self._num_cold_blocks)
+
+    def check(
+        self, num_prompt: int, max_new: int, num_waiting: int, *, never_cold: bool = False
+    ) -> None:
         """Raise TooLong or Busy if the request cannot be queued. Changes nothing."""
         need = self.num_blocks(num_prompt + max_new)
-        if need > self._num_device_blocks:
+        room = self.num_running_blocks(never_cold=never_cold)
+        if need > room:
+            has = "the device pool and DRAM hold"
+            if room == self._num_device_blocks:
+                has = "the device pool holds"
             raise TooLong(
                 f"the request needs {need} blocks of {self._block_tokens} tokens (its prompt has "
-                f"{num_prompt} tokens, and it may add {max_new}), and the device pool holds "
-                f"{self._num_device_blocks} ({self._num_device_blocks * self._block_tokens} "
-                "tokens); shorten the prompt or max_tokens, or enlarge the pool."
+                f"{num_prompt} tokens, and it may add {max_new}), and {has} "
+                f"{room} ({room * self._block_tokens} tokens); shorten the prompt or max_tokens, "
+                "or enlarge the pool."
             )
         if num_waiting >= self._max_waiting:
             seconds = self.retry_seconds(num_waiting)

@@ -28,6 +28,9 @@ class BlockPool:
         """Blocks that `take` could give."""
         return len(self._free) + len(self._idle)
 
+    def num_holds(self, slot: Slot) -> int:
+        return self._num_holds[slot]
+
     def share(self, keys: Sequence[BlockKey]) -> list[Slot]:
         """Hold the leading blocks that are here."""
         slots: list[Slot] = []

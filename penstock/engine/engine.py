@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -28,7 +28,8 @@ from penstock.engine.blocks import BlockPool
 from penstock.engine.detokenize import Detokenizer
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.engine.request import Request
+from penstock.engine.request import Request, Residence
+from penstock.engine.residency import Residency, ResidencyConfig, Turns
 from penstock.engine.runner import Runner
 from penstock.engine.sampler import Row, Sampled, make_generator, sample
 from penstock.engine.scheduler import Chunk, Scheduler
@@ -43,6 +44,7 @@ from penstock.transfer.cuda import CudaMover
 from penstock.types import BlockSpec, Match
 from penstock.units import format_bytes
 
+_ANYWHERE = Residence()
 LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
 
 
@@ -55,6 +57,7 @@ class EngineConfig:
     max_batched_tokens: int = 512
     max_running: int = 64
     max_waiting: int = 256  # requests that have not started; more are refused as Busy
+    residency: ResidencyConfig = field(default_factory=ResidencyConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,9 @@ class Engine:
             self.offloader = build_offloader(
                 tiers, spec, device, observers=observers, device_mover=mover
             )
-        self._runner = Runner(loaded.model, device, self.block_tokens, loaded.num_heads)
+        host = None if self.offloader is None else self.offloader.host
+        self._runner = Runner(loaded.model, device, self.block_tokens, loaded.num_heads, host)
+        self._residency = Residency(config.residency, self.block_tokens, block_bytes, num_blocks)
         self._costs = LoadOrCompute(block_bytes, self.block_tokens)
         self._story = Story(block_bytes, observers)
         self.admission = Admission(
@@ -127,6 +132,7 @@ class Engine:
             num_blocks,
             None if self.offloader is None else self.offloader.num_blocks,
             config.max_waiting,
+            num_cold_blocks=self._num_cold_blocks(config.residency),
         )
         self.scheduler = Scheduler(
             self.pool,
@@ -136,6 +142,8 @@ class Engine:
             choose=self._choose,
             max_batched_tokens=config.max_batched_tokens,
             max_running=config.max_running,
+            residency=self._residency,
+            turns=Turns(config.residency.max_cold_bytes_per_step, block_bytes),
         )
         self._live: dict[str, _Live] = {}
         self._sequence = count()
@@ -158,6 +166,7 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         index: int = 0,
+        residence: Residence = _ANYWHERE,
     ) -> Request:
         """Queue a request. Raises ConfigError or TooLong if it can never be served, or Busy."""
         if not prompt_ids:
@@ -168,7 +177,7 @@ class Engine:
                 f"0 to {self.loaded.vocab_size - 1}, as this model's tokenizer gives them."
             )
         try:
-            max_new = self._max_new(len(prompt_ids), params)
+            max_new = self._max_new(len(prompt_ids), params, residence)
         except (TooLong, Busy) as refusal:
             self._story.refused("busy" if isinstance(refusal, Busy) else "too_long")
             raise
@@ -181,6 +190,7 @@ class Engine:
             KeyChain(replace(self.namespace, tenant=tenant)),
             priority=priority,
             tenant=tenant,
+            residence=residence,
             max_total_tokens=len(prompt_ids) + max_new,
             arrival=time.monotonic(),
             sequence=next(self._sequence),
@@ -288,7 +298,13 @@ class Engine:
             text += live.detokenizer.finish()
         return text
 
-    def _max_new(self, num_prompt: int, params: SamplingParams) -> int:
+    def _num_cold_blocks(self, residency: ResidencyConfig) -> int:
+        """How many blocks of running sequences can lie in HOST."""
+        if self.offloader is None or not residency.cold:
+            return 0
+        return self.offloader.num_host_blocks
+
+    def _max_new(self, num_prompt: int, params: SamplingParams, residence: Residence) -> int:
         """How many tokens the request may add; raises TooLong or Busy if it cannot be queued."""
         room = self.loaded.max_tokens - num_prompt
         if room < 1:
@@ -298,11 +314,13 @@ class Engine:
             )
         if params.max_tokens is None:
             # Asked for as much as there is room for: the pool is part of what there is.
-            in_pool = self.pool.num_blocks * self.block_tokens - num_prompt
-            max_new = max(1, min(room, in_pool))
+            num_blocks = self.admission.num_running_blocks(never_cold=residence.never_cold)
+            max_new = max(1, min(room, num_blocks * self.block_tokens - num_prompt))
         else:
             max_new = min(params.max_tokens, room)
-        self.admission.check(num_prompt, max_new, self.scheduler.num_waiting)
+        self.admission.check(
+            num_prompt, max_new, self.scheduler.num_waiting, never_cold=residence.never_cold
+        )
         return max_new
 
     def _choose(self, match: Match, num_past: int) -> Choice:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.engine.params import SamplingParams
+from penstock.engine.table import BlockTable
 from penstock.keys import KeyChain
 from penstock.types import Slot, TicketId
 
@@ -17,6 +18,16 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """Where one request wants its KV while it runs. None: as the engine is set."""
+
+    prefix_tokens: int | None = None
+    tail_tokens: int | None = None
+    device_tokens: int | None = None
+    never_cold: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     id: str
@@ -25,6 +36,7 @@ class Request:
     chain: KeyChain
     priority: int = 0  # lower is served first
     tenant: str = ""
+    residence: Residence = Residence()
     max_total_tokens: int = 0  # prompt and all it may still say
     arrival: float = 0.0
     stamp: float = 0.0  # its turn among those of its priority (see fairness)
@@ -32,11 +44,11 @@ class Request:
 
     phase: Phase = Phase.WAITING
     tokens: list[int] = field(init=False)  # prompt and output
-    blocks: list[Slot] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
+    into: list[Slot | None] = field(default_factory=list)  # of a load: where its blocks go
     num_computed: int = 0  # leading tokens that need not be computed (again)
-    num_present: int = 0  # leading tokens whose KV is on the device: that, or one more (see Chunk)
+    num_present: int = 0  # leading tokens whose KV is there: that, or one more (see Chunk)
     num_named: int = 0  # leading blocks known to the pool by their key
-    num_matched: int = 0  # of a load: blocks before those that are on their way
     ticket: TicketId | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -45,6 +57,7 @@ class Request:
     num_recomputed_tokens: int = 0  # computed more than once
     max_computed: int = 0  # the most leading tokens that were ever computed or loaded
     num_preemptions: int = 0
+    num_stalls: int = 0  # steps in a row in which it waited for others' blocks to be saved
     first_token_time: float | None = None
     finished_time: float | None = None
 

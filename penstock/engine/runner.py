@@ -9,19 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.torch import DecodeKernel, Span, Step, register
+from penstock.engine.attention.torch import Cold, DecodeKernel, Span, Step, register
 from penstock.engine.scheduler import Chunk
+from penstock.engine.table import Addresses, Places
 from penstock.stores.device import DevicePool
+from penstock.stores.host import HostArena
 
 
 class Runner:
-    def __init__(self, model: Any, pool: DevicePool, block_tokens: int, num_heads: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        pool: DevicePool,
+        block_tokens: int,
+        num_heads: int,
+        host: HostArena | None = None,
+    ) -> None:
+        """`host` is where cold blocks lie."""
         register()
         self._model = model
         self._pool = pool
         self._block_tokens = block_tokens
         self._num_heads = num_heads
         self._has_kernel = _has_kernel(pool.tensor)
+        self._host = None if host is None else pool.like(host)
+        self._addresses = Addresses(pool.address, pool.stride_bytes)
+        if host is not None:
+            self._addresses = Addresses(
+                pool.address, pool.stride_bytes, host.address, host.stride_bytes
+            )
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -37,20 +53,19 @@ class Runner:
         written: list[int] = []  # rows whose KV is not in the pool yet …
         blocks: list[int] = []  # … and where it goes
         spans: list[Span] = []
-        tables: list[Sequence[int]] = []
+        tables: list[Places] = []
         last_rows: dict[int, int] = {}
         for index in order:
             chunk = chunks[index]
             request, start, end = chunk.request, chunk.start, chunk.start + chunk.num_tokens
-            table = request.blocks[: -(-end // self._block_tokens)]
+            table = request.table.places[: -(-end // self._block_tokens)]
             if self._has_kernel and chunk.num_tokens == 1:
-                tables.append(table)
+                tables.append(self._addresses.of(table))
             else:
-                here = torch.tensor(table, device=device)
-                spans.append(Span(len(token_ids), chunk.num_tokens, start, here))
+                spans.append(_span(len(token_ids), chunk, table, device))
             new = range(start + chunk.num_present, end)
             written += range(len(token_ids) + chunk.num_present, len(token_ids) + chunk.num_tokens)
-            blocks += [table[position // self._block_tokens] for position in new]
+            blocks += [int(table[position // self._block_tokens]) for position in new]
             token_ids += request.tokens[start:end]
             positions += range(start, end)
             last_rows[index] = len(token_ids) - 1
@@ -59,6 +74,7 @@ class Runner:
         rows = _indices(written, device) if len(written) < len(positions) else None
         step = Step(
             self._pool.tensor,
+            self._host,
             _indices(blocks, device),
             (row[0] if rows is None else row[0, rows]) % self._block_tokens,
             spans,
@@ -78,13 +94,23 @@ class Runner:
         return logits
 
     def _decode_batch(
-        self, tables: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, tables: Sequence[Places], lengths: Sequence[int]
     ) -> DecodeKernel | None:
         if not tables:
             return None
         from penstock.engine.attention.cpu import DecodeBatch
 
         return DecodeBatch(self._pool.tensor, tables, lengths, self._num_heads)
+
+
+def _span(begin: int, chunk: Chunk, table: Places, device: torch.device) -> Span:
+    places = torch.tensor(table, device=device)
+    is_cold = places < 0
+    if not chunk.request.table.num_cold:
+        return Span(begin, chunk.num_tokens, chunk.start, places)
+    indices = is_cold.nonzero()[:, 0]
+    cold = Cold((~is_cold).nonzero()[:, 0], indices, ~places[indices])
+    return Span(begin, chunk.num_tokens, chunk.start, places[~is_cold], cold)
 
 
 def _has_kernel(pool: Tensor) -> bool:

@@ -2,34 +2,28 @@
 
 The scheduler decides and keeps the device's book; it computes nothing. Every step it hands out
 chunks of tokens (a prompt's next piece, or one token of a sequence that decodes) within a budget.
-When the pool is full the least urgent sequence is preempted: its complete blocks have been saved
-as they were filled, so it resumes by loading them instead of computing them again.
+When the pool is full, blocks of running sequences leave it and are read from HOST (see `residency`
+and `placement`). Where that may not be, the least urgent sequence is preempted: its complete blocks
+have been saved as they were filled, so it resumes by loading them instead of computing them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.costs import Choice
 from penstock.engine.admission import Admission
 from penstock.engine.blocks import BlockPool
 from penstock.engine.fairness import FairQueue
+from penstock.engine.placement import Placement, Tiers
 from penstock.engine.request import Phase, Request
+from penstock.engine.residency import Residency, Turns
 from penstock.errors import PenstockError
 from penstock.events import Decided, Event, Preempted
 from penstock.types import BlockKey, Done, Match, Slot, TicketId
 
-
-class Tiers(Protocol):
-    """What the scheduler needs of an Offloader."""
-
-    def match(self, keys: Sequence[BlockKey]) -> Match: ...
-    def note(self, match: Match) -> None: ...
-    def load(self, keys: Sequence[BlockKey], into: Sequence[Slot]) -> TicketId: ...
-    def save(self, keys: Sequence[BlockKey], source: Sequence[Slot]) -> TicketId: ...
-    def cancel(self, ticket: TicketId) -> None: ...
+_MAX_STALLS = 200  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +55,8 @@ class Scheduler:
         choose: Callable[[Match, int], Choice] = lambda match, num_past: Choice(match.num_blocks),
         max_batched_tokens: int = 512,
         max_running: int = 64,
+        residency: Residency | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
@@ -73,7 +69,9 @@ class Scheduler:
         self._waiting: list[Request] = []  # most urgent first
         self._running: list[Request] = []
         self._loading: dict[TicketId, Request] = {}
-        self._saving: dict[TicketId, list[Slot]] = {}
+        self.placement = Placement(pool, residency, tiers)
+        self.placement.follow(self._running)
+        self._turns = turns
         self._events: list[Event] = []
         self.num_preemptions = 0
 
@@ -96,7 +94,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.has_work and not self._saving
+        return not self.has_work and not self.placement.is_saving
 
     def add(self, request: Request) -> None:
         """Queue a request that `Admission.check` let pass."""
@@ -113,8 +111,8 @@ class Scheduler:
             assert request.ticket is not None
             self._tiers.cancel(request.ticket)
         elif request.phase is Phase.RUNNING:
-            self._running.remove(request)
             self._drop_blocks(request)
+            self._running.remove(request)
         elif request.phase is Phase.WAITING:
             self._waiting.remove(request)
         request.phase = Phase.FINISHED
@@ -124,17 +122,24 @@ class Scheduler:
         budget = self._max_batched_tokens
         chunks: list[Chunk] = []
         preempted = False
-        for request in sorted(self._running, key=lambda r: r.order):
+        self.placement.balance()
+        running = sorted(self._running, key=lambda r: r.order)
+        if self._turns is not None:
+            running = self._turns.pick(running)
+        for request in running:
             if request.phase is not Phase.RUNNING or not budget:
                 continue  # preempted for one before it
             num_tokens = min(request.num_uncomputed, budget)
             while not self._make_room(request, request.num_computed + num_tokens):
+                if self._stalls(request):
+                    break
                 victim = max(self._running, key=lambda r: r.order)
                 self._preempt(victim)
                 preempted = True
                 if victim is request:
                     break
             else:
+                request.num_stalls = 0
                 chunks.append(_chunk(request, num_tokens))
                 budget -= num_tokens
         while budget and self._waiting and not preempted and self._has_seat:
@@ -159,29 +164,32 @@ class Scheduler:
             request.num_recomputed_tokens += max(0, again)
             request.max_computed = max(request.max_computed, request.num_computed)
             for index in range(request.num_named, request.num_computed // self._block_tokens):
-                key, slot = request.chain.keys[index], request.blocks[index]
+                key, slot = request.chain.keys[index], request.table.slot(index)
                 self._pool.name(slot, key)
                 complete.setdefault(key, slot)
             request.num_named = request.num_computed // self._block_tokens
-        if complete and self._tiers is not None:
-            slots = list(complete.values())
-            self._pool.hold(slots)
-            self._saving[self._tiers.save(list(complete), slots)] = slots
+        self.placement.save(list(complete), list(complete.values()))
 
     def settle(self, done: Done) -> Request | None:
         """A load or save has ended; of a load, the request that goes on."""
-        saved = self._saving.pop(done.ticket, None)
-        if saved is not None:
-            self._pool.release(saved)
+        if self.placement.settle(done):
             return None
         request = self._loading.pop(done.ticket)
         request.ticket = None
+        into, request.into = request.into, []
+        pins: Sequence[Slot | None] = done.pins or (None,) * len(into)
         if request.phase is Phase.FINISHED:  # aborted meanwhile
+            self.placement.release_load(into, pins)
             self._drop_blocks(request)
             return None
-        arrived = request.num_matched + done.num_leading_ok
-        for index in range(request.num_matched, arrived):
-            self._pool.name(request.blocks[index], request.chain.keys[index])
+        for key, slot, pin in zip(done.keys[: done.num_leading_ok], into, pins, strict=False):
+            if slot is not None:
+                self._pool.name(slot, key)
+                request.table.extend([slot])
+            elif pin is not None:
+                request.table.extend_cold([pin])
+        self.placement.release_load(into[done.num_leading_ok :], pins[done.num_leading_ok :])
+        arrived = len(request.table)
         request.num_named = arrived
         self._have(request, arrived * self._block_tokens)
         request.max_computed = max(request.max_computed, request.num_computed)
@@ -199,8 +207,9 @@ class Scheduler:
 
     def check(self) -> None:
         self._pool.check()
+        self.placement.check()
         held = [request for request in self._running if request.phase is not Phase.RUNNING]
-        if held or any(request.blocks for request in self._waiting):
+        if held or any(len(request.table) for request in self._waiting):
             raise PenstockError("a request is in the wrong queue, or holds blocks while it waits")
 
     @property
@@ -213,12 +222,17 @@ class Scheduler:
         self._waiting.sort(key=lambda r: r.order)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        need = -(-num_tokens // self._block_tokens) - len(request.blocks)
-        slots = self._pool.take(max(0, need))
+        need = -(-num_tokens // self._block_tokens) - len(request.table)
+        slots = self.placement.take(need, request)
         if slots is None:
             return False
-        request.blocks.extend(slots)
+        request.table.extend(slots)
         return True
+
+    def _stalls(self, request: Request) -> bool:
+        """Whether a sequence does better to wait a moment for room than to preempt for it."""
+        request.num_stalls += 1
+        return self.placement.can_wait() and request.num_stalls < _MAX_STALLS
 
     def _admit(self, request: Request, budget: int) -> bool:
         """Give a waiting request its blocks: shared ones, room for what is loaded, a first chunk.
@@ -228,11 +242,13 @@ class Scheduler:
         if not request.num_preemptions and not self._admission.fits(request.max_total_tokens):
             return False
         keys = request.chain.keys[: len(request.tokens) // self._block_tokens]
-        request.blocks = self._pool.share(keys)
-        num_shared = len(request.blocks)
+        request.table.extend(self._pool.share(keys))
+        num_shared = len(request.table)
         num_past = num_shared * self._block_tokens
         # Room first: a request that waits for it must not ask the tiers at every step.
-        if not self._make_room(request, min(len(request.tokens), num_past + budget)):
+        first = -(-min(len(request.tokens), num_past + budget) // self._block_tokens)
+        slots = self.placement.take(first - num_shared, request)
+        if slots is None:
             self._drop_blocks(request)
             return False
         choice = Choice(0)
@@ -241,7 +257,10 @@ class Scheduler:
             match = self._tiers.match(keys[num_shared:])
             choice = self._choose(match, num_past)
         num_loads = choice.num_blocks
-        if not self._make_room(request, num_past + num_loads * self._block_tokens):
+        into: list[Slot | None] | None = []
+        if num_loads:
+            into = self.placement.arrange(request, num_shared, num_loads, slots)
+        if into is None:
             self._drop_blocks(request)
             return False
         self._waiting.remove(request)
@@ -254,16 +273,17 @@ class Scheduler:
                 seconds = (choice.load_seconds, choice.compute_seconds)
                 self._events.append(Decided(match.num_blocks, num_loads, *seconds))
         self._have(request, num_past)
-        request.num_named = request.num_matched = num_shared
+        request.num_named = num_shared
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
         if num_loads:
             assert self._tiers is not None
-            end = num_shared + num_loads
             request.phase = Phase.LOADING
-            request.ticket = self._tiers.load(keys[num_shared:end], request.blocks[num_shared:end])
+            request.into = into
+            request.ticket = self._tiers.load(keys[num_shared : num_shared + num_loads], into)
             self._loading[request.ticket] = request
         else:
+            request.table.extend(slots)
             request.phase = Phase.RUNNING
             self._running.append(request)
         return True
@@ -277,16 +297,16 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         num_tokens = request.num_computed
-        self._running.remove(request)
         self._drop_blocks(request)
+        self._running.remove(request)
+        request.num_stalls = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._events.append(Preempted(num_tokens))
         self._enqueue(request)
 
     def _drop_blocks(self, request: Request) -> None:
-        self._pool.release(request.blocks)
-        request.blocks = []
+        self.placement.drop(request)
         request.num_computed = request.num_named = request.num_present = 0
 
 

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from penstock.stores.host import HostArena
 from penstock.types import Slot
 
 
@@ -28,6 +29,13 @@ class DevicePool:
         self.block_bytes = self.tensor[0].numel() * self.tensor.element_size()
         self.stride_bytes = self.block_bytes
         self.address = self.tensor.data_ptr()
+
+    def like(self, arena: HostArena) -> torch.Tensor:
+        """The slots of an arena in DRAM, seen as this pool's blocks are."""
+        flat = torch.frombuffer(arena.buffer, dtype=self.tensor.dtype)
+        stride = arena.stride_bytes // self.tensor.element_size()
+        strides = (stride, *self.tensor.stride()[1:])
+        return flat.as_strided((arena.num_slots, *self.tensor.shape[1:]), strides)
 
     @property
     def on_gpu(self) -> bool:

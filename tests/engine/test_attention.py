@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.engine.attention.cpu import DecodeBatch
 from penstock.engine.attention.torch import _attend_in_two
+from penstock.engine.table import Addresses
 
 BLOCK_TOKENS = 16
 LAYERS = 2
@@ -23,6 +25,22 @@ def make_pool(num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> T
 def make_tables(lengths: list[int], num_blocks: int) -> list[list[int]]:
     free = torch.randperm(num_blocks).tolist()
     return [[free.pop() for _ in range(-(-length // BLOCK_TOKENS))] for length in lengths]
+
+
+def decode(
+    pool: Tensor,
+    tables: list[list[int]],
+    lengths: list[int],
+    heads: int,
+    host: Tensor | None = None,
+) -> DecodeBatch:
+    """Blocks below zero lie in `host`."""
+    stride = pool.stride(0) * pool.itemsize
+    addresses = Addresses(pool.data_ptr(), stride)
+    if host is not None:
+        host_stride = host.stride(0) * host.itemsize
+        addresses = Addresses(pool.data_ptr(), stride, host.data_ptr(), host_stride)
+    return DecodeBatch(pool, [addresses.of(np.array(table)) for table in tables], lengths, heads)
 
 
 def expected(query: Tensor, pool: Tensor, layer: int, table: list[int], length: int) -> Tensor:
@@ -47,7 +65,7 @@ def test_it_is_attention(heads: int, kv_heads: int, dim: int, dtype: torch.dtype
             used[table[index // BLOCK_TOKENS], index % BLOCK_TOKENS] = True
     pool.permute(0, 3, 1, 2, 4, 5)[~used] = float("nan")  # what is not theirs must not be read
     query = (3 * torch.randn(len(lengths), heads, dim)).to(dtype)
-    batch = DecodeBatch(pool, tables, lengths, heads)
+    batch = decode(pool, tables, lengths, heads)
     for layer in range(LAYERS):
         found = batch.attend(query, layer, dim**-0.5)
         assert found.dtype is dtype
@@ -63,20 +81,42 @@ def test_neither_the_place_of_blocks_nor_the_batch_changes_a_bit() -> None:
     query = torch.randn(3, 4, 32)
     lengths = [200, 77, 310]
     tables = make_tables(lengths, 64)
-    together = DecodeBatch(pool, tables, lengths, 4).attend(query, 1, 0.2)
+    together = decode(pool, tables, lengths, 4).attend(query, 1, 0.2)
     order = torch.randperm(64)
     elsewhere = torch.empty_like(pool)
     elsewhere[order] = pool
     for row in range(3):
         moved = [order[block].item() for block in tables[row]]
-        alone = DecodeBatch(elsewhere, [moved], [lengths[row]], 4)
+        alone = decode(elsewhere, [moved], [lengths[row]], 4)
         assert torch.equal(alone.attend(query[row : row + 1], 1, 0.2)[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_cold_blocks_change_no_bit(dtype: torch.dtype, share: float) -> None:
+    torch.manual_seed(4)
+    pool = make_pool(64, 2, 32, dtype)
+    padded = torch.zeros(64, pool[0].numel() + 24, dtype=dtype)
+    host = padded[:, : pool[0].numel()].view_as(pool)
+    query = torch.randn(3, 4, 32).to(dtype)
+    lengths = [200, 77, 310]
+    tables = make_tables(lengths, 64)
+    resident = decode(pool, tables, lengths, 4).attend(query, 1, 0.2)
+    partly = pool.clone()
+    for table in tables:
+        for index, block in enumerate(table):
+            if torch.rand(()) < share or share == 1:
+                host[63 - block] = pool[block]
+                partly[block] = float("nan")
+                table[index] = ~(63 - block)
+    found = decode(partly, tables, lengths, 4, host).attend(query, 1, 0.2)
+    assert torch.equal(found, resident)
 
 
 def test_scores_of_any_size_stay_finite() -> None:
     pool = make_pool(4, 1, 16, torch.float32) * 1e4
     query = torch.randn(1, 2, 16) * 1e4
-    found = DecodeBatch(pool, [[0, 1, 2]], [40], 2).attend(query, 0, 1.0)
+    found = decode(pool, [[0, 1, 2]], [40], 2).attend(query, 0, 1.0)
     wanted = expected(query[0] * 4, pool, 0, [0, 1, 2], 40)
     torch.testing.assert_close(found[0].double(), wanted)
 
@@ -85,7 +125,7 @@ def test_two_engines_may_attend_at_once() -> None:
     torch.manual_seed(2)
     pool = make_pool(32, 2, 32, torch.float32)
     query = torch.randn(1, 4, 32)
-    batches = [DecodeBatch(pool, [list(range(32))], [500], 4) for _ in range(4)]
+    batches = [decode(pool, [list(range(32))], [500], 4) for _ in range(4)]
     wanted = batches[0].attend(query, 0, 0.2)
     with ThreadPoolExecutor(4) as threads:
         work = lambda batch: [batch.attend(query, 0, 0.2) for _ in range(20)]  # noqa: E731

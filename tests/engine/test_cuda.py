@@ -122,7 +122,7 @@ def test_what_is_loaded_is_bit_for_bit_what_was_saved(loaded: LoadedModel) -> No
     blocks: list[int] = []
     while engine.has_work:
         engine.step()
-        blocks = list(request.blocks) or blocks
+        blocks = list(request.table) or blocks
     full = len(prompt) // BLOCK_TOKENS
     saved = engine.device.tensor[blocks[:full]].clone()
     engine.offloader.drain()

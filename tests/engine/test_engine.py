@@ -20,12 +20,15 @@ from penstock.engine.attention.torch import NAME
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.residency import ResidencyConfig
 from penstock.errors import ConfigError
 from penstock.events import Decided, Event
 from penstock.keys import KeyChain
 from penstock.types import Tier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+HOT = ResidencyConfig(cold=False)  # what does not fit the device is preempted
 
 Engines = Callable[..., Engine]
 
@@ -34,8 +37,15 @@ Engines = Callable[..., Engine]
 def engines(loaded: LoadedModel) -> Iterator[Engines]:
     made: list[Engine] = []
 
-    def make(num_blocks: int = 256, *, tiers: Config | None = None, batch: int = 512) -> Engine:
-        config = EngineConfig(num_blocks * BLOCK_BYTES, BLOCK_TOKENS, batch)
+    def make(
+        num_blocks: int = 256,
+        *,
+        tiers: Config | None = None,
+        batch: int = 512,
+        residency: ResidencyConfig = HOT,
+    ) -> Engine:
+        size = num_blocks * BLOCK_BYTES
+        config = EngineConfig(size, BLOCK_TOKENS, batch, residency=residency)
         made.append(Engine(loaded, config, tiers))
         return made[-1]
 
@@ -253,7 +263,7 @@ def test_loaded_blocks_are_bit_for_bit_what_was_saved(
     blocks: list[int] = []
     while engine.has_work:
         engine.step()
-        blocks = list(request.blocks) or blocks
+        blocks = list(request.table) or blocks
     full = len(prompt) // BLOCK_TOKENS
     saved = engine.device.tensor[blocks[:full]].clone()
     keys = KeyChain(engine.namespace, prompt).keys[:full]
@@ -360,7 +370,7 @@ def test_a_prompt_found_whole_computes_one_token_and_writes_none(
     engine.step()
     while holder.first_token_time is None:
         engine.step()
-    blocks = holder.blocks[:3]
+    blocks = list(holder.table)[:3]
     before = engine.device.tensor[blocks].clone()
     sharer = engine.add("sharer", prompt, GREEDY)
     while engine.has_work:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,9 @@ import transformers
 from penstock.engine.models import ATTENTION, load_model
 from penstock.engine.runner import Runner
 from penstock.engine.scheduler import Chunk
+from penstock.engine.table import BlockTable
 from penstock.stores.device import DevicePool
+from penstock.types import Slot
 
 SMALL = {
     "vocab_size": 64,
@@ -50,7 +52,11 @@ class Sequence:
     """As much of a request as the runner looks at."""
 
     tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
+    blocks: InitVar[list[int]]
+    table: BlockTable = field(init=False)
+
+    def __post_init__(self, blocks: list[int]) -> None:
+        self.table = BlockTable([Slot(block) for block in blocks])
 
     def chunk(self, start: int, end: int) -> Chunk:
         return Chunk(cast(Any, self), start, end - start)

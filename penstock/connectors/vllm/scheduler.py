@@ -17,7 +17,6 @@ lock, and nothing here waits.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -27,10 +26,12 @@ from typing import Any, NamedTuple
 
 from penstock.build import Delegated
 from penstock.clock import Clock
+from penstock.connectors.vllm.dispatch import Dispatch
 from penstock.connectors.vllm.identity import RequestKeys, adapter_name, namespace_of
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.offers import Offers, is_in_dram
-from penstock.connectors.vllm.orders import Load, Orders, Reports
+from penstock.connectors.vllm.orders import Orders, Reports
+from penstock.connectors.vllm.ticker import Ticker
 from penstock.connectors.vllm.tracked import Loading, Offer, Tracked
 from penstock.costs import Choice
 from penstock.errors import BookError
@@ -43,17 +44,11 @@ from penstock.types import (
     Slot,
     TicketId,
     Tier,
-    Transfer,
-    TransferId,
     Verdict,
 )
 
-log = logging.getLogger(__name__)
-
 _BARRED_SECONDS = 30.0
 _SAME_ANSWER_SECONDS = 0.02  # a request that waits for room is looked up at every step
-_TICK_SECONDS = 0.003
-_IDLE_SECONDS = 0.5
 _CLOSE_SECONDS = 30.0
 _MAX_TIMED_STEPS = 64
 _ALWAYS_SECONDS = 86_400.0
@@ -86,7 +81,7 @@ class SchedulerSide:
         self._news = news
         self._offloader = tiers.offloader
         self._engine = tiers.engine
-        self._arena = tiers.arena
+        self._dispatch = Dispatch(tiers.engine, tiers.arena)
         self._namespace = namespace
         self._block_tokens = namespace.block_tokens
         self._block_bytes = block_bytes
@@ -104,18 +99,9 @@ class SchedulerSide:
         self._adapters: dict[tuple[str, str], str] = {}
         self._tracked: dict[str, Tracked] = {}
         self._loadings: dict[TicketId, Loading] = {}
-        self._loading_into: dict[Slot, Loading] = {}
-        self._told: dict[TransferId, Loading] = {}
-        self._saving_from: dict[Slot, TransferId] = {}
-        self._orders = Orders(0)  # what has gathered for the next step
-        self._num_steps = 0
         self._timed: dict[int, list[tuple[int, int]]] = {}
         self._lock = threading.RLock()
-        self._stopped = threading.Event()
-        self._awake = threading.Event()
-        self._awake.set()  # the index of a disk may be waiting to be read
-        self._ticker = threading.Thread(target=self._tick, name="penstock-ticker", daemon=True)
-        self._ticker.start()
+        self._ticker = Ticker(self._tick)
 
     # What vLLM's scheduler asks, in the order in which it does.
 
@@ -169,7 +155,7 @@ class SchedulerSide:
                 raise BookError(f"{num_external} tokens are to be loaded that nobody offered")
             # A reset may preempt a request that the very next step lets in again.
             self._leave(request.request_id)
-            self._gather(before=True)
+            self._dispatch.gather(before=True)
             tracked.block_ids = list(block_ids)
             self._load(request.request_id, tracked, offer, num_blocks)
 
@@ -184,9 +170,8 @@ class SchedulerSide:
             self._settle()
             for request_id in preempted:
                 self._leave(request_id)
-            self._gather(before=True)
-            for transfer in (*self._orders.loads_now, *(t for _, t in self._orders.loads)):
-                self._fence(transfer.target_slots)  # what was just preempted may lie there
+            self._dispatch.gather(before=True)
+            self._dispatch.fence_loads()  # what was just preempted may lie there
             for request in scheduled:
                 self._follow(request)
             chunks = []
@@ -197,10 +182,8 @@ class SchedulerSide:
                 tracked.num_computed += count
                 # Where steps overlap, what the last one sampled is not known yet.
                 self._save(tracked, min(tracked.num_computed, len(tracked.request.all_token_ids)))
-            self._gather(before=False)
-            orders, self._orders = self._orders, Orders(0)
-            self._num_steps += 1
-            orders.step, orders.arena = self._num_steps, self._arena
+            self._dispatch.gather(before=False)
+            orders = self._dispatch.take()
             orders.is_idle = not num_tokens
             self._computing = set(num_tokens)
             self._num_bytes_now = 0
@@ -223,13 +206,7 @@ class SchedulerSide:
                 if (chunks := self._timed.pop(step, None)) is not None:
                     self._offers.computed(chunks, seconds)
             for transfer_id, report in reports.transfers.items():
-                transfer = self._engine.report(transfer_id, *report)
-                if transfer is None:
-                    continue
-                if transfer.direction is Direction.SAVE:
-                    self._forget_save(transfer)
-                elif (loading := self._told.pop(transfer_id, None)) is not None:
-                    loading.copy_seconds += report.seconds
+                self._dispatch.reported(transfer_id, report)
             self._settle()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -244,7 +221,7 @@ class SchedulerSide:
                 self._settle()
             else:
                 self._save_rest(tracked)
-                self._gather(before=True)
+                self._dispatch.gather(before=True)
             if not tracked.tokens_from:
                 return None
             hits = {tier.label: count for tier, count in tracked.tokens_from.items()}
@@ -260,7 +237,7 @@ class SchedulerSide:
     def has_pending_work(self) -> bool:
         """Whether workers have something to be told or to report, so that steps must go on."""
         with self._lock:
-            return bool(self._engine.num_flying or self._orders.complete)
+            return self._dispatch.has_pending_work
 
     def reset(self) -> None:
         """Forget all KV. What is saved from now on is for this run alone.
@@ -277,9 +254,7 @@ class SchedulerSide:
 
     def close(self) -> bool:
         """Finish what is on its way to lower tiers. False if one of them hung."""
-        self._stopped.set()
-        self._awake.set()
-        self._ticker.join(timeout=5.0)
+        self._ticker.stop(wait=True)
         with self._lock:
             self._engine.give_up()
             for ticket in list(self._loadings):
@@ -288,19 +263,16 @@ class SchedulerSide:
 
     def abandon(self) -> None:
         """After an error: stop the thread and write nothing more. The books cannot be trusted."""
-        self._stopped.set()
-        self._awake.set()
+        self._ticker.stop(wait=False)
 
     def check(self) -> None:
         """Audit the books, and what is kept here beside them."""
         with self._lock:
             self._offloader.check()
+            self._dispatch.check()
             waiting = {t.loading.ticket for t in self._tracked.values() if t.loading is not None}
             if not waiting <= self._loadings.keys():
                 raise BookError("a request waits for a load that nobody knows")
-            flying = set(self._saving_from.values())
-            if len(flying) > self._engine.num_flying:
-                raise BookError("a block is held back for a save that has ended")
 
     # Requests.
 
@@ -330,7 +302,7 @@ class SchedulerSide:
             else:
                 tracked.block_ids += blocks
             tracked.num_computed = scheduled.num_computed
-        self._fence(written)
+        self._dispatch.fence(written)
 
     def _leave(self, request_id: str) -> None:
         """vLLM has preempted a request: what it computed is saved before others write there."""
@@ -339,14 +311,6 @@ class SchedulerSide:
         self._save_rest(tracked)
         tracked.block_ids = []
         tracked.num_computed = tracked.num_saved = 0
-
-    def _fence(self, blocks: Iterable[int]) -> None:
-        if not self._saving_from:
-            return
-        for block in self._saving_from.keys() & set(blocks):
-            transfer_id = self._saving_from[Slot(block)]
-            if transfer_id not in self._orders.fence:
-                self._orders.fence.append(transfer_id)
 
     # Saves.
 
@@ -359,16 +323,11 @@ class SchedulerSide:
             if self._news is not None:
                 self._news.name(keys, start, tracked.request, self._block_tokens)
             self._offloader.save(keys, slots)
-            self._awake.set()
+            self._ticker.wake()
 
     def _save_rest(self, tracked: Tracked) -> None:
         """A request leaves its blocks. At its last token's place may lie a draft's KV."""
         self._save(tracked, min(tracked.num_computed, len(tracked.request.all_token_ids) - 1))
-
-    def _forget_save(self, transfer: Transfer) -> None:
-        for slot in transfer.source_slots:
-            if self._saving_from.get(slot) == transfer.id:
-                del self._saving_from[slot]
 
     # Loads.
 
@@ -381,12 +340,12 @@ class SchedulerSide:
         assert tracked.keys is not None
         keys = tracked.keys.first(end * self._block_tokens)[offer.start :]
         slots = tuple(Slot(block) for block in tracked.block_ids[offer.start : end])
-        self._fence(slots)
+        self._dispatch.fence(slots)
         if offer.is_now:
             match = self._offloader.match(keys)
             if match.num_blocks < len(keys) or not is_in_dram(match):
                 # Gone since they were offered. What the step computes is vLLM's to throw away.
-                self._orders.bad_now += slots
+                self._dispatch.give_up_now(slots)
                 tracked.keys = None
                 return
         counts = _count_by_tier(offer.match, num_blocks)
@@ -407,12 +366,12 @@ class SchedulerSide:
             self._num_bytes_now += loading.num_bytes
         else:
             tracked.loading = loading
-        self._loading_into |= dict.fromkeys(slots, loading)
+        self._dispatch.expect(loading)
         # What the next step waits for cannot be late: it is in DRAM.
         deadline = _ALWAYS_SECONDS if offer.is_now else None
         loading.ticket = self._offloader.load(keys, slots, deadline_seconds=deadline)
         self._loadings[loading.ticket] = loading
-        self._awake.set()
+        self._ticker.wake()
 
     def _settle(self) -> None:
         for done in self._offloader.step():
@@ -422,18 +381,11 @@ class SchedulerSide:
                 self._news.forget(done.keys)
 
     def _loaded(self, done: Done) -> None:
-        """A load has ended. If the workers were told all of it they know; else they are told."""
         loading = self._loadings.pop(done.ticket)
-        for slot in loading.slots:
-            if self._loading_into.get(slot) is loading:  # others may load there already
-                del self._loading_into[slot]
         bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
         if not bad:
             self._offers.copied(loading)
-        if loading.num_untold and loading.is_now:  # its step comes next, and nobody waits for it
-            self._orders.bad_now += [loading.slots[i] for i in bad]
-        elif loading.num_untold:
-            self._orders.complete[loading.request_id] = tuple(loading.slots[i] for i in bad)
+        self._dispatch.ended(loading, [loading.slots[index] for index in bad])
         tracked = self._tracked.get(loading.request_id)
         if tracked is None:
             return
@@ -447,42 +399,10 @@ class SchedulerSide:
             arrived = Counter(tier for tier in done.sources[: bad[0]] if tier is not None)
             tracked.tokens_from = {t: n * self._block_tokens for t, n in arrived.items()}
 
-    def _gather(self, *, before: bool) -> None:
-        """Put what the books have handed out for the workers into the next orders."""
-        for transfer in self._engine.take_unsent():
-            if transfer.direction is Direction.LOAD:
-                loading = self._loading_into[transfer.target_slots[0]]
-                self._told[transfer.id] = loading
-                loading.num_untold -= len(transfer.keys)
-                if loading.is_now:
-                    self._orders.loads_now.append(transfer)
-                    continue
-                self._orders.loads.append(Load(loading.request_id, transfer))
-                if loading.num_untold == 0:
-                    self._orders.complete[loading.request_id] = ()
-                continue
-            saves = self._orders.saves_before if before else self._orders.saves_after
-            saves.append(transfer)
-            for slot in transfer.source_slots:
-                self._saving_from[slot] = transfer.id
-
-    # The thread that keeps lower tiers going.
-
-    def _tick(self) -> None:
-        while not self._stopped.is_set():
-            self._awake.wait(_IDLE_SECONDS)
-            self._awake.clear()
-            while not self._stopped.is_set():
-                with self._lock:
-                    try:
-                        self._settle()
-                        moving = self._offloader.is_moving
-                    except Exception:  # the next call of vLLM's meets it again, and is guarded
-                        log.exception("the tiers could not be stepped")
-                        moving = False
-                if not moving:
-                    break
-                time.sleep(_TICK_SECONDS)
+    def _tick(self) -> bool:
+        with self._lock:
+            self._settle()
+            return self._offloader.is_moving
 
 
 def _count_by_tier(match: Match, num_blocks: int) -> dict[Tier, int]:

@@ -1,4 +1,4 @@
-"""Decode attention on a CPU: reads the pool in place, block by block, with no copy of the history.
+"""Decode attention on a CPU: reads blocks in place, by their addresses, wherever they lie.
 
 Each sequence is cut into parts of `_PART_TOKENS`, which the cores share; a part keeps its largest
 score, its sum of weights and its weighted values, and the parts are merged at the end. The cuts
@@ -17,13 +17,26 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
+
+from penstock.engine.table import Places
 
 _PART_TOKENS = 128
 # Sums may be reordered, or nothing would be vectorised; infinities keep their meaning.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "nnan"}
 # numba's own pool of threads must not be entered from two engines at once.
 _ONE_AT_A_TIME = threading.Lock()
+
+
+@numba.extending.intrinsic
+def _pointer(_context: Any, address: Any) -> Any:
+    """An address as a pointer, for `carray`."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], numba.core.cgutils.voidptr_t)
+
+    return numba.types.voidptr(address), generate
 
 
 @numba.njit(fastmath={"contract", "nsz"}, inline="always")
@@ -122,9 +135,9 @@ def _gather(weights: Any, rows: Any, start: int, step: int, count: int, values: 
 
 
 @numba.njit(fastmath=_FAST, nogil=True, cache=True)
-def _widen(pool: Any, start: int, count: int, wide: Any) -> None:
+def _widen(block: Any, start: int, count: int, wide: Any) -> None:
     """bfloat16 to float32: the upper half of the bits."""
-    narrow = pool[start : start + count]
+    narrow = block[start : start + count]
     for x in range(count):
         wide[x] = np.uint32(narrow[x]) << np.uint32(16)
 
@@ -132,10 +145,10 @@ def _widen(pool: Any, start: int, count: int, wide: Any) -> None:
 @numba.njit(fastmath=_FAST, nogil=True, cache=True)
 def _attend_part(
     query: Any,  # [heads, dim]
-    pool: Any,  # flat; uint16 where it holds bfloat16
-    shape: Any,  # num_layers, block_tokens, kv_heads
+    sample: Any,  # an array like those that addresses point to: uint16 where it is bfloat16
+    shape: Any,  # block_tokens, kv_heads
     layer: int,
-    table: Any,
+    table: Any,  # addresses of blocks
     begin: int,
     end: int,
     scale: Any,
@@ -143,7 +156,7 @@ def _attend_part(
     total: Any,  # [heads]
     values: Any,  # [heads, dim]
 ) -> None:
-    num_layers, block_tokens, kv_heads = shape
+    block_tokens, kv_heads = shape
     heads, dim = query.shape
     group = heads // kv_heads
     step = kv_heads * dim
@@ -151,21 +164,23 @@ def _attend_part(
     total[:] = 0
     values[:] = 0
     scores = np.empty((group, block_tokens), np.float32)
-    wide = np.empty(2 * block_tokens * step if pool.itemsize == 2 else 0, np.uint32)
+    size = 2 * block_tokens * step  # of a layer's keys and values in a block
+    wide = np.empty(size if sample.itemsize == 2 else 0, np.uint32)
     token = begin
     while token < end:
         offset = token % block_tokens
         count = min(block_tokens - offset, end - token)
-        block = table[token // block_tokens]
-        keys = ((block * num_layers + layer) * 2 * block_tokens + offset) * step
+        address = table[token // block_tokens] + layer * size * sample.itemsize
+        block = carray(_pointer(address), (size,), sample.dtype)  # type: ignore[call-arg]
+        keys = offset * step
         rows_of_values = keys + block_tokens * step
-        if pool.itemsize == 2:
-            _widen(pool, keys, count * step, wide)
-            _widen(pool, rows_of_values, count * step, wide[block_tokens * step :])
+        if sample.itemsize == 2:
+            _widen(block, keys, count * step, wide)
+            _widen(block, rows_of_values, count * step, wide[block_tokens * step :])
             keys, rows_of_values = 0, block_tokens * step
             rows = wide.view(np.float32)
         else:
-            rows = pool.view(np.float32)
+            rows = block.view(np.float32)
         for head in range(kv_heads):
             mine = slice(head * group, (head + 1) * group)
             at = head * dim
@@ -178,7 +193,7 @@ def _attend_part(
 @numba.njit(fastmath=_FAST, nogil=True, cache=True, parallel=True)
 def _decode(
     query: Any,
-    pool: Any,
+    sample: Any,
     shape: Any,
     layer: int,
     tables: Any,
@@ -197,7 +212,7 @@ def _decode(
         if begin < end:
             _attend_part(
                 query[sequence],
-                pool,
+                sample,
                 shape,
                 layer,
                 tables[sequence],
@@ -231,11 +246,14 @@ class DecodeBatch:
     """The sequences of a step that add one token each, ready to attend in every layer."""
 
     def __init__(
-        self, pool: Tensor, tables: Sequence[Sequence[int]], lengths: Sequence[int], num_heads: int
+        self, pool: Tensor, tables: Sequence[Places], lengths: Sequence[int], num_heads: int
     ) -> None:
-        """pool [blocks, layers, 2, block_tokens, kv_heads, head_dim], float32 or bfloat16."""
-        self._pool = pool.view(torch.uint16 if pool.itemsize == 2 else pool.dtype).view(-1).numpy()
-        self._shape = (pool.shape[1], pool.shape[3], pool.shape[4])
+        """Tables of addresses of blocks like the pool's.
+
+        pool [blocks, layers, 2, block_tokens, kv_heads, head_dim], float32 or bfloat16.
+        """
+        self._sample = np.empty(0, np.uint16 if pool.itemsize == 2 else np.float32)
+        self._shape = (pool.shape[3], pool.shape[4])
         self._tables = np.zeros((len(tables), max(map(len, tables))), np.int64)
         for row, table in zip(self._tables, tables, strict=True):
             row[: len(table)] = table
@@ -254,7 +272,7 @@ class DecodeBatch:
             numba.set_num_threads(self._num_threads)
             _decode(
                 wide.numpy(),
-                self._pool,
+                self._sample,
                 self._shape,
                 layer,
                 self._tables,

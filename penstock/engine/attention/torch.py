@@ -25,8 +25,18 @@ class Span:
 
     begin: int  # in the row
     num_new: int
-    num_past: int  # tokens before them, whose KV is in the pool
-    blocks: Tensor  # the sequence's blocks, in order
+    num_past: int  # tokens before them, whose KV is there
+    blocks: Tensor  # the sequence's blocks in the pool, in order
+    cold: Cold | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """Blocks of a sequence that lie in HOST."""
+
+    resident: Tensor  # which of the sequence's blocks are in the pool
+    indices: Tensor  # which are not
+    slots: Tensor  # and where in HOST those are
 
 
 class DecodeKernel(Protocol):
@@ -40,6 +50,7 @@ class Step:
     """What every layer of one forward pass needs to know."""
 
     pool: Tensor  # [num_blocks, num_layers, 2, block_tokens, kv_heads, head_dim]
+    host: Tensor | None  # the same of HOST's slots
     write_blocks: Tensor  # for each token of the row that is written: its block …
     write_offsets: Tensor  # … and its place in it
     spans: Sequence[Span]  # but for those below
@@ -76,7 +87,7 @@ def paged_attention(
         new = slice(span.begin, span.begin + span.num_new)
         if span.num_past:
             num_tokens = span.num_past + span.num_new
-            history = layer[span.blocks]  # [blocks, 2, block_tokens, kv_heads, head_dim]
+            history = _history(penstock, span, module.layer_idx)
             k = history[:, 0].flatten(0, 1)[:num_tokens].transpose(0, 1)
             v = history[:, 1].flatten(0, 1)[:num_tokens].transpose(0, 1)
         else:
@@ -84,6 +95,19 @@ def paged_attention(
         attended = _attend(query[:, :, new], k[None], v[None], span, scaling)
         out[:, new] = attended.transpose(1, 2)
     return out, None
+
+
+def _history(step: Step, span: Span, layer: int) -> Tensor:
+    """[blocks, 2, block_tokens, kv_heads, head_dim]: what a sequence has, from where it lies."""
+    resident = step.pool[:, layer][span.blocks]
+    if span.cold is None:
+        return resident
+    assert step.host is not None
+    num_blocks = len(span.blocks) + len(span.cold.slots)
+    history = resident.new_empty((num_blocks, *resident.shape[1:]))
+    history[span.cold.resident] = resident
+    history[span.cold.indices] = step.host[:, layer][span.cold.slots]
+    return history
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float | None) -> Tensor:

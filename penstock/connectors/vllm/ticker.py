@@ -1,0 +1,49 @@
+"""A thread that keeps the lower tiers going while vLLM has nothing to do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.003
+_IDLE_SECONDS = 0.5
+_JOIN_SECONDS = 5.0
+
+
+class Ticker:
+    """Calls `tick` again and again for as long as that returns True; then, when woken."""
+
+    def __init__(self, tick: Callable[[], bool]) -> None:
+        self._tick = tick
+        self._stopped = threading.Event()
+        self._awake = threading.Event()
+        self._awake.set()  # the index of a disk may be waiting to be read
+        self._thread = threading.Thread(target=self._run, name="penstock-ticker", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._awake.set()
+
+    def stop(self, *, wait: bool) -> None:
+        self._stopped.set()
+        self._awake.set()
+        if wait:
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._awake.wait(_IDLE_SECONDS)
+            self._awake.clear()
+            while not self._stopped.is_set() and self._is_moving():
+                time.sleep(_TICK_SECONDS)
+
+    def _is_moving(self) -> bool:
+        try:
+            return self._tick()
+        except Exception:  # the next call of vLLM's meets it again, and is guarded
+            log.exception("the tiers could not be stepped")
+            return False

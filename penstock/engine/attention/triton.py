@@ -1,0 +1,288 @@
+"""Attention on a GPU over blocks named by their addresses, in its memory or in pinned DRAM.
+
+Decode: each sequence is cut into parts of `PART_TOKENS`, which programs share; a part keeps its
+largest score, its sum of weights and its weighted values, and the parts are merged at the end. The
+cuts depend on a sequence's length alone, so what it attends to comes out the same, bit for bit,
+wherever its blocks lie and whatever else is in the batch. All heads of a group share each read.
+
+A kernel takes what changes between steps from tensors that stay where they are: a captured graph
+replays whatever has moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+PART_TOKENS = 256
+_TILE_TOKENS = 64
+_MERGED_PARTS = 16
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend_parts(
+    query,  # [sequences, heads, DIM]
+    table,  # addresses of blocks, one sequence behind the other
+    starts,  # where each sequence begins in it
+    lengths,
+    item_sequences,  # the parts of all sequences, one behind the other
+    item_parts,
+    num_items,
+    sums,  # [items, heads, DIM]
+    largest,  # [items, heads]
+    totals,  # [items, heads]
+    layer_bytes,
+    scale,
+    num_programs,
+    row_stride,
+    head_stride,
+    KV_HEADS: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    GROUP_PAD: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr,  # noqa: N803
+    DIM_PAD: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    PART: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+):
+    kind: tl.constexpr = query.dtype.element_ty
+    members = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    is_member = members < GROUP
+    is_dim = dims < DIM
+    factor = scale * _LOG2_E
+    total_work = tl.load(num_items) * KV_HEADS
+    for work in range(tl.program_id(0), total_work, num_programs):
+        item = work // KV_HEADS
+        head = work % KV_HEADS
+        sequence = tl.load(item_sequences + item)
+        begin = tl.load(item_parts + item) * PART
+        end = tl.minimum(begin + PART, tl.load(lengths + sequence))
+        places = table + tl.load(starts + sequence)
+        mask = is_member[:, None] & is_dim[None, :]
+        rows = (head * GROUP + members)[:, None] * head_stride + dims[None, :]
+        q = tl.load(query + sequence * row_stride + rows, mask=mask, other=0.0)
+        most = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PAD], tl.float32)
+        values = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        for first in range(begin, end, TILE):
+            tokens = first + tl.arange(0, TILE)
+            inside = tokens < end
+            address = tl.load(places + tokens // BLOCK_TOKENS, mask=inside, other=0)
+            keys = (address + layer_bytes).to(tl.pointer_type(kind))
+            keys += (tokens % BLOCK_TOKENS * KV_HEADS + head) * DIM
+            there = inside[:, None] & is_dim[None, :]
+            k = tl.load(keys[:, None] + dims[None, :], mask=there, other=0.0)
+            behind = keys + BLOCK_TOKENS * KV_HEADS * DIM
+            v = tl.load(behind[:, None] + dims[None, :], mask=there, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+            new_most = tl.maximum(most, tl.max(scores, 1))
+            shrink = tl.exp2(most - new_most)
+            weights = tl.exp2(scores - new_most[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            values = values * shrink[:, None]
+            values += tl.dot(weights.to(kind), v, input_precision=PRECISION)
+            most = new_most
+        at = item * (KV_HEADS * GROUP) + head * GROUP + members
+        tl.store(sums + at[:, None] * DIM + dims[None, :], values, mask=mask)
+        tl.store(largest + at, most, mask=is_member)
+        tl.store(totals + at, total, mask=is_member)
+
+
+@triton.jit
+def _merge_parts(
+    sums,
+    largest,
+    totals,
+    first_items,
+    lengths,
+    out,  # [sequences, heads, DIM]
+    HEADS: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr,  # noqa: N803
+    DIM_PAD: tl.constexpr,  # noqa: N803
+    PART: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first = tl.load(first_items + sequence)
+    num_parts = tl.cdiv(tl.load(lengths + sequence), PART)
+    dims = tl.arange(0, DIM_PAD)
+    is_dim = dims < DIM
+    most = float("-inf")
+    total = 0.0
+    values = tl.zeros([DIM_PAD], tl.float32)
+    for start in range(0, num_parts, PARTS):
+        parts = start + tl.arange(0, PARTS)
+        inside = parts < num_parts
+        at = (first + parts) * HEADS + head
+        tops = tl.load(largest + at, mask=inside, other=float("-inf"))
+        new_most = tl.maximum(most, tl.max(tops, 0))
+        shares = tl.exp2(tops - new_most)
+        shrink = tl.exp2(most - new_most)
+        rows = tl.load(
+            sums + at[:, None] * DIM + dims[None, :],
+            mask=inside[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        total = total * shrink + tl.sum(shares * tl.load(totals + at, mask=inside, other=0.0), 0)
+        values = values * shrink + tl.sum(shares[:, None] * rows, 0)
+        most = new_most
+    place = (sequence * HEADS + head) * DIM + dims
+    tl.store(out + place, (values / total).to(out.dtype.element_ty), mask=is_dim)
+
+
+@triton.jit
+def _store_tokens(
+    key,  # [rows, kv_heads, DIM], both
+    value,
+    addresses,  # of each row's keys in the first layer; 0: it is there already
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    layer_bytes,
+    KV_HEADS: tl.constexpr,  # noqa: N803
+    KV_HEADS_PAD: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr,  # noqa: N803
+    DIM_PAD: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0).to(tl.int64)
+    address = tl.load(addresses + row)
+    heads = tl.arange(0, KV_HEADS_PAD)[:, None]
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    mask = (heads < KV_HEADS) & (dims < DIM)
+    kind: tl.constexpr = key.dtype.element_ty
+    if address != 0:
+        keys = (address + layer_bytes).to(tl.pointer_type(kind)) + heads * DIM + dims
+        k = tl.load(key + row * key_row + heads * key_head + dims, mask=mask)
+        v = tl.load(value + row * value_row + heads * value_head + dims, mask=mask)
+        tl.store(keys, k, mask=mask)
+        tl.store(keys + BLOCK_TOKENS * KV_HEADS * DIM, v, mask=mask)
+
+
+@triton.jit
+def _copy_layer(
+    table,
+    out,  # [2, blocks, a layer's keys or values of a block]
+    layer_bytes,
+    num_blocks,
+    SIZE: tl.constexpr,  # noqa: N803
+    STEP: tl.constexpr,  # noqa: N803
+):
+    block = tl.program_id(0).to(tl.int64)
+    half = tl.program_id(1)
+    address = tl.load(table + block) + layer_bytes
+    source = address.to(tl.pointer_type(out.dtype.element_ty)) + half * SIZE
+    target = out + (half * num_blocks + block) * SIZE
+    for start in range(0, SIZE, STEP):
+        places = start + tl.arange(0, STEP)
+        inside = places < SIZE
+        tl.store(target + places, tl.load(source + places, mask=inside), mask=inside)
+
+
+def attend(
+    query: Any,
+    plan: Any,
+    room: Any,
+    layer_bytes: int,
+    scale: float,
+    kv_heads: int,
+    block_tokens: int,
+    num_programs: int,
+) -> Any:
+    """query [sequences, heads, dim] over what `plan` (see `DecodePlan`) names; the same out.
+
+    `room` (see `PartRoom`) is scratch memory. Nothing here looks at a tensor's content.
+    """
+    heads, dim = query.shape[1:]
+    group = heads // kv_heads
+    precision = "ieee" if query.element_size() == 4 else "tf32"
+    _attend_parts[(num_programs,)](
+        query,
+        plan.table,
+        plan.starts,
+        plan.lengths,
+        plan.item_sequences,
+        plan.item_parts,
+        plan.num_items,
+        room.sums,
+        room.largest,
+        room.totals,
+        layer_bytes,
+        scale,
+        num_programs,
+        query.stride(0),
+        query.stride(1),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        DIM_PAD=triton.next_power_of_2(dim),
+        BLOCK_TOKENS=block_tokens,
+        PART=PART_TOKENS,
+        TILE=_TILE_TOKENS,
+        PRECISION=precision,
+        num_warps=4,
+        num_stages=3,
+    )
+    out = query.new_empty(query.shape)
+    _merge_parts[(query.shape[0], heads)](
+        room.sums,
+        room.largest,
+        room.totals,
+        plan.first_items,
+        plan.lengths,
+        out,
+        HEADS=heads,
+        DIM=dim,
+        DIM_PAD=triton.next_power_of_2(dim),
+        PART=PART_TOKENS,
+        PARTS=_MERGED_PARTS,
+        num_warps=4,
+    )
+    return out
+
+
+def store_tokens(key: Any, value: Any, addresses: Any, layer_bytes: int, block_tokens: int) -> None:
+    """Put each row's [kv_heads, dim] where its address says, or nowhere if that is 0."""
+    rows, kv_heads, dim = key.shape
+    _store_tokens[(rows,)](
+        key,
+        value,
+        addresses,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        layer_bytes,
+        KV_HEADS=kv_heads,
+        KV_HEADS_PAD=triton.next_power_of_2(kv_heads),
+        DIM=dim,
+        DIM_PAD=triton.next_power_of_2(dim),
+        BLOCK_TOKENS=block_tokens,
+        num_warps=4,
+    )
+
+
+def copy_layer(table: Any, layer_bytes: int, out: Any) -> None:
+    """Bring one layer of the blocks together: out [2, blocks, block_tokens, kv_heads, dim].
+
+    Each byte of a cold block crosses the link once.
+    """
+    num_blocks = out.shape[1]
+    _copy_layer[(num_blocks, 2)](
+        table,
+        out,
+        layer_bytes,
+        num_blocks,
+        SIZE=out[0, 0].numel(),
+        STEP=2048,
+        num_warps=8,
+    )

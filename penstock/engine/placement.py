@@ -1,0 +1,281 @@
+"""Finds device blocks for sequences, and moves blocks between the device and HOST while they run.
+
+A complete block has been saved, so HOST has a copy of it. Leaving the device is then free: the
+block is pinned in HOST, read there from the next step on, and its device slot is another's. Coming
+back is a copy beside the computation; until it has ended the block is read from HOST.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from penstock.engine.blocks import BlockPool
+from penstock.engine.request import Request
+from penstock.engine.residency import Residency
+from penstock.engine.table import shared_places
+from penstock.errors import BookError
+from penstock.types import BlockKey, Done, Match, Slot, TicketId, Verdict
+
+_MAX_RETURNING = 64  # blocks on their way back at a time: others load too
+
+
+class Tiers(Protocol):
+    """What the engine's books need of an Offloader."""
+
+    def match(self, keys: Sequence[BlockKey]) -> Match: ...
+    def note(self, match: Match) -> None: ...
+    def load(self, keys: Sequence[BlockKey], into: Sequence[Slot | None]) -> TicketId: ...
+    def save(self, keys: Sequence[BlockKey], source: Sequence[Slot]) -> TicketId: ...
+    def cancel(self, ticket: TicketId) -> None: ...
+    def is_in_host(self, key: BlockKey) -> bool: ...
+    def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]: ...
+    def unpin(self, slots: Sequence[Slot]) -> None: ...
+
+
+class Placement:
+    def __init__(
+        self, pool: BlockPool, residency: Residency | None = None, tiers: Tiers | None = None
+    ) -> None:
+        """Without a residency, or without tiers, everything a sequence has is on the device."""
+        self._pool = pool
+        self._tiers = tiers
+        self._residency = residency if tiers is not None else None
+        self._running: Collection[Request] = ()
+        self._saving: dict[TicketId, list[Slot]] = {}
+        self._being_saved: set[BlockKey] = set()
+        self._returning: dict[TicketId, dict[BlockKey, tuple[int, Slot]]] = {}
+        self.num_left = 0  # blocks that left the device while in use
+        self.num_returned = 0
+
+    @property
+    def is_saving(self) -> bool:
+        return bool(self._saving)
+
+    @property
+    def num_cold(self) -> int:
+        return sum(request.table.num_cold for request in self._running)
+
+    def follow(self, running: Collection[Request]) -> None:
+        """The sequences whose blocks may be moved: a live collection."""
+        self._running = running
+
+    def may_be_cold(self, request: Request) -> bool:
+        return self._residency is not None and self._residency.may_be_cold(request)
+
+    # Room on the device.
+
+    def take(self, count: int, request: Request) -> list[Slot] | None:
+        """Device blocks for a sequence; others', or its own, leave for HOST if need be."""
+        count = max(0, count)
+        slots = self._pool.take(count)
+        if slots is None:
+            self._leave(count - self._pool.num_available, request)
+            slots = self._pool.take(count)
+        return slots
+
+    def can_wait(self) -> bool:
+        """Whether a save is under way, after which more blocks can leave the device."""
+        return self._residency is not None and bool(self._saving)
+
+    def arrange(
+        self, request: Request, start: int, num_loads: int, slots: list[Slot]
+    ) -> list[Slot | None] | None:
+        """Where the blocks of a load go: device slots, of which `slots` are there, or None: HOST.
+
+        None for all of it says that there is no room yet. What is not needed of `slots` is free
+        again; if there is no room, all of it.
+        """
+        keep = num_loads
+        if self._residency is not None and self.may_be_cold(request):
+            budget = self._residency.budget_blocks(request)
+            if budget is not None:
+                keep = min(keep, max(1, budget - start))
+        more = self.take(keep - len(slots), request)
+        if more is None and self.may_be_cold(request):
+            more = self._pool.take(min(keep - len(slots), self._pool.num_available))
+        if more is None:
+            self._pool.release(slots)
+            return None
+        slots = slots + more
+        num_cold = max(0, num_loads - len(slots))
+        cold = self._cold_of_load(request, start, num_loads, num_cold)
+        if cold is None:
+            self._pool.release(slots)
+            return None
+        spare = len(slots) - (num_loads - num_cold)
+        if spare:
+            self._pool.release(slots[-spare:])
+        source = iter(slots)
+        return [None if index in cold else next(source) for index in range(num_loads)]
+
+    def drop(self, request: Request) -> None:
+        """A sequence leaves all its blocks."""
+        slots, pins = request.table.take_all()
+        self._pool.release(slots)
+        if pins:
+            assert self._tiers is not None
+            self._tiers.unpin(pins)
+
+    def release_load(self, into: Sequence[Slot | None], pins: Sequence[Slot | None]) -> None:
+        """Blocks of a load that are not wanted, or did not come."""
+        self._pool.release([slot for slot in into if slot is not None])
+        held = [pin for pin in pins if pin is not None]
+        if held:
+            assert self._tiers is not None
+            self._tiers.unpin(held)
+
+    # Saves.
+
+    def save(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """Copy complete blocks to HOST; they are held until that has ended."""
+        if self._tiers is None or not keys:
+            return
+        self._pool.hold(slots)
+        self._being_saved.update(keys)
+        self._saving[self._tiers.save(keys, slots)] = list(slots)
+
+    def settle(self, done: Done) -> bool:
+        """Whether it was a save or a migration that has ended, and not a sequence's load."""
+        if (saved := self._saving.pop(done.ticket, None)) is not None:
+            self._pool.release(saved)
+            self._being_saved.difference_update(done.keys)
+            return True
+        if (returning := self._returning.pop(done.ticket, None)) is not None:
+            self._returned(done, returning)
+            return True
+        return False
+
+    # Migration.
+
+    def balance(self) -> None:
+        """In the background: make room above the high watermark, use room below the low one."""
+        if self._residency is None:
+            return
+        num_used = self._pool.num_blocks - self._pool.num_available
+        if leaving := self._residency.num_to_leave(num_used):
+            self._leave(leaving, None)
+        elif room := self._residency.num_to_return(num_used):
+            flying = sum(map(len, self._returning.values()))
+            self._return(min(room, _MAX_RETURNING - flying))
+
+    def _leave(self, count: int, wanted_by: Request | None) -> None:
+        """Let `count` blocks leave the device, if as many may."""
+        if self._residency is None or count <= 0:
+            return
+        running = list(self._running)
+        if wanted_by is not None and wanted_by not in running and wanted_by.table:
+            running.append(wanted_by)
+        unsaved: dict[BlockKey, Slot] = {}
+        seen: set[Slot] = set()  # a block is listed by everyone who shares it
+
+        def is_at_hand(request: Request, index: int) -> bool:
+            assert self._tiers is not None
+            key, slot = request.chain.keys[index], request.table.slot(index)
+            if slot in seen:
+                return False
+            seen.add(slot)
+            holders = self._holders(running, index, slot)
+            if len(holders) < self._pool.num_holds(slot):
+                return False  # somebody else needs it here: a save, or a load into it
+            if self._residency is None or not all(map(self._residency.may_be_cold, holders)):
+                return False
+            if self._tiers.is_in_host(key):
+                return True
+            if key not in self._being_saved and len(unsaved) < count:
+                unsaved[key] = slot
+            return False
+
+        victims = self._residency.victims(
+            running,
+            count,
+            self.num_cold,
+            lambda request, index: self._pool.num_holds(request.table.slot(index)) > 1,
+            is_at_hand,
+        )
+        for request, index in victims:
+            self._chill(running, request, index)
+        if len(victims) < count:  # HOST lost them, or had no room: once more
+            self.save(list(unsaved), list(unsaved.values()))
+
+    def _chill(self, running: Sequence[Request], request: Request, index: int) -> None:
+        assert self._tiers is not None
+        key, slot = request.chain.keys[index], request.table.slot(index)
+        holders = self._holders(running, index, slot)
+        pins = [self._tiers.pin([key])[0] for _ in holders]
+        held = [pin for pin in pins if pin is not None]
+        if len(held) < len(holders):  # it was not what HOST's seal says
+            self._tiers.unpin(held)
+            return
+        for holder, pin in zip(holders, held, strict=True):
+            self._pool.release([holder.table.chill(index, pin)])
+        self.num_left += 1
+
+    def _return(self, count: int) -> None:
+        assert self._tiers is not None
+        assert self._residency is not None
+        seen = {key for keys in self._returning.values() for key in keys}
+        wanted: dict[BlockKey, tuple[int, Slot]] = {}
+        shared = shared_places([request.table for request in self._running])
+        for request, index in self._residency.returning(
+            self._running, count, lambda r, i: int(r.table.places[i]) in shared
+        ):
+            key = request.chain.keys[index]
+            if key in seen:
+                continue
+            seen.add(key)
+            if found := self._pool.share([key]):  # it left a moment ago, and is still untouched
+                self._warm(index, key, found[0])
+            elif taken := self._pool.take(1):
+                wanted[key] = (index, taken[0])
+        if wanted:
+            ticket = self._tiers.load(list(wanted), [slot for _, slot in wanted.values()])
+            self._returning[ticket] = wanted
+
+    def _returned(self, done: Done, targets: dict[BlockKey, tuple[int, Slot]]) -> None:
+        for key, verdict in zip(done.keys, done.verdicts, strict=True):
+            index, slot = targets[key]
+            if verdict is Verdict.OK:
+                self._pool.name(slot, key)
+                self._warm(index, key, slot)
+            else:
+                self._pool.release([slot])
+
+    def _warm(self, index: int, key: BlockKey, slot: Slot) -> None:
+        """Whoever reads this block from HOST reads it in `slot` from now on."""
+        assert self._tiers is not None
+        for request in self._running:
+            table = request.table
+            is_cold = len(table) > index and table.places[index] < 0
+            if is_cold and request.chain.keys[index] == key:
+                self._pool.hold([slot])
+                self._tiers.unpin([table.warm(index, slot)])
+        self._pool.release([slot])
+        self.num_returned += 1
+
+    def _cold_of_load(
+        self, request: Request, start: int, num_loads: int, num_cold: int
+    ) -> Collection[int] | None:
+        """Which blocks of a load stay in HOST, counted from `start`; None: not so many may."""
+        if not num_cold:
+            return ()
+        assert self._residency is not None
+        if not self._residency.admits(num_cold, self.num_cold, bool(self._running)):
+            return None
+        zones = self._residency.zones(request)
+        order = [
+            *range(max(zones.prefix_end, start), start + num_loads),
+            *reversed(range(start, min(zones.prefix_end, start + num_loads))),
+        ]
+        return {index - start for index in order[:num_cold]}
+
+    @staticmethod
+    def _holders(running: Sequence[Request], index: int, slot: Slot) -> list[Request]:
+        """Sequences share only what lies at the same place in them."""
+        return [r for r in running if len(r.table) > index and r.table.places[index] == slot]
+
+    def check(self) -> None:
+        for request in self._running:
+            cold = request.table.cold()
+            if cold and cold[-1] >= request.num_named:
+                raise BookError("a block that is not complete was sent away")

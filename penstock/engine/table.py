@@ -1,0 +1,130 @@
+"""Where the blocks of one sequence lie: on the device, or cold in HOST, pinned and read there.
+
+A place is a number: a device slot, or `~slot` (below zero) of HOST. Kernels take addresses, which
+`Addresses` makes of places; they do not care what is behind one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.types import Slot
+
+Places = NDArray[np.int64]
+
+
+class BlockTable:
+    """A sequence's blocks in order. It grows at its end; any block may move between the tiers."""
+
+    __slots__ = ("_len", "_num_cold", "_places")
+
+    def __init__(self, slots: Sequence[Slot] = ()) -> None:
+        self._places: Places = np.empty(max(8, len(slots)), np.int64)
+        self._len = 0
+        self._num_cold = 0
+        self.extend(slots)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.places.tolist())
+
+    @property
+    def places(self) -> Places:
+        """A view: it is good until the table grows."""
+        return self._places[: self._len]
+
+    @property
+    def num_cold(self) -> int:
+        return self._num_cold
+
+    @property
+    def num_resident(self) -> int:
+        return self._len - self._num_cold
+
+    def slot(self, index: int) -> Slot:
+        """The device slot of a resident block."""
+        return Slot(int(self.places[index]))
+
+    def slots(self, start: int, end: int) -> list[Slot]:
+        """The device slots of blocks that are all resident."""
+        return [Slot(place) for place in self.places[start:end].tolist()]
+
+    def extend(self, slots: Sequence[Slot]) -> None:
+        """Resident blocks come to the end."""
+        self._append(slots)
+
+    def extend_cold(self, pins: Sequence[Slot]) -> None:
+        """Blocks pinned in HOST come to the end."""
+        self._append([~pin for pin in pins])
+        self._num_cold += len(pins)
+
+    def chill(self, index: int, pin: Slot) -> Slot:
+        """A resident block is read from HOST from now on; returns the device slot it leaves."""
+        slot = self.slot(index)
+        self._places[index] = ~pin
+        self._num_cold += 1
+        return slot
+
+    def warm(self, index: int, slot: Slot) -> Slot:
+        """A cold block is read from the device from now on; returns the slot of HOST it leaves."""
+        pin = Slot(~int(self.places[index]))
+        self._places[index] = slot
+        self._num_cold -= 1
+        return pin
+
+    def resident(self, start: int = 0, end: int | None = None) -> list[int]:
+        """Indices of resident blocks, in order."""
+        found: list[int] = (np.flatnonzero(self.places[start:end] >= 0) + start).tolist()
+        return found
+
+    def cold(self, start: int = 0, end: int | None = None) -> list[int]:
+        """Indices of cold blocks, in order."""
+        found: list[int] = (np.flatnonzero(self.places[start:end] < 0) + start).tolist()
+        return found
+
+    def take_all(self) -> tuple[list[Slot], list[Slot]]:
+        """Empty the table: the device slots and the slots of HOST that it had, in order."""
+        places = self.places
+        slots, pins = places[places >= 0].tolist(), (~places[places < 0]).tolist()
+        self._len = self._num_cold = 0
+        return slots, pins
+
+    def _append(self, places: Iterable[int]) -> None:
+        new = np.fromiter(places, np.int64)
+        end = self._len + len(new)
+        if end > len(self._places):
+            room = np.empty(max(end, 2 * len(self._places)), np.int64)
+            room[: self._len] = self.places
+            self._places = room
+        self._places[self._len : end] = new
+        self._len = end
+
+
+def shared_places(tables: Sequence[BlockTable]) -> set[int]:
+    """Places that several sequences read."""
+    if len(tables) < 2:
+        return set()
+    places, counts = np.unique(np.concatenate([t.places for t in tables]), return_counts=True)
+    return set(places[counts > 1].tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """From places to addresses. `host_address` is 0 where nothing is offloaded."""
+
+    device_address: int
+    device_stride: int
+    host_address: int = 0
+    host_stride: int = 0
+
+    def of(self, places: Places) -> Places:
+        resident = self.device_address + places * self.device_stride
+        if not self.host_address:
+            return resident
+        return np.where(places >= 0, resident, self.host_address + ~places * self.host_stride)
