@@ -151,6 +151,34 @@ class Preempted:
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """The engine has computed one step."""
+
+    num_sequences: int
+    num_tokens: int
+    seconds: float
+    num_cold_blocks: int  # read from DRAM, of all its sequences together
+    num_cold_bytes: int
+    link_seconds: float | None  # what that takes on the link, as far as its rate is known
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """Blocks of running sequences have left the device for DRAM, or have come back."""
+
+    num_left: int
+    num_returned: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentShare:
+    """Which share of the running sequences' KV is on the device. Sent when it changes."""
+
+    lowest: float  # of the one that has the least
+    of_all: float
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """A request was not accepted: `too_long` for the pool or the model, or `busy`."""
 
@@ -202,6 +230,9 @@ Event = (
     | Decided
     | Sequences
     | Preempted
+    | Stepped
+    | Migrated
+    | ResidentShare
     | Refused
     | FirstToken
     | Finished

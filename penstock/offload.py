@@ -254,6 +254,10 @@ class Offloader:
         self, keys: Sequence[BlockKey], slots: Sequence[Slot | None]
     ) -> list[Slot | None]:
         """As every block below the device, one that is read in place is verified before."""
+        if self.host is not None and self.host.num_for_device < self.host.num_slots:
+            reach = self.host.num_for_device
+            self._stack.unpin([slot for slot in slots if slot is not None and slot >= reach])
+            slots = [None if slot is not None and slot >= reach else slot for slot in slots]
         pairs = [(key, slot) for key, slot in zip(keys, slots, strict=True) if slot is not None]
         if self._seals is None or not pairs:
             return list(slots)

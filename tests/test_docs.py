@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from penstock.config import Config, describe, load_config
 from penstock.metrics import Metrics
@@ -68,6 +71,30 @@ def test_every_metric_is_documented() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     documented = {name.removesuffix("_total") for name in re.findall(r"^\| `(\w+)` \|", text, re.M)}
     assert documented == {metric.name for metric in Metrics().registry.collect()}
+
+
+RULES = ROOT / "deploy" / "penstock.rules.yml"
+
+
+def test_alerts_speak_of_metrics_that_exist() -> None:
+    names = [metric.name for metric in Metrics().registry.collect()]
+    exposed = {name + end for name in names for end in ("", "_total", "_bucket")}
+    rules = [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+    assert len({rule["alert"] for rule in rules}) == len(rules) >= 7
+    for rule in rules:
+        named = set(re.findall(r"penstock_\w+", rule["expr"]))
+        assert named, rule["alert"]
+        assert named <= exposed
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus's promtool")
+def test_prometheus_accepts_the_alerts() -> None:
+    done = subprocess.run(
+        ["promtool", "check", "rules", str(RULES)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from penstock.machine import check_machine
 
 _PANEL = "Engine"
 _TIERS_PANEL = "KV tiers"
+_RESIDENCY_PANEL = "Where KV in use lies"
 
 Model = Annotated[
     str,
@@ -132,6 +133,67 @@ class EngineArguments:
             rich_help_panel=_PANEL,
         ),
     ] = 256
+
+    cold_kv: Annotated[
+        bool,
+        typer.Option(
+            help="Part of a running sequence's KV may lie in DRAM and be read there.",
+            rich_help_panel=_RESIDENCY_PANEL,
+        ),
+    ] = True
+    resident_prefix_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="The first tokens of every sequence stay on the device as long as they can.",
+            rich_help_panel=_RESIDENCY_PANEL,
+        ),
+    ] = 1024
+    resident_tail_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="And the last ones.", rich_help_panel=_RESIDENCY_PANEL
+        ),
+    ] = 512
+    session_device_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="What one sequence keeps on the device when others need room.",
+            rich_help_panel=_RESIDENCY_PANEL,
+        ),
+    ] = None
+    device_high_watermark: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1,
+            metavar="SHARE",
+            help="Of the pool in use: from here on KV leaves it.",
+            rich_help_panel=_RESIDENCY_PANEL,
+        ),
+    ] = 0.98
+    device_low_watermark: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1,
+            metavar="SHARE",
+            help="Below this it comes back.",
+            rich_help_panel=_RESIDENCY_PANEL,
+        ),
+    ] = 0.95
+    max_cold_gib_per_step: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="GiB",
+            help="Read from DRAM in one step. By default 2 on a GPU; a CPU needs no bound.",
+            rich_help_panel=_RESIDENCY_PANEL,
+        ),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """As `EngineOptions` names them."""

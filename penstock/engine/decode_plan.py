@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.table import Places
@@ -31,11 +32,13 @@ class PartRoom:
 
 
 class DecodePlan:
-    """For up to `max_sequences` with `max_blocks` blocks among them.
+    """For up to `max_sequences` with `max_blocks` blocks among them. All of it is one buffer:
 
-    All of it lies in one buffer:
+        num_items | token ids | positions | addresses | lengths | starts | first items
+        | sequences of items | parts of items | table
 
-        num_items | lengths | starts | first_items | item_sequences | item_parts | table
+    The rows of a step that is replayed are in it too: their ids, positions, and where their keys
+    go in the first layer.
     """
 
     def __init__(
@@ -47,43 +50,52 @@ class DecodePlan:
         device: torch.device,
     ) -> None:
         self._part_tokens = part_tokens
-        self.max_sequences = max_sequences
         # A sequence's last part may be short, and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
-        sizes = [1, max_sequences, max_sequences, max_sequences]
-        sizes += [self.max_items, self.max_items, max_blocks]
-        self._ends = np.cumsum(sizes).tolist()
-        self._begins = [0, *self._ends[:-1]]
+        sizes = [1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
+        ends = np.cumsum(sizes).tolist()
+        begins = [0, *ends[:-1]]
         on_gpu = device.type == "cuda"
-        self._staged = torch.zeros(self._ends[-1], dtype=torch.int64, pin_memory=on_gpu)
-        self._sent = torch.zeros(self._ends[-1], dtype=torch.int64, device=device)
-        self._host = self._staged.numpy()
-        parts = [self._sent[begin:end] for begin, end in zip(self._begins, self._ends, strict=True)]
-        self.num_items, self.lengths, self.starts, self.first_items = parts[:4]
-        self.item_sequences, self.item_parts, self.table = parts[4:]
+        self._staged = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=on_gpu)
+        self._sent = torch.zeros(ends[-1], dtype=torch.int64, device=device)
+        self._small_end = begins[7]
+        self._large_begins = begins[7:]
+        host = self._staged.numpy()
+        parts = [host[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        self._num_items, *self._rows = parts[:4]
+        self._lengths, self._starts, self._first_items = parts[4:7]
+        self._item_sequences, self._item_parts, self._table = parts[7:]
+        sent = [self._sent[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        self.num_items, self.ids, self.positions, self.addresses = sent[:4]
+        self.lengths, self.starts, self.first_items = sent[4:7]
+        self.item_sequences, self.item_parts, self.table = sent[7:]
 
-    def fill(self, tables: Sequence[Places], lengths: Sequence[int]) -> None:
-        """Addresses and number of tokens of each sequence; on the current stream."""
+    def fill(
+        self,
+        tables: Sequence[Places],
+        lengths: Sequence[int],
+        rows: Sequence[NDArray[np.int64]] | None = None,
+    ) -> None:
+        """Addresses and number of tokens of each sequence, and the rows; on the current stream."""
         count = len(tables)
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
         first_items = np.concatenate([[0], np.cumsum(num_parts)])
-        sizes = np.array([len(table) for table in tables], np.int64)
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        num_items = int(first_items[-1])
-        begins = self._begins
-        host = self._host
-        host[0] = num_items
-        host[begins[1] : begins[1] + count] = lengths
-        host[begins[2] : begins[2] + count] = starts[:-1]
-        host[begins[3] : begins[3] + count] = first_items[:-1]
+        starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
+        num_items, num_blocks = int(first_items[-1]), int(starts[-1])
+        self._num_items[0] = num_items
+        for target, source in zip(self._rows, rows or (), strict=False):
+            target[: len(source)] = source
+            target[len(source) : count] = 0
+        self._lengths[:count] = lengths
+        self._starts[:count] = starts[:-1]
+        self._first_items[:count] = first_items[:-1]
         sequences = np.repeat(np.arange(count), num_parts)
-        host[begins[4] : begins[4] + num_items] = sequences
-        host[begins[5] : begins[5] + num_items] = np.arange(num_items) - first_items[sequences]
-        np.concatenate(tables, out=host[begins[6] : begins[6] + int(starts[-1])])
-        self._send(begins[0], begins[4])
-        self._send(begins[4], begins[4] + num_items)
-        self._send(begins[5], begins[5] + num_items)
-        self._send(begins[6], begins[6] + int(starts[-1]))
+        self._item_sequences[:num_items] = sequences
+        self._item_parts[:num_items] = np.arange(num_items) - first_items[sequences]
+        np.concatenate(tables, out=self._table[:num_blocks])
+        self._send(0, self._small_end)
+        for begin, size in zip(self._large_begins, (num_items, num_items, num_blocks), strict=True):
+            self._send(begin, begin + size)
 
     def _send(self, begin: int, end: int) -> None:
         self._sent[begin:end].copy_(self._staged[begin:end], non_blocking=True)

@@ -11,6 +11,7 @@ its tokens.
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +29,9 @@ from penstock.engine.blocks import BlockPool
 from penstock.engine.detokenize import Detokenizer
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.engine.request import Request, Residence
+from penstock.engine.request import Request
 from penstock.engine.residency import Residency, ResidencyConfig, Turns
-from penstock.engine.runner import Runner
+from penstock.engine.runner import Runner, TorchRunner
 from penstock.engine.sampler import Row, Sampled, make_generator, sample
 from penstock.engine.scheduler import Chunk, Scheduler
 from penstock.engine.story import Story
@@ -41,10 +42,10 @@ from penstock.offload import Offloader
 from penstock.plan.sizing import suggest_block_tokens
 from penstock.stores.device import DevicePool
 from penstock.transfer.cuda import CudaMover
-from penstock.types import BlockSpec, Match
+from penstock.transfer.pinning import has_same_addresses
+from penstock.types import BlockSpec, Match, Tier
 from penstock.units import format_bytes
 
-_ANYWHERE = Residence()
 LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
 
 
@@ -123,8 +124,22 @@ class Engine:
                 tiers, spec, device, observers=observers, device_mover=mover
             )
         host = None if self.offloader is None else self.offloader.host
-        self._runner = Runner(loaded.model, device, self.block_tokens, loaded.num_heads, host)
-        self._residency = Residency(config.residency, self.block_tokens, block_bytes, num_blocks)
+        residency = config.residency
+        self.runner: Runner
+        if device.on_gpu and importlib.util.find_spec("triton") is not None:
+            from penstock.engine.triton_runner import TritonRunner
+
+            self.runner = TritonRunner(
+                loaded, device, self.block_tokens, host, max_running=config.max_running
+            )
+            if host is not None and not has_same_addresses(host):
+                residency = replace(residency, cold=False)
+        else:
+            self.runner = TorchRunner(
+                loaded.model, device, self.block_tokens, loaded.num_heads, host
+            )
+            residency = replace(residency, cold=residency.cold and not device.on_gpu)
+        self._residency = Residency(residency, self.block_tokens, block_bytes, num_blocks)
         self._costs = LoadOrCompute(block_bytes, self.block_tokens)
         self._story = Story(block_bytes, observers)
         self.admission = Admission(
@@ -132,7 +147,7 @@ class Engine:
             num_blocks,
             None if self.offloader is None else self.offloader.num_blocks,
             config.max_waiting,
-            num_cold_blocks=self._num_cold_blocks(config.residency),
+            num_cold_blocks=self._num_cold_blocks(residency),
         )
         self.scheduler = Scheduler(
             self.pool,
@@ -143,7 +158,7 @@ class Engine:
             max_batched_tokens=config.max_batched_tokens,
             max_running=config.max_running,
             residency=self._residency,
-            turns=Turns(config.residency.max_cold_bytes_per_step, block_bytes),
+            turns=Turns(residency.max_cold_bytes_per_step, block_bytes),
         )
         self._live: dict[str, _Live] = {}
         self._sequence = count()
@@ -166,7 +181,6 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         index: int = 0,
-        residence: Residence = _ANYWHERE,
     ) -> Request:
         """Queue a request. Raises ConfigError or TooLong if it can never be served, or Busy."""
         if not prompt_ids:
@@ -177,7 +191,7 @@ class Engine:
                 f"0 to {self.loaded.vocab_size - 1}, as this model's tokenizer gives them."
             )
         try:
-            max_new = self._max_new(len(prompt_ids), params, residence)
+            max_new = self._max_new(len(prompt_ids), params)
         except (TooLong, Busy) as refusal:
             self._story.refused("busy" if isinstance(refusal, Busy) else "too_long")
             raise
@@ -190,7 +204,6 @@ class Engine:
             KeyChain(replace(self.namespace, tenant=tenant)),
             priority=priority,
             tenant=tenant,
-            residence=residence,
             max_total_tokens=len(prompt_ids) + max_new,
             arrival=time.monotonic(),
             sequence=next(self._sequence),
@@ -220,9 +233,12 @@ class Engine:
                 self.offloader.pause(0.002)  # loads are under way: let them have the processor
             return []
         started = time.monotonic()
-        logits = self._runner.run(chunks)
+        logits = self.runner.run(chunks)
         read = [(chunk.num_tokens, chunk.start) for chunk in chunks]
-        self._costs.observe(read, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._costs.observe(read, seconds)
+        link = None if self.offloader is None else self.offloader.rates.get(Tier.HOST)
+        self._story.stepped(chunks, seconds, link)
         self.scheduler.computed(chunks)
         return self._sample(chunks, logits)
 
@@ -304,7 +320,7 @@ class Engine:
             return 0
         return self.offloader.num_host_blocks
 
-    def _max_new(self, num_prompt: int, params: SamplingParams, residence: Residence) -> int:
+    def _max_new(self, num_prompt: int, params: SamplingParams) -> int:
         """How many tokens the request may add; raises TooLong or Busy if it cannot be queued."""
         room = self.loaded.max_tokens - num_prompt
         if room < 1:
@@ -314,12 +330,12 @@ class Engine:
             )
         if params.max_tokens is None:
             # Asked for as much as there is room for: the pool is part of what there is.
-            num_blocks = self.admission.num_running_blocks(never_cold=residence.never_cold)
+            num_blocks = self.admission.num_running_blocks(never_cold=params.residency.never_cold)
             max_new = max(1, min(room, num_blocks * self.block_tokens - num_prompt))
         else:
             max_new = min(params.max_tokens, room)
         self.admission.check(
-            num_prompt, max_new, self.scheduler.num_waiting, never_cold=residence.never_cold
+            num_prompt, max_new, self.scheduler.num_waiting, never_cold=params.residency.never_cold
         )
         return max_new
 

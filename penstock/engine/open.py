@@ -10,6 +10,7 @@ from penstock.config import Config
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import load_model
 from penstock.engine.options import EngineOptions, tiers_config
+from penstock.engine.residency import ResidencyConfig
 from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.machine import check_machine
@@ -45,9 +46,12 @@ def open_engine(
         options.max_num_batched_tokens,
         options.max_num_seqs,
         options.max_waiting,
+        _residency(options, device),
     )
     tell("taking memory for KV")
-    return Engine(loaded, settings, tiers, observers)
+    engine = Engine(loaded, settings, tiers, observers)
+    engine.runner.warm_up(tell)
+    return engine
 
 
 def _device(name: str) -> str:
@@ -62,6 +66,21 @@ def default_dtype(device: str) -> str:
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
     # Without it torch computes bfloat16 in software, many times slower than float32.
     return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+
+
+def _residency(options: EngineOptions, device: str) -> ResidencyConfig:
+    cold_gib = options.max_cold_gib_per_step
+    if cold_gib is None and device.startswith("cuda"):
+        cold_gib = 2.0  # about 40 ms of a PCIe Gen5 link
+    return ResidencyConfig(
+        options.cold_kv,
+        options.resident_prefix_tokens,
+        options.resident_tail_tokens,
+        options.session_device_tokens,
+        options.device_high_watermark,
+        options.device_low_watermark,
+        None if cold_gib is None else max(1, int(cold_gib * GiB)),
+    )
 
 
 def _pool_bytes(options: EngineOptions, device: str) -> int:

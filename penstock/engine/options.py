@@ -30,6 +30,13 @@ class EngineOptions:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     max_waiting: int = 256
+    cold_kv: bool = True  # part of a running sequence's KV may lie in DRAM and be read there
+    resident_prefix_tokens: int = 1024  # what stays on the device as long as it can: the first ...
+    resident_tail_tokens: int = 512  # ... and the last of every sequence
+    session_device_tokens: int | None = None  # what a sequence keeps there when others need room
+    device_high_watermark: float = 0.98  # share of the pool in use at which KV begins to leave it
+    device_low_watermark: float = 0.95  # ... and below which it comes back
+    max_cold_gib_per_step: float | None = None  # None: no bound on a CPU, 2 on a GPU
 
     def __post_init__(self) -> None:
         if self.kv_offloading_backend != "native":
@@ -43,6 +50,12 @@ class EngineOptions:
         self._check("gpu_memory_utilization", low=0.01, high=1.0, expected="a share up to 1")
         for name in ("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             self._check(name, low=1, expected="a whole number of at least 1", whole=True)
+        self._check("session_device_tokens", low=1, expected="at least 1 token", whole=True)
+        for name in ("resident_prefix_tokens", "resident_tail_tokens"):
+            self._check(name, low=0, expected="0 or more tokens", whole=True)
+        for name in ("device_high_watermark", "device_low_watermark"):
+            self._check(name, low=0.01, high=1.0, expected="a share up to 1")
+        self._check("max_cold_gib_per_step", low=1e-6, expected="more than 0 GiB")
 
     def _check(
         self, name: str, low: float, expected: str, high: float = 1 << 33, *, whole: bool = False

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from penstock.errors import ConfigError
 
@@ -66,6 +66,36 @@ def _ids(value: object) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class KvResidency:
+    """Where one request wants its KV while it runs. None: as the engine is set."""
+
+    prefix_tokens: int | None = None  # the first so many stay on the device if they can
+    tail_tokens: int | None = None  # the last so many
+    device_tokens: int | None = None  # of all, no more than so many if others need room
+    never_cold: bool = False  # all of it on the device, or the request waits
+
+    def __post_init__(self) -> None:
+        for name, low in (("prefix_tokens", 0), ("tail_tokens", 0), ("device_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                expected = f"a whole number of at least {low}"
+                _whole(f"kv_residency.{name}", value, low, 2**31 - 1, expected)
+        if not isinstance(self.never_cold, bool):
+            raise _refuse("kv_residency.never_cold", self.never_cold, "true or false")
+
+    @classmethod
+    def of(cls, value: object) -> KvResidency:
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        names = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping) or not set(value) <= set(names):
+            raise _refuse("kv_residency", value, f"some of {', '.join(names)}")
+        return cls(**value)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """One request's wishes. `stop` and `stop_token_ids` are held as tuples, whatever was given."""
 
@@ -85,6 +115,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
+    kv_residency: KvResidency | Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         self._check_whole_numbers()
@@ -103,6 +134,7 @@ class SamplingParams:
                 raise _refuse(name, getattr(self, name), "true or false")
         self._set("stop", _strings(self.stop))
         self._set("stop_token_ids", _ids(self.stop_token_ids))
+        self._set("kv_residency", KvResidency.of(self.kv_residency))
 
     @property
     def greedy(self) -> bool:
@@ -121,6 +153,11 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop`, as the type checker cannot know it: always a tuple."""
         return _strings(self.stop)
+
+    @property
+    def residency(self) -> KvResidency:
+        """`kv_residency`, always one."""
+        return KvResidency.of(self.kv_residency)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

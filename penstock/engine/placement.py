@@ -15,6 +15,7 @@ from penstock.engine.request import Request
 from penstock.engine.residency import Residency
 from penstock.engine.table import shared_places
 from penstock.errors import BookError
+from penstock.events import Migrated
 from penstock.types import BlockKey, Done, Match, Slot, TicketId, Verdict
 
 _MAX_RETURNING = 64  # blocks on their way back at a time: others load too
@@ -47,6 +48,7 @@ class Placement:
         self._returning: dict[TicketId, dict[BlockKey, tuple[int, Slot]]] = {}
         self.num_left = 0  # blocks that left the device while in use
         self.num_returned = 0
+        self._told = (0, 0)  # of both
 
     @property
     def is_saving(self) -> bool:
@@ -55,6 +57,20 @@ class Placement:
     @property
     def num_cold(self) -> int:
         return sum(request.table.num_cold for request in self._running)
+
+    def take_migrated(self) -> Migrated | None:
+        """What has moved since the last call."""
+        moved = (self.num_left - self._told[0], self.num_returned - self._told[1])
+        self._told = (self.num_left, self.num_returned)
+        return Migrated(*moved) if any(moved) else None
+
+    def resident_shares(self) -> tuple[float, float]:
+        """Of the running sequence that has least of its KV on the device, and of all together."""
+        tables = [request.table for request in self._running if len(request.table)]
+        if not tables:
+            return 1.0, 1.0
+        lowest = min(table.num_resident / len(table) for table in tables)
+        return lowest, sum(t.num_resident for t in tables) / sum(map(len, tables))
 
     def follow(self, running: Collection[Request]) -> None:
         """The sequences whose blocks may be moved: a live collection."""

@@ -18,16 +18,6 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class Residence:
-    """Where one request wants its KV while it runs. None: as the engine is set."""
-
-    prefix_tokens: int | None = None
-    tail_tokens: int | None = None
-    device_tokens: int | None = None
-    never_cold: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     id: str
@@ -36,7 +26,6 @@ class Request:
     chain: KeyChain
     priority: int = 0  # lower is served first
     tenant: str = ""
-    residence: Residence = Residence()
     max_total_tokens: int = 0  # prompt and all it may still say
     arrival: float = 0.0
     stamp: float = 0.0  # its turn among those of its priority (see fairness)

@@ -82,7 +82,7 @@ class Residency:
         return max(0, self._low - num_used)
 
     def zones(self, request: Request) -> Zones:
-        wish, config = request.residence, self.config
+        wish, config = request.params.residency, self.config
         prefix = config.prefix_tokens if wish.prefix_tokens is None else wish.prefix_tokens
         tail = config.tail_tokens if wish.tail_tokens is None else wish.tail_tokens
         num_tokens = len(request.tokens)
@@ -92,11 +92,11 @@ class Residency:
         return Zones(prefix_end, max(prefix_end, tail_start))
 
     def may_be_cold(self, request: Request) -> bool:
-        return self.config.cold and not request.residence.never_cold
+        return self.config.cold and not request.params.residency.never_cold
 
     def budget_blocks(self, request: Request) -> int | None:
         """How many blocks of the device a sequence may have."""
-        tokens = request.residence.device_tokens or self.config.session_tokens
+        tokens = request.params.residency.device_tokens or self.config.session_tokens
         return None if tokens is None else max(1, tokens // self._block_tokens)
 
     def admits(self, num_more: int, num_cold: int, is_anyone_running: bool) -> bool:

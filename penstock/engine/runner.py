@@ -3,20 +3,123 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.attention.torch import Cold, DecodeKernel, Span, Step, register
+from penstock.engine.attention.torch import DecodeKernel, Span, Step, register
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import Addresses, Places
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 
 
-class Runner:
+class Runner(Protocol):
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Put the chunks' KV into the pool; logits [n, vocab], float32, of those that sample.
+
+        Logits come in the order of the chunks.
+        """
+        ...
+
+    def warm_up(self, progress: Callable[[str], None]) -> None:
+        """Do what can be done before the first request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The tokens of all chunks of a step, one chunk behind the other; those of one token first."""
+
+    token_ids: list[int]
+    positions: NDArray[np.int64]
+    singles: list[Chunk]  # of one token each, at the row's beginning
+    longer: list[tuple[int, Chunk]]  # the others, and where they begin
+    places: Places  # of the block that each token's KV goes to
+    is_written: NDArray[np.bool_]  # but for tokens whose KV is there
+    sampled: list[int]  # rows whose logits are asked for, in the order of the chunks
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], block_tokens: int) -> Row:
+        # `sorted` keeps the order among equals.
+        order = sorted(range(len(chunks)), key=lambda index: chunks[index].num_tokens > 1)
+        token_ids: list[int] = []
+        positions: list[NDArray[np.int64]] = []
+        places: list[Places] = []
+        is_written: list[NDArray[np.bool_]] = []
+        singles: list[Chunk] = []
+        longer: list[tuple[int, Chunk]] = []
+        last_rows: dict[int, int] = {}
+        for index in order:
+            chunk = chunks[index]
+            end = chunk.start + chunk.num_tokens
+            if chunk.num_tokens == 1:
+                singles.append(chunk)
+            else:
+                longer.append((len(token_ids), chunk))
+            mine = np.arange(chunk.start, end)
+            positions.append(mine)
+            places.append(chunk.request.table.places[mine // block_tokens])
+            is_written.append(mine >= chunk.start + chunk.num_present)
+            token_ids += chunk.request.tokens[chunk.start : end]
+            last_rows[index] = len(token_ids) - 1
+        return cls(
+            token_ids,
+            np.concatenate(positions),
+            singles,
+            longer,
+            np.concatenate(places),
+            np.concatenate(is_written),
+            [last_rows[index] for index, chunk in enumerate(chunks) if chunk.samples],
+        )
+
+
+def places_of(chunk: Chunk, block_tokens: int) -> Places:
+    """Where the blocks lie that a chunk reads and writes."""
+    return chunk.request.table.places[: -(-(chunk.start + chunk.num_tokens) // block_tokens)]
+
+
+class TorchMemory:
+    """KV in a pool and in HOST, by torch's own indexing."""
+
+    def __init__(self, pool: Tensor, host: Tensor | None, row: Row, block_tokens: int) -> None:
+        """[blocks, layers, 2, block_tokens, kv_heads, head_dim], both."""
+        self._pool = pool
+        self._host = host
+        written = row.is_written
+        self._rows = None if written.all() else _indices(np.flatnonzero(written), pool.device)
+        self._blocks = _indices(row.places[written], pool.device)
+        self._offsets = _indices(row.positions[written] % block_tokens, pool.device)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if self._rows is not None:
+            keys, values = keys[self._rows], values[self._rows]
+        mine = self._pool[:, layer]
+        mine[self._blocks, 0, self._offsets] = keys
+        mine[self._blocks, 1, self._offsets] = values
+
+    def history(self, layer: int, blocks: Places) -> tuple[Tensor, Tensor]:
+        is_cold = blocks < 0
+        resident = self._pool[:, layer][_indices(blocks[~is_cold], self._pool.device)]
+        if is_cold.any():
+            assert self._host is not None
+            whole = resident.new_empty((len(blocks), *resident.shape[1:]))
+            whole[torch.from_numpy(~is_cold)] = resident
+            whole[torch.from_numpy(is_cold)] = self._host[:, layer][
+                torch.from_numpy(~blocks[is_cold])
+            ]
+            resident = whole
+        return resident[:, 0].flatten(0, 1), resident[:, 1].flatten(0, 1)
+
+
+class TorchRunner:
+    """On a CPU, or wherever torch runs: transformers' own modules, attention by torch or numba."""
+
     def __init__(
         self,
         model: Any,
@@ -32,85 +135,49 @@ class Runner:
         self._block_tokens = block_tokens
         self._num_heads = num_heads
         self._has_kernel = _has_kernel(pool.tensor)
-        self._host = None if host is None else pool.like(host)
-        self._addresses = Addresses(pool.address, pool.stride_bytes)
-        if host is not None:
-            self._addresses = Addresses(
-                pool.address, pool.stride_bytes, host.address, host.stride_bytes
-            )
+        self._host = None if host is None or pool.on_gpu else pool.like(host)
+        self._addresses = Addresses.of_arenas(pool, host)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Write the chunks' KV into the pool; logits [n, vocab], float32, of those that sample.
-
-        Logits come in the order of the chunks.
-        """
         device = self._pool.tensor.device
-        # Sequences that decode come first in the row; `sorted` keeps the order among the others.
-        order = sorted(range(len(chunks)), key=lambda index: chunks[index].num_tokens > 1)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        written: list[int] = []  # rows whose KV is not in the pool yet …
-        blocks: list[int] = []  # … and where it goes
-        spans: list[Span] = []
-        tables: list[Places] = []
-        last_rows: dict[int, int] = {}
-        for index in order:
-            chunk = chunks[index]
-            request, start, end = chunk.request, chunk.start, chunk.start + chunk.num_tokens
-            table = request.table.places[: -(-end // self._block_tokens)]
-            if self._has_kernel and chunk.num_tokens == 1:
-                tables.append(self._addresses.of(table))
-            else:
-                spans.append(_span(len(token_ids), chunk, table, device))
-            new = range(start + chunk.num_present, end)
-            written += range(len(token_ids) + chunk.num_present, len(token_ids) + chunk.num_tokens)
-            blocks += [int(table[position // self._block_tokens]) for position in new]
-            token_ids += request.tokens[start:end]
-            positions += range(start, end)
-            last_rows[index] = len(token_ids) - 1
-        sampled = [last_rows[index] for index, chunk in enumerate(chunks) if chunk.samples]
-        row = torch.tensor([positions], device=device)
-        rows = _indices(written, device) if len(written) < len(positions) else None
+        row = Row.of(chunks, self._block_tokens)
+        singles: Sequence[Chunk] = row.singles
+        spans = [(begin, chunk) for begin, chunk in row.longer]
+        if not self._has_kernel:
+            spans = [*enumerate(singles), *spans]
+            singles = ()
         step = Step(
-            self._pool.tensor,
-            self._host,
-            _indices(blocks, device),
-            (row[0] if rows is None else row[0, rows]) % self._block_tokens,
-            spans,
-            self._decode_batch(tables, [position + 1 for position in positions[: len(tables)]]),
-            len(tables),
-            rows,
+            TorchMemory(self._pool.tensor, self._host, row, self._block_tokens),
+            [
+                Span(begin, chunk.num_tokens, chunk.start, places_of(chunk, self._block_tokens))
+                for begin, chunk in spans
+            ],
+            self._decode_batch(singles),
+            len(singles),
         )
         output = self._model(
-            input_ids=torch.tensor([token_ids], device=device),
-            position_ids=row,
+            input_ids=torch.tensor([row.token_ids], device=device),
+            position_ids=_indices(row.positions, device)[None],
             use_cache=False,
             # At least one row, or the model would compute the logits of all of them.
-            logits_to_keep=torch.tensor(sampled or [0], device=device),
+            logits_to_keep=torch.tensor(row.sampled or [0], device=device),
             penstock=step,
         )
-        logits: Tensor = output.logits[0, : len(sampled)].float()
+        logits: Tensor = output.logits[0, : len(row.sampled)].float()
         return logits
 
-    def _decode_batch(
-        self, tables: Sequence[Places], lengths: Sequence[int]
-    ) -> DecodeKernel | None:
-        if not tables:
+    def warm_up(self, progress: Callable[[str], None]) -> None:
+        """Nothing: what numba compiles it keeps on disk."""
+
+    def _decode_batch(self, singles: Sequence[Chunk]) -> DecodeKernel | None:
+        if not singles:
             return None
         from penstock.engine.attention.cpu import DecodeBatch
 
+        tables = [self._addresses.of(places_of(chunk, self._block_tokens)) for chunk in singles]
+        lengths = [chunk.start + 1 for chunk in singles]
         return DecodeBatch(self._pool.tensor, tables, lengths, self._num_heads)
-
-
-def _span(begin: int, chunk: Chunk, table: Places, device: torch.device) -> Span:
-    places = torch.tensor(table, device=device)
-    is_cold = places < 0
-    if not chunk.request.table.num_cold:
-        return Span(begin, chunk.num_tokens, chunk.start, places)
-    indices = is_cold.nonzero()[:, 0]
-    cold = Cold((~is_cold).nonzero()[:, 0], indices, ~places[indices])
-    return Span(begin, chunk.num_tokens, chunk.start, places[~is_cold], cold)
 
 
 def _has_kernel(pool: Tensor) -> bool:
@@ -119,5 +186,5 @@ def _has_kernel(pool: Tensor) -> bool:
     return on_cpu and importlib.util.find_spec("numba") is not None
 
 
-def _indices(numbers: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)  # an empty list has no type
+def _indices(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from penstock.costs import PrefillRate
+from penstock.costs import LinkRate, PrefillRate
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler import Chunk, Scheduler
 from penstock.events import (
     Decided,
     Event,
@@ -17,7 +17,9 @@ from penstock.events import (
     Observer,
     Preempted,
     Refused,
+    ResidentShare,
     Sequences,
+    Stepped,
     Usage,
     tell,
 )
@@ -52,15 +54,28 @@ class Story:
                 log.debug("a sequence of %d tokens was preempted", event.num_tokens)
         if not self._observers:
             return
+        if migrated := scheduler.placement.take_migrated():
+            events.append(migrated)
         used = pool.num_blocks - pool.num_available
         for state in (
             Usage(Tier.DEVICE, used, pool.num_blocks, used, 0, 0),
             Sequences(scheduler.num_waiting, scheduler.num_loading, scheduler.num_running),
+            ResidentShare(*scheduler.placement.resident_shares()),
         ):
             if self._latest.get(type(state)) != state:
                 self._latest[type(state)] = state
                 events.append(state)
         self._tell(events)
+
+    def stepped(self, chunks: Sequence[Chunk], seconds: float, link: LinkRate | None) -> None:
+        """A step has been computed; `link` is what loads from DRAM have shown."""
+        if not self._observers:
+            return
+        num_cold = sum(chunk.request.table.num_cold for chunk in chunks)
+        num_bytes = num_cold * self._block_bytes
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        link_seconds = None if link is None else num_bytes / link.bytes_per_second
+        self._tell([Stepped(len(chunks), num_tokens, seconds, num_cold, num_bytes, link_seconds)])
 
     def loaded(self, request: Request, done: Done) -> None:
         if not log.isEnabledFor(logging.DEBUG):

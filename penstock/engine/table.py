@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +115,15 @@ def shared_places(tables: Sequence[BlockTable]) -> set[int]:
     return set(places[counts > 1].tolist())
 
 
+class Arena(Protocol):
+    """Slots in memory, one behind the other."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def stride_bytes(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Addresses:
     """From places to addresses. `host_address` is 0 where nothing is offloaded."""
@@ -122,6 +132,12 @@ class Addresses:
     device_stride: int
     host_address: int = 0
     host_stride: int = 0
+
+    @classmethod
+    def of_arenas(cls, device: Arena, host: Arena | None) -> Addresses:
+        if host is None:
+            return cls(device.address, device.stride_bytes)
+        return cls(device.address, device.stride_bytes, host.address, host.stride_bytes)
 
     def of(self, places: Places) -> Places:
         resident = self.device_address + places * self.device_stride

@@ -12,6 +12,7 @@ from penstock.events import Event
 from penstock.metrics.familiar import FamiliarNames
 from penstock.metrics.families import RegistryFamilies
 from penstock.metrics.requests import RequestMetrics
+from penstock.metrics.residency import ResidencyMetrics
 from penstock.metrics.tiers import TierMetrics
 
 
@@ -22,7 +23,12 @@ class Metrics:
         self.registry = registry or CollectorRegistry()
         families = RegistryFamilies(self.registry)
         self._familiar = FamiliarNames()
-        self._observers = (TierMetrics(families), RequestMetrics(families), self._familiar.count)
+        self._observers = (
+            TierMetrics(families),
+            RequestMetrics(families),
+            ResidencyMetrics(families),
+            self._familiar.count,
+        )
         self.registry.register(self._familiar)
 
     def __call__(self, event: Event) -> None:

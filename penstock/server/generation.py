@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,7 +40,9 @@ def sampling_params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Raises ApiError where fields that are right one by one do not go together."""
-    given: Mapping[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
+    given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
+    if request.kv_residency is not None:
+        given["kv_residency"] = request.kv_residency.model_dump()
     try:
         return SamplingParams(
             max_tokens=max_tokens,

@@ -104,6 +104,15 @@ class StreamOptions(_Strict):
     include_obfuscation: Ignored = None
 
 
+class Residency(_Strict):
+    """Where this request wants its KV while it runs; what is left out is as the server is set."""
+
+    prefix_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    tail_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    device_tokens: _Count | None = None
+    never_cold: bool = False
+
+
 class GenerationRequest(_Strict):
     """What chats and completions share."""
 
@@ -125,6 +134,7 @@ class GenerationRequest(_Strict):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    kv_residency: Residency | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None

@@ -61,6 +61,7 @@ class HostArena:
                 f"host.size is {format_bytes(size_bytes)}, less than one block of "
                 f"{format_bytes(self.stride_bytes)}; give it room for at least one."
             )
+        self.num_for_device = self.num_slots  # from the first on; fewer while they are being pinned
         self.num_bytes = self.num_slots * self.stride_bytes
         mapped_bytes = self.num_bytes + self.num_slots * KEY_BYTES
         if shared:
@@ -92,7 +93,7 @@ class HostArena:
         arena.handle = handle
         arena.block_bytes = handle.block_bytes
         arena.stride_bytes = handle.stride_bytes
-        arena.num_slots = handle.num_slots
+        arena.num_slots = arena.num_for_device = handle.num_slots
         arena.num_bytes = handle.num_slots * handle.stride_bytes
         mapped_bytes = arena.num_bytes + arena.num_slots * KEY_BYTES
         file = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)

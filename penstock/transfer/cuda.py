@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.errors import ConfigError
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 from penstock.transfer.io import Moved
+from penstock.transfer.pinning import PinnedSlots
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Slot, Transfer, Verdict
-from penstock.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +50,15 @@ class CudaMover:
         self._block_bytes = device.block_bytes
         self._device = Memory(device.address, device.stride_bytes)
         self._host = Memory(host.address, host.stride_bytes)
-        pin(host.address, host.num_bytes)
+        self._pins = PinnedSlots(host, self._gpu)
+        self._pins.start()
         self._seals = seals
         self._copy_all = copy_all or best_copy()
         self._streams = threading.local()
 
     def move(self, transfer: Transfer) -> Moved:
         keys, sources, targets = transfer.keys, transfer.source_slots, transfer.target_slots
+        self._pins.wait_for(sources if transfer.direction is Direction.LOAD else targets)
         if transfer.direction is Direction.LOAD:
             self._copy(self._host, sources, self._device, targets, Direction.LOAD)
             # After the copy: a slot that changed under it has lost its seal by now.
@@ -68,7 +69,7 @@ class CudaMover:
         return Moved([Verdict.OK] * len(keys))
 
     def close(self) -> None:
-        unpin(self._host.address)
+        self._pins.close()
 
     def _copy(
         self,
@@ -164,17 +165,3 @@ def copy_each(targets: Addresses, sources: Addresses, lengths: Addresses, stream
         )
         if error != 0:
             raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {error}")
-
-
-def pin(address: int, num_bytes: int) -> None:
-    """Lock the pages, so that the GPU reads and writes them by itself."""
-    error = _cuda.cudart().cudaHostRegister(address, num_bytes, 0)
-    if int(error) != 0:
-        raise ConfigError(
-            f"{format_bytes(num_bytes)} of DRAM cannot be pinned for the GPU (CUDA error "
-            f"{int(error)}); lower host.size, or raise the limit on locked memory (ulimit -l)."
-        )
-
-
-def unpin(address: int) -> None:
-    _cuda.cudart().cudaHostUnregister(address)

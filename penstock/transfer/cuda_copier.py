@@ -12,7 +12,6 @@ GPU: while one is on the link, a kernel fills or empties the other (see `cuda_st
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -24,57 +23,18 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
-from penstock.transfer.cuda import Addresses, best_copy, new_streams, pin, unpin
+from penstock.transfer.cuda import Addresses, best_copy, new_streams
 from penstock.transfer.paged import PagedMemory, Part
+from penstock.transfer.pinning import PinnedSlots
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Outcome, Slot, Transfer, TransferId, Verdict
-from penstock.units import GiB, MiB, format_bytes
+from penstock.units import MiB
 
 log = logging.getLogger(__name__)
 
 _cuda: Any = torch.cuda  # carries no types
 
-_PIN_BYTES = GiB // 2
 _STAGE_BYTES = 32 * MiB  # of each of two buffers in each direction
-
-
-class PinnedSlots:
-    """Pins an arena in the background, slot by slot upwards: 16 GiB take some seconds."""
-
-    def __init__(self, arena: HostArena, gpu: Any) -> None:
-        self._arena = arena
-        self._gpu = gpu
-        self.num_slots = 0  # so many from the first on are pinned
-        self.error: Exception | None = None
-        self._pinned: list[int] = []
-        self._stopped = False
-        self._thread = threading.Thread(target=self._pin, name="penstock-pin", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stopped = True
-        self._thread.join()
-        for address in self._pinned:
-            unpin(address)
-
-    def _pin(self) -> None:
-        arena, started = self._arena, time.monotonic()
-        # A block must lie within one pinned stretch.
-        slots_a_time = max(1, _PIN_BYTES // arena.stride_bytes)
-        try:
-            _cuda.set_device(self._gpu)
-            while self.num_slots < arena.num_slots and not self._stopped:
-                count = min(slots_a_time, arena.num_slots - self.num_slots)
-                address = arena.address + self.num_slots * arena.stride_bytes
-                arena.make_huge(self.num_slots, count)
-                pin(address, count * arena.stride_bytes)
-                self._pinned.append(address)
-                self.num_slots += count
-        except Exception as error:
-            log.exception("DRAM could not be pinned: nothing is offloaded beyond what was")
-            self.error = error
-        size, seconds = format_bytes(arena.num_bytes), time.monotonic() - started
-        log.info("pinned %s of DRAM in %.1f s", size, seconds)
 
 
 class _Link:
@@ -230,6 +190,7 @@ class CudaCopier:
         self._failed: list[Outcome] = []
         self._timers: dict[int, tuple[Any, Any]] = {}
         self._pins = PinnedSlots(host, gpu)
+        self._pins.start_in_background()
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         if self._is_pinned(transfers):

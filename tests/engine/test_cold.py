@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from penstock.engine.admission import TooLong
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.engine.request import Request, Residence
+from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
-from penstock.engine.runner import Runner
+from penstock.engine.runner import TorchRunner
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import BlockTable
 from penstock.keys import KeyChain
@@ -29,6 +30,7 @@ from penstock.stores.host import HostArena
 from penstock.types import BlockSpec, Slot
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+NEVER_COLD = replace(GREEDY, kv_residency={"never_cold": True})
 SMALL = ResidencyConfig(prefix_tokens=16, tail_tokens=16)
 
 Engines = Callable[..., Engine]
@@ -199,7 +201,7 @@ def test_a_bound_on_cold_bytes_makes_some_wait(engines: Engines, answers: list[l
 
 def test_who_must_not_be_cold_never_is(engines: Engines, answers: list[list[int]]) -> None:
     engine = engines(24)
-    urgent = engine.add("urgent", prompts(8)[0], GREEDY, residence=Residence(never_cold=True))
+    urgent = engine.add("urgent", prompts(8)[0], NEVER_COLD)
     others = [engine.add(str(n), ids, GREEDY) for n, ids in enumerate(prompts(8)[1:])]
     was_cold = False
     while engine.has_work:
@@ -209,7 +211,7 @@ def test_who_must_not_be_cold_never_is(engines: Engines, answers: list[list[int]
     assert was_cold
     assert [urgent.output_ids, *(other.output_ids for other in others)] == answers
     with pytest.raises(TooLong, match="the device pool holds 24"):
-        engine.add("huge", [5] * 500, GREEDY, residence=Residence(never_cold=True))
+        engine.add("huge", [5] * 500, NEVER_COLD)
     idle(engine)
     with pytest.raises(TooLong, match="the device pool and DRAM hold 28 "):
         engines(24, 4).add("vast", [5] * 500, GREEDY)
@@ -279,7 +281,7 @@ def test_blocks_moving_between_steps_change_no_bit_of_any_logit(
     def play(share: float) -> list[torch.Tensor]:
         pool = DevicePool(16, *shape, kind)
         host = HostArena(BlockSpec(bytes(32), block_bytes, BLOCK_TOKENS), 64 * (block_bytes + 4096))
-        runner = Runner(model, pool, BLOCK_TOKENS, loaded.num_heads, host)
+        runner = TorchRunner(model, pool, BLOCK_TOKENS, loaded.num_heads, host)
         request = Request("r", tuple(tokens), GREEDY, KeyChain(_namespace()))
         request.table = BlockTable([Slot(slot) for slot in rng.sample(range(16), 13)])
         seen = []

@@ -9,13 +9,15 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
-from penstock.engine.models import ATTENTION, load_model
-from penstock.engine.runner import Runner
+from penstock.engine.models import ATTENTION, LoadedModel, load_model
+from penstock.engine.runner import Runner, TorchRunner
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import BlockTable
 from penstock.stores.device import DevicePool
-from penstock.types import Slot
+from penstock.stores.host import HostArena
+from penstock.types import BlockSpec, Slot
 
 SMALL = {
     "vocab_size": 64,
@@ -62,26 +64,62 @@ class Sequence:
         return Chunk(cast(Any, self), start, end - start)
 
 
+def make(name: str, loaded: LoadedModel, pool: DevicePool, host: HostArena) -> Runner:
+    if name == "torch":
+        return TorchRunner(loaded.model, pool, BLOCK_TOKENS, loaded.num_heads, host)
+    pytest.importorskip("triton")
+    from penstock.engine.triton_runner import TritonRunner
+
+    return TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_running=4)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(kind: str, name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(MODELS[kind]).save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="float32")
     model = loaded.model
-    one = Sequence([(i * 7 + 3) % 60 + 3 for i in range(50)], [5, 3, 9, 1, 0, 2, 30])
-    two = Sequence([(i * 11 + 5) % 60 + 3 for i in range(33)], [10, 11, 12, 13, 14])
+    one = Sequence([(i * 7 + 3) % 60 + 3 for i in range(51)], [5, 3, 9, 1, 0, 2, 30])
+    two = Sequence([(i * 11 + 5) % 60 + 3 for i in range(34)], [10, 11, 12, 13, 14])
     model.config._attn_implementation = "eager"
     with torch.inference_mode():
-        expected = [model(torch.tensor([each.tokens])).logits[0, -1] for each in (one, two)]
+        expected = [model(torch.tensor([each.tokens])).logits[0] for each in (one, two)]
     model.config._attn_implementation = ATTENTION
 
     shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
     pool = DevicePool(32, *shape, torch.float32)
     pool.tensor.fill_(float("nan"))  # whatever was not written must not be read
-    runner = Runner(model, pool, BLOCK_TOKENS, loaded.num_heads)
+    host = HostArena(BlockSpec(bytes(32), pool.block_bytes, BLOCK_TOKENS), 1 << 20)
+    runner = make(name, loaded, pool, host)
+
+    whole_one, whole_two = one.tokens, two.tokens
     assert runner.run([one.chunk(0, 20)]).shape[0] == 0
     runner.run([one.chunk(20, 35), two.chunk(0, 10)])
+    for sequence, index, pin in ((one, 1, 7), (one, 2, 3), (two, 0, 11)):
+        slot = sequence.table.chill(index, Slot(pin))
+        host.view(Slot(pin))[: pool.block_bytes] = bytes(pool.view(slot))
+        pool.tensor[slot] = float("nan")
     runner.run([two.chunk(10, 32), one.chunk(35, 36)])
+    one.tokens, two.tokens = whole_one[:50], whole_two[:33]
     logits = runner.run([one.chunk(36, 50), two.chunk(32, 33)])
+    compare(logits, [expected[0][49], expected[1][32]])
+    one.tokens, two.tokens = whole_one, whole_two
+    compare(runner.run([one.chunk(50, 51), two.chunk(33, 34)]), [expected[0][50], expected[1][33]])
+
+
+def compare(logits: Tensor, expected: list[Tensor]) -> None:
     for found, wanted in zip(logits, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_known_decoders_take_the_faster_way() -> None:
+    pytest.importorskip("triton")
+    from penstock.engine.fused import can_fuse
+
+    able = {
+        kind
+        for kind, config in MODELS.items()
+        if can_fuse(transformers.AutoModelForCausalLM.from_config(config))
+    }
+    assert able == {"llama", "mistral", "qwen2", "qwen3"}

@@ -94,7 +94,13 @@ class Local:
         self._is_ready = threading.Event()
         self.may_load = threading.Event()
         self.may_load.set()
-        options = {"kv_offloading_size": 0, "device_kv_gib": 0.02, "block_tokens": 16, **options}
+        options = {
+            "kv_offloading_size": 0,
+            "device_kv_gib": 0.02,
+            "block_tokens": 16,
+            "dtype": "float32",  # in bfloat16 logits tie, where a test wants one best token
+            **options,
+        }
 
         def load() -> Serving:
             self.may_load.wait()

@@ -26,17 +26,7 @@ class Span:
     begin: int  # in the row
     num_new: int
     num_past: int  # tokens before them, whose KV is there
-    blocks: Tensor  # the sequence's blocks in the pool, in order
-    cold: Cold | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Cold:
-    """Blocks of a sequence that lie in HOST."""
-
-    resident: Tensor  # which of the sequence's blocks are in the pool
-    indices: Tensor  # which are not
-    slots: Tensor  # and where in HOST those are
+    blocks: Any  # the sequence's blocks, in order, as the step's `KvMemory` names them
 
 
 class DecodeKernel(Protocol):
@@ -45,18 +35,26 @@ class DecodeKernel(Protocol):
         ...
 
 
+class KvMemory(Protocol):
+    """Where a step's KV goes, and where that of earlier steps lies."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """[row, kv_heads, head_dim] both: what is new."""
+        ...
+
+    def history(self, layer: int, blocks: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens in these blocks, [tokens, kv_heads, head_dim] both."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What every layer of one forward pass needs to know."""
 
-    pool: Tensor  # [num_blocks, num_layers, 2, block_tokens, kv_heads, head_dim]
-    host: Tensor | None  # the same of HOST's slots
-    write_blocks: Tensor  # for each token of the row that is written: its block …
-    write_offsets: Tensor  # … and its place in it
+    memory: KvMemory
     spans: Sequence[Span]  # but for those below
     decode: DecodeKernel | None = None  # sequences of one new token, at the row's beginning
     num_decode: int = 0
-    write_rows: Tensor | None = None  # which tokens are written, where not all are
 
 
 def paged_attention(
@@ -72,48 +70,41 @@ def paged_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, row, head_dim]; key and value [1, kv_heads, row, head_dim]."""
-    layer = penstock.pool[:, module.layer_idx]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if penstock.write_rows is not None:
-        keys, values = keys[penstock.write_rows], values[penstock.write_rows]
-    layer[penstock.write_blocks, 0, penstock.write_offsets] = keys
-    layer[penstock.write_blocks, 1, penstock.write_offsets] = values
-    out = torch.empty_like(query.transpose(1, 2))
-    if penstock.decode is not None:
-        scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        rows = query[0, :, : penstock.num_decode].transpose(0, 1)
-        out[0, : penstock.num_decode] = penstock.decode.attend(rows, module.layer_idx, scale)
-    for span in penstock.spans:
+    penstock.memory.write(module.layer_idx, keys, values)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    queries = query[0].transpose(0, 1)
+    out = attend(penstock, module.layer_idx, queries, keys, values, scale)
+    return out[None], None
+
+
+def attend(
+    step: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    """query [row, heads, head_dim], key and value [row, kv_heads, head_dim]; the query's shape."""
+    if step.decode is not None and not step.spans:
+        return step.decode.attend(query, layer, scale)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if step.decode is not None:
+        out[: step.num_decode] = step.decode.attend(query[: step.num_decode], layer, scale)
+    for span in step.spans:
         new = slice(span.begin, span.begin + span.num_new)
         if span.num_past:
             num_tokens = span.num_past + span.num_new
-            history = _history(penstock, span, module.layer_idx)
-            k = history[:, 0].flatten(0, 1)[:num_tokens].transpose(0, 1)
-            v = history[:, 1].flatten(0, 1)[:num_tokens].transpose(0, 1)
+            k, v = step.memory.history(layer, span.blocks)
+            k, v = k[:num_tokens], v[:num_tokens]
         else:
-            k, v = key[0, :, new], value[0, :, new]
-        attended = _attend(query[:, :, new], k[None], v[None], span, scaling)
-        out[:, new] = attended.transpose(1, 2)
-    return out, None
+            k, v = key[new], value[new]
+        # [1, heads, tokens, head_dim], as torch wants it
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[new], k, v))
+        out[new] = _attend(q, k, v, span, scale)[0].transpose(0, 1)
+    return out
 
 
-def _history(step: Step, span: Span, layer: int) -> Tensor:
-    """[blocks, 2, block_tokens, kv_heads, head_dim]: what a sequence has, from where it lies."""
-    resident = step.pool[:, layer][span.blocks]
-    if span.cold is None:
-        return resident
-    assert step.host is not None
-    num_blocks = len(span.blocks) + len(span.cold.slots)
-    history = resident.new_empty((num_blocks, *resident.shape[1:]))
-    history[span.cold.resident] = resident
-    history[span.cold.indices] = step.host[:, layer][span.cold.slots]
-    return history
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: float | None) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float) -> Tensor:
     mask = None
-    if span.num_new > 1 and span.num_past >= _LONG_PAST and query.device.type == "cpu":
-        return _attend_in_two(query, key, value, span.num_past, scaling)
+    if span.num_new > 1 and span.num_past and _is_better_in_two(query, span):
+        return _attend_in_two(query, key, value, span.num_past, scale)
     if span.num_past and span.num_new > 1:
         positions = torch.arange(span.num_past, span.num_past + span.num_new, device=query.device)
         mask = torch.arange(key.shape[2], device=query.device)[None] <= positions[:, None]
@@ -123,26 +114,40 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scaling: floa
         value,
         attn_mask=mask,
         is_causal=mask is None and span.num_new > 1,
-        scale=scaling,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
+def _is_better_in_two(query: Tensor, span: Span) -> bool:
+    if query.device.type == "cpu":
+        return span.num_past >= _LONG_PAST
+    return query.dtype is not torch.float32  # with a mask, a GPU's fast kernel cannot be used
+
+
 def _attend_in_two(
-    query: Tensor, key: Tensor, value: Tensor, num_past: int, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, num_past: int, scale: float
 ) -> Tensor:
-    """History without a mask, the chunk itself causally, then merged: a mask of that width costs
-    a tenth of the time."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    past, past_sum = flash(query, key[:, :, :num_past], value[:, :, :num_past], scale=scaling)
-    own, own_sum = flash(
-        query, key[:, :, num_past:], value[:, :, num_past:], is_causal=True, scale=scaling
-    )
+    """History without a mask, the chunk itself causally, then merged: masks cost time."""
+    past, past_sum = _flash(query, key[:, :, :num_past], value[:, :, :num_past], False, scale)
+    own, own_sum = _flash(query, key[:, :, num_past:], value[:, :, num_past:], True, scale)
     both = torch.logaddexp(past_sum, own_sum)
     past_share = (past_sum - both).exp()[..., None].to(past.dtype)
     own_share = (own_sum - both).exp()[..., None].to(own.dtype)
-    merged: Tensor = past * past_share + own * own_share
-    return merged
+    return past * past_share + own * own_share
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What is attended to, and the logarithm of the sum of weights."""
+    if query.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, logsum = kernel(query, key, value, is_causal=is_causal, scale=scale)
+    else:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        out, logsum = kernel(query, key, value, is_causal=is_causal, scale=scale)[:2]
+    return out, logsum
 
 
 def register() -> None:

@@ -1,0 +1,170 @@
+"""What a decoder does between its matrix products, on a GPU: few kernels in place of many.
+
+They round as transformers' own modules do, so that both compute the same to the last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_norm(
+    x,
+    residual,
+    weight,
+    out,
+    size,
+    epsilon,
+    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
+    SIZE_PAD: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, SIZE_PAD)
+    mask = places < size
+    kind: tl.constexpr = x.dtype.element_ty
+    value = tl.load(x + row * size + places, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + row * size + places, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(kind).to(tl.float32)
+    tl.store(residual + row * size + places, value.to(kind), mask=mask)
+    variance = tl.sum(value * value, 0) / size
+    scaled = (value / tl.sqrt(variance + epsilon)).to(kind)
+    scale = tl.load(weight + places, mask=mask, other=0.0)
+    tl.store(out + row * size + places, scaled * scale, mask=mask)
+
+
+@triton.jit
+def _gate(
+    both,  # [rows, 2 * size]: what is gated, then what it is multiplied with
+    out,
+    size,
+    WIDTH: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    mask = places < size
+    kind: tl.constexpr = both.dtype.element_ty
+    gate = tl.load(both + row * 2 * size + places, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * size + size + places, mask=mask, other=0.0)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(kind)
+    tl.store(out + row * size + places, activated * up, mask=mask)
+
+
+@triton.jit
+def _turn_and_store(
+    qkv,  # [rows, (heads + 2 kv_heads) * DIM]; queries and keys are turned in place
+    cosines,  # [positions, DIM / 2], float32
+    sines,
+    positions,
+    addresses,  # of each row's keys in the first layer; 0: they are there already
+    query_weight,
+    key_weight,
+    layer_bytes,
+    epsilon,
+    HEADS: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr,  # noqa: N803
+    HALF_PAD: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    HAS_NORM: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    kind: tl.constexpr = qkv.dtype.element_ty
+    half: tl.constexpr = DIM // 2
+    places = tl.arange(0, HALF_PAD)
+    mask = places < half
+    mine = qkv + row * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM
+    low = tl.load(mine + places, mask=mask, other=0.0)
+    high = tl.load(mine + half + places, mask=mask, other=0.0)
+    if head < HEADS + KV_HEADS:
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        if HAS_NORM:
+            norm = tl.sqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / DIM + epsilon)
+            weight = query_weight
+            if head >= HEADS:
+                weight = key_weight
+            a = (a / norm).to(kind) * tl.load(weight + places, mask=mask, other=0.0)
+            b = (b / norm).to(kind) * tl.load(weight + half + places, mask=mask, other=0.0)
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        at = tl.load(positions + row) * half + places
+        cosine = tl.load(cosines + at, mask=mask, other=0.0).to(kind).to(tl.float32)
+        sine = tl.load(sines + at, mask=mask, other=0.0).to(kind).to(tl.float32)
+        low = ((a * cosine).to(kind) - (b * sine).to(kind)).to(kind)
+        high = ((b * cosine).to(kind) + (a * sine).to(kind)).to(kind)
+        tl.store(mine + places, low, mask=mask)
+        tl.store(mine + half + places, high, mask=mask)
+    address = tl.load(addresses + row)
+    if (head >= HEADS) & (address != 0):
+        target = (address + layer_bytes).to(tl.pointer_type(kind))
+        target += (head - HEADS) % KV_HEADS * DIM
+        target += (head - HEADS) // KV_HEADS * (BLOCK_TOKENS * KV_HEADS * DIM)
+        tl.store(target + places, low, mask=mask)
+        tl.store(target + half + places, high, mask=mask)
+
+
+def add_norm(x: Any, residual: Any | None, weight: Any, epsilon: float) -> tuple[Any, Any]:
+    """RMS norm of x + residual; and that sum, in place of the residual."""
+    rows, size = x.shape
+    has_residual = residual is not None
+    residual = x.new_empty(x.shape) if residual is None else residual
+    out = x.new_empty(x.shape)
+    _add_norm[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        size,
+        epsilon,
+        HAS_RESIDUAL=has_residual,
+        SIZE_PAD=triton.next_power_of_2(size),
+        num_warps=8,
+    )
+    return out, residual
+
+
+def gate(both: Any) -> Any:
+    """silu(left half) * right half."""
+    rows, size = both.shape[0], both.shape[1] // 2
+    out = both.new_empty((rows, size))
+    width = 1024
+    _gate[(rows, triton.cdiv(size, width))](both, out, size, WIDTH=width, num_warps=4)
+    return out
+
+
+def turn_and_store(
+    qkv: Any,
+    rotary: tuple[Any, Any],
+    positions: Any,
+    addresses: Any,
+    norms: tuple[Any, Any] | None,
+    layer_bytes: int,
+    epsilon: float,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_tokens: int,
+) -> None:
+    """Turn queries and keys by their positions, in place; put keys and values where they belong."""
+    query_weight, key_weight = norms or (qkv, qkv)
+    _turn_and_store[(qkv.shape[0], heads + 2 * kv_heads)](
+        qkv,
+        *rotary,
+        positions,
+        addresses,
+        query_weight,
+        key_weight,
+        layer_bytes,
+        epsilon,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF_PAD=triton.next_power_of_2(dim // 2),
+        BLOCK_TOKENS=block_tokens,
+        HAS_NORM=norms is not None,
+        num_warps=1,
+    )

@@ -1,0 +1,260 @@
+"""Runs one step of a model on a GPU: our kernels over blocks by their addresses, and CUDA graphs.
+
+A step in which every sequence adds one token is replayed from a graph, captured once for each of
+some batch sizes; rows that are left over attend to one scratch block and are written nowhere. What
+such a step reads lies in tensors that stay where they are, so blocks may move between replays.
+Steps with chunks of prompts run kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.engine.attention import triton as kernels
+from penstock.engine.attention.torch import Span, Step, attend, register
+from penstock.engine.decode_plan import DecodePlan, PartRoom
+from penstock.engine.fused import FusedDecoder, can_fuse
+from penstock.engine.models import LoadedModel
+from penstock.engine.runner import Row, places_of
+from penstock.engine.scheduler import Chunk
+from penstock.engine.table import Addresses, Places
+from penstock.stores.device import DevicePool
+from penstock.stores.host import HostArena
+
+_cuda: Any = torch.cuda  # much of it has no types
+
+_MAX_PARTS = 8192  # of one step: two million tokens are attended to
+_PROGRAMS_PER_PROCESSOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a layer's KV looks like in a block."""
+
+    block_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * self.block_tokens * self.token_bytes
+
+
+class _Memory:
+    """KV at addresses (see `attention.torch.KvMemory`)."""
+
+    def __init__(self, shape: _Shape, addresses: Tensor) -> None:
+        self._shape = shape
+        self._addresses = addresses  # of each row's keys in the first layer; 0: they are there
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        shape = self._shape
+        kernels.store_tokens(
+            keys, values, self._addresses, layer * shape.layer_bytes, shape.block_tokens
+        )
+
+    def history(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        shape = self._shape
+        size = (2, len(blocks), shape.block_tokens, shape.kv_heads, shape.head_dim)
+        both = torch.empty(size, dtype=shape.dtype, device=blocks.device)
+        kernels.copy_layer(blocks, layer * shape.layer_bytes, both)
+        return both[0].flatten(0, 1), both[1].flatten(0, 1)
+
+
+class _Decode:
+    """Sequences of one new token each (see `attention.torch.DecodeKernel`)."""
+
+    def __init__(self, shape: _Shape, plan: DecodePlan, room: PartRoom, num_programs: int) -> None:
+        self._shape = shape
+        self._plan = plan
+        self._room = room
+        self._num_programs = num_programs
+
+    def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
+        shape = self._shape
+        attended: Tensor = kernels.attend(
+            query,
+            self._plan,
+            self._room,
+            layer * shape.layer_bytes,
+            scale,
+            shape.kv_heads,
+            shape.block_tokens,
+            self._num_programs,
+        )
+        return attended
+
+
+class TritonRunner:
+    """On a GPU; in Triton's interpreter, without graphs, on a CPU."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: DevicePool,
+        block_tokens: int,
+        host: HostArena | None = None,
+        *,
+        max_running: int = 64,
+        use_graphs: bool = True,
+    ) -> None:
+        register()
+        self._device = pool.tensor.device
+        self._model = loaded.model
+        self._shape = _Shape(block_tokens, loaded.num_kv_heads, loaded.head_dim, loaded.dtype)
+        self._addresses = Addresses.of_arenas(pool, host)
+        max_blocks = max_running * -(-loaded.max_tokens // block_tokens)
+        self._plan = DecodePlan(
+            max_running, max_blocks, block_tokens, kernels.PART_TOKENS, self._device
+        )
+        self._max_parts = min(self._plan.max_items, _MAX_PARTS)
+        room = PartRoom.make(self._max_parts, loaded.num_heads, loaded.head_dim, self._device)
+        on_gpu = self._device.type == "cuda"
+        num_processors = 1
+        if on_gpu:
+            num_processors = _cuda.get_device_properties(self._device).multi_processor_count
+        num_programs = num_processors * _PROGRAMS_PER_PROCESSOR
+        self._decode = _Decode(self._shape, self._plan, room, num_programs)
+        self._fused = None
+        if can_fuse(loaded.model):
+            self._fused = FusedDecoder(loaded.model, loaded.max_tokens, block_tokens)
+        scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
+        self._scratch = scratch
+        self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
+        self._graphs = None
+        if on_gpu and use_graphs:
+            self._graphs = _Graphs(self, self._plan, max_running, self._device)
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        row = Row.of(chunks, self._shape.block_tokens)
+        if sum(-(-(c.start + 1) // kernels.PART_TOKENS) for c in row.singles) > self._max_parts:
+            half = len(chunks) // 2  # more than there is room for at once
+            return torch.cat([self.run(chunks[:half]), self.run(chunks[half:])])
+        if self._graphs is not None and not row.longer:
+            return self._graphs.run(row)[row.sampled].float()
+        if row.singles:
+            self._plan.fill(*self._reads(row.singles))
+        kept = torch.tensor(row.sampled or [0], device=self._device)
+        ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
+        return self.forward(ids, positions, addresses, kept, row)[: len(row.sampled)].float()
+
+    def warm_up(self, progress: Callable[[str], None]) -> None:
+        """Compile the kernels and capture the graphs, so that no request waits for that."""
+        if self._graphs is not None:
+            self._graphs.capture_all(progress)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, addresses: Tensor, kept: Tensor, row: Row | None
+    ) -> Tensor:
+        """Logits of the rows `kept`. Without a row's description, all of it are single tokens."""
+        memory = _Memory(self._shape, addresses)
+        num_singles = len(ids) if row is None else len(row.singles)
+        spans = [] if row is None else self._spans(row)
+        step = Step(memory, spans, self._decode if num_singles else None, num_singles)
+        if self._fused is None:
+            output = self._model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=kept,
+                penstock=step,
+            )
+            logits: Tensor = output.logits[0]
+            return logits
+
+        scale = self._fused.scale
+
+        def attend_layer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(step, layer, query, key, value, scale).flatten(1)
+
+        return self._fused.forward(ids, positions, addresses, kept, attend_layer)
+
+    def fill(self, row: Row | None, num_rows: int) -> None:
+        """As many rows as a graph has: those of `row`, and others that do nothing."""
+        singles = [] if row is None else row.singles
+        tables, lengths = self._reads(singles)
+        num_more = num_rows - len(singles)
+        rows = [np.zeros(0, np.int64)] * 3 if row is None else list(self._inputs(row))
+        self._plan.fill(tables + [self._nowhere] * num_more, lengths + [1] * num_more, rows)
+
+    def _reads(self, singles: Sequence[Chunk]) -> tuple[list[Places], list[int]]:
+        block_tokens = self._shape.block_tokens
+        tables = [self._addresses.of(places_of(chunk, block_tokens)) for chunk in singles]
+        return tables, [chunk.start + 1 for chunk in singles]
+
+    def _inputs(self, row: Row) -> NDArray[np.int64]:
+        """Token ids, positions, and where each row's keys go in the first layer."""
+        offsets = row.positions % self._shape.block_tokens * self._shape.token_bytes
+        addresses = np.where(row.is_written, self._addresses.of(row.places) + offsets, 0)
+        return np.stack([row.token_ids, row.positions, addresses])
+
+    def _spans(self, row: Row) -> list[Span]:
+        spans = []
+        for begin, chunk in row.longer:
+            table = self._addresses.of(places_of(chunk, self._shape.block_tokens))
+            blocks = torch.from_numpy(table).to(self._device)
+            spans.append(Span(begin, chunk.num_tokens, chunk.start, blocks))
+        return spans
+
+
+class _Graphs:
+    """Captured steps of single tokens, by the number of rows."""
+
+    def __init__(
+        self, runner: TritonRunner, plan: DecodePlan, max_rows: int, device: torch.device
+    ) -> None:
+        self._runner = runner
+        self._plan = plan
+        sizes = [1, 2, 4, *range(8, max_rows, 8), max_rows]
+        self._sizes = sorted({size for size in sizes if size <= max_rows})
+        self._kept = torch.arange(max_rows, device=device)
+        self._captured: dict[int, tuple[Any, Tensor]] = {}
+        self._memory: Any = None  # one pool for all: only one of them runs at a time
+
+    def run(self, row: Row) -> Tensor:
+        """Logits of all rows; good until the next step."""
+        size = next(size for size in self._sizes if size >= len(row.singles))
+        if size not in self._captured:
+            self._capture(size)
+        self._runner.fill(row, size)
+        graph, logits = self._captured[size]
+        graph.replay()
+        return logits
+
+    def capture_all(self, progress: Callable[[str], None]) -> None:
+        for place, size in enumerate(reversed(self._sizes)):  # the largest takes the memory
+            progress(f"capturing the decode step: {place + 1} of {len(self._sizes)}")
+            self._capture(size)
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> None:
+        plan = self._plan
+        rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
+        self._runner.fill(None, size)
+
+        def step() -> Tensor:
+            return self._runner.forward(*rows, self._kept[:size], None)
+
+        stream: Any = _cuda.Stream()
+        stream.wait_stream(_cuda.current_stream())
+        with _cuda.stream(stream):
+            step()  # compiles what is new
+        _cuda.current_stream().wait_stream(stream)
+        graph = _cuda.CUDAGraph()
+        with _cuda.graph(graph, pool=self._memory):
+            logits = step()
+        self._memory = graph.pool()
+        self._captured[size] = (graph, logits)

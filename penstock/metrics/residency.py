@@ -1,0 +1,50 @@
+"""Metrics of where running sequences' KV lies, and what reading it from DRAM costs."""
+
+from __future__ import annotations
+
+from penstock.events import Event, Migrated, ResidentShare, Stepped
+from penstock.metrics.families import Families
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class ResidencyMetrics:
+    def __init__(self, make: Families) -> None:
+        self._steps = make.histogram(
+            "penstock_step_seconds", "One step of the engine.", buckets=_SECONDS
+        )
+        self._tokens = make.counter(
+            "penstock_step_tokens", "Tokens computed, of prompts and of answers."
+        )
+        self._cold_blocks = make.counter(
+            "penstock_cold_blocks_read", "Blocks that steps read from DRAM, at every step anew."
+        )
+        self._cold_bytes = make.counter("penstock_cold_bytes_read", "The same in bytes.")
+        self._link = make.counter(
+            "penstock_cold_link_seconds", "What reading them took on the link, by its known rate."
+        )
+        self._migrated = make.counter(
+            "penstock_migrated_blocks",
+            "Blocks of running sequences that left the device, or came back to it.",
+            ("direction",),
+        )
+        self._resident = make.gauge(
+            "penstock_resident_share",
+            "Share of running sequences' KV on the device: of the lowest one, and of all.",
+            ("of",),
+        )
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Stepped(_, num_tokens, seconds, num_blocks, num_bytes, link_seconds):
+                self._steps.observe(seconds)
+                self._tokens.inc(num_tokens)
+                self._cold_blocks.inc(num_blocks)
+                self._cold_bytes.inc(num_bytes)
+                self._link.inc(link_seconds or 0.0)
+            case Migrated(num_left, num_returned):
+                self._migrated.labels("leave").inc(num_left)
+                self._migrated.labels("return").inc(num_returned)
+            case ResidentShare(lowest, of_all):
+                self._resident.labels("lowest").set(lowest)
+                self._resident.labels("all").set(of_all)

@@ -1,0 +1,126 @@
+"""DRAM is pinned for a GPU in the background: 16 GiB take some seconds."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.stores.host import HostArena
+from penstock.types import Slot
+from penstock.units import GiB, format_bytes
+
+log = logging.getLogger(__name__)
+
+_cuda: Any = torch.cuda  # carries no types
+
+_STEP_BYTES = GiB // 2
+_TELL_SECONDS = 10.0
+_MAPPED = 2  # cudaHostRegisterMapped: kernels may read it, too
+
+
+class PinnedSlots:
+    """Pins an arena slot by slot upwards; until then the GPU can reach none of the others."""
+
+    def __init__(self, arena: HostArena, gpu: Any) -> None:
+        self._arena = arena
+        self._gpu = gpu
+        self.error: Exception | None = None
+        self._pinned: list[int] = []
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="penstock-pin", daemon=True)
+        arena.num_for_device = 0
+
+    @property
+    def num_slots(self) -> int:
+        """So many from the first on are pinned."""
+        return self._arena.num_for_device
+
+    def start(self) -> None:
+        """Pin the first part, and the rest in the background.
+
+        Raises ConfigError if not even the first can be had.
+        """
+        self._pin_some()
+        self._thread.start()
+
+    def start_in_background(self) -> None:
+        """As `start`, but an error is only kept: see `error`."""
+        self._thread.start()
+
+    def wait_for(self, slots: Sequence[Slot]) -> None:
+        """Until all of these are pinned. Raises what kept them from it."""
+        last = max(slots)
+        if last < self.num_slots:
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: last < self.num_slots or self.error is not None or self._stopped
+            )
+        if last >= self.num_slots:
+            raise self.error or ConfigError("DRAM is no longer pinned: the tiers are closing")
+
+    def close(self) -> None:
+        self._stopped = True
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for address in self._pinned:
+            _cuda.cudart().cudaHostUnregister(address)
+
+    def _run(self) -> None:
+        arena, started = self._arena, time.monotonic()
+        told = started
+        try:
+            _cuda.set_device(self._gpu)
+            while self.num_slots < arena.num_slots and not self._stopped:
+                self._pin_some()
+                if time.monotonic() - told > _TELL_SECONDS:
+                    told = time.monotonic()
+                    done = format_bytes(self.num_slots * arena.stride_bytes)
+                    log.info("pinned %s of %s of DRAM", done, format_bytes(arena.num_bytes))
+        except Exception as error:
+            log.exception("DRAM could not be pinned: nothing is offloaded beyond what was")
+            self.error = error
+            with self._changed:
+                self._changed.notify_all()
+            return
+        size, seconds = format_bytes(arena.num_bytes), time.monotonic() - started
+        log.info("pinned %s of DRAM in %.1f s", size, seconds)
+
+    def _pin_some(self) -> None:
+        """The next slots. A block must lie within one pinned stretch."""
+        arena = self._arena
+        count = max(1, _STEP_BYTES // arena.stride_bytes)
+        count = min(count, arena.num_slots - self.num_slots)
+        address = arena.address + self.num_slots * arena.stride_bytes
+        num_bytes = count * arena.stride_bytes
+        arena.make_huge(self.num_slots, count)
+        error = int(_cuda.cudart().cudaHostRegister(address, num_bytes, _MAPPED))
+        if error != 0:
+            raise ConfigError(
+                f"{format_bytes(num_bytes)} of DRAM cannot be pinned for the GPU (CUDA error "
+                f"{error}, after {format_bytes(self.num_slots * arena.stride_bytes)}); lower "
+                "host.size, or raise the limit on locked memory (ulimit -l)."
+            )
+        self._pinned.append(address)
+        with self._changed:
+            arena.num_for_device += count
+            self._changed.notify_all()
+
+
+def has_same_addresses(arena: HostArena) -> bool:
+    """Whether kernels read pinned DRAM under the addresses it has here."""
+    found = ctypes.c_uint64()
+    error = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2(
+        ctypes.byref(found), ctypes.c_void_p(arena.address), ctypes.c_uint(0)
+    )
+    return bool(error == 0 and found.value == arena.address)
