@@ -6,10 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from penstock.errors import BookError
-from penstock.events import Event, Lost, Moved, Removed, Stored, TierRested, TierRevived
+from penstock.events import Asked, Event, Lost, Moved, Removed, Stored, TierRested, TierRevived
 from penstock.health import Health
 from penstock.ledger import Ledger
-from penstock.types import BlockKey, Direction, Outcome, Slot, Tier, Transfer, Verdict
+from penstock.types import (
+    Answer,
+    BlockKey,
+    Direction,
+    Outcome,
+    Question,
+    Slot,
+    Tier,
+    Transfer,
+    Verdict,
+)
 
 GONE = (Verdict.MISSING, Verdict.CORRUPT, Verdict.FAILED)
 """Verdicts after which the source is not asked for the block again."""
@@ -57,7 +67,10 @@ class Books:
         claim = self.of(tier).claim(keys)
         if claim is None:
             raise BookError(f"{tier.name} had room for {len(keys)} blocks and has none")
-        self._tell_removed(tier, claim.evicted, evicted=True)
+        if (
+            tier is not Tier.REMOTE
+        ):  # of REMOTE the book is a memory: what it forgets is still there
+            self._tell_removed(tier, claim.evicted, evicted=True)
         return claim.slots
 
     def conclude(self, tier: Tier, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
@@ -91,6 +104,33 @@ class Books:
         keys = [key for slot, key in found if ledger.adopt(slot, key) and key is not None]
         self._tell_stored(tier, keys)
         return len(keys)
+
+    def learn(self, tier: Tier, keys: Sequence[BlockKey], present: Sequence[bool]) -> None:
+        """Enter what a tier that others write to has said of itself."""
+        ledger = self.lower[tier]
+        pairs = list(zip(keys, present, strict=True))
+        gone = [key for key, is_there in pairs if not is_there and ledger.is_ready(key)]
+        if gone:
+            self.drop(tier, gone)
+        new = [key for key, is_there in pairs if is_there and key not in ledger]
+        new = new[: ledger.num_claimable]
+        if new:
+            self.claim(tier, new)
+            ledger.commit(new)
+        for key, is_there in pairs:
+            if is_there:
+                ledger.touch(key)
+
+    def asked(self, question: Question, answer: Answer) -> None:
+        """Enter how a question ended into the journal, and what it says of the tier's health."""
+        num_present = sum(answer.present)
+        self._events.append(
+            Asked(question.tier, len(answer.present), num_present, answer.seconds, answer.error)
+        )
+        if answer.error:
+            self.fault(question.tier, Direction.LOAD, answer.error)
+        elif self._health[question.tier, Direction.LOAD].well():
+            self._events.append(TierRevived(question.tier))
 
     def tick(self) -> None:
         """End the rests of failing tiers whose time is over."""

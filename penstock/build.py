@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.clock import Clock, SystemClock
-from penstock.config import Config, TransferConfig
+from penstock.config import ENV_REMOTE_SECRET, Config, RemoteConfig, TransferConfig
 from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.ledger import Ledger
@@ -18,6 +19,7 @@ from penstock.policies import POLICIES
 from penstock.stores.base import Arena
 from penstock.stores.disk import DiskStore
 from penstock.stores.host import ArenaHandle, HostArena
+from penstock.stores.remotes import open_remote
 from penstock.tiers import Limits, TierStack
 from penstock.transfer.delegate import DelegatingEngine, Engine
 from penstock.transfer.engine import LaneSpec, TransferEngine
@@ -25,6 +27,7 @@ from penstock.transfer.io import CopyMover, Mover, StoreMover
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
 from penstock.types import BlockSpec, Tier
+from penstock.write_gate import DAY_SECONDS, WriteGate
 
 
 def build_offloader(
@@ -116,6 +119,7 @@ def _assemble(
 ) -> Offloader:
     clock = clock or SystemClock()
     lower: dict[Tier, Ledger] = {}
+    gates: dict[Tier, WriteGate] = {}
     recoveries = []
     with ExitStack() as opened:
         if config.disk.path is not None:
@@ -131,12 +135,27 @@ def _assemble(
             lower[Tier.DISK] = Ledger(disk.num_slots, policy, recovering=True)
             lanes[Tier.DISK] = LaneSpec(StoreMover(host, disk, seals), config.disk.threads)
             recoveries.append(Recovery(Tier.DISK, disk, disk.num_slots))
+            gates[Tier.DISK] = WriteGate(
+                spec.block_bytes, max_bytes_per_day=config.disk.write_per_day_bytes
+            )
+        if config.remote.url is not None:
+            remote = open_remote(config.remote, spec, secret=_secret())
+            opened.callback(remote.close)
+            remote.client.register(host)
+            known = config.remote.max_known_blocks
+            lower[Tier.REMOTE] = Ledger(known, POLICIES["lru"](known))
+            lanes[Tier.REMOTE] = LaneSpec(
+                StoreMover(host, remote, seals), config.remote.threads, remote.exists
+            )
+            gates[Tier.REMOTE] = _remote_gate(config.remote, spec)
+        read_only = {Tier.DISK: config.disk.read_only, Tier.REMOTE: config.remote.read_only}
         stack = TierStack(
             spec.block_bytes,
             Ledger(host.num_slots, POLICIES[config.host.policy](host.num_slots)),
             lower,
-            limits,
-            read_only=frozenset({Tier.DISK} if config.disk.read_only else ()),
+            replace(limits, look_deadline_seconds=config.remote.lookup_deadline_seconds),
+            read_only=frozenset(tier for tier, is_so in read_only.items() if is_so),
+            gates=gates,
         )
         return Offloader(
             stack,
@@ -150,6 +169,20 @@ def _assemble(
             observers=observers,
             close_stores=opened.pop_all().close,
         )
+
+
+def _remote_gate(remote: RemoteConfig, spec: BlockSpec) -> WriteGate:
+    return WriteGate(
+        spec.block_bytes,
+        from_second_use=remote.admit == "second-use",
+        max_bytes_per_day=remote.write_per_day_bytes,
+        max_bytes_per_tenant=remote.tenant_size_bytes,
+        tenant_seconds=remote.ttl_seconds or DAY_SECONDS,
+    )
+
+
+def _secret() -> bytes:
+    return os.environ.get(ENV_REMOTE_SECRET, "").strip().encode()
 
 
 def _limits(transfer: TransferConfig, spec: BlockSpec) -> Limits:

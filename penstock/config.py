@@ -14,7 +14,7 @@ import os
 import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +22,14 @@ from penstock.errors import ConfigError
 from penstock.units import GiB, MiB, parse_bytes
 
 POLICIES = ("lru", "s3fifo")
+ADMISSIONS = ("always", "second-use")
 ENV_PREFIX = "PENSTOCK_"
 ENV_FILE = "PENSTOCK_CONFIG"
-ENV_API_KEY = "PENSTOCK_API_KEY"  # read by `penstock serve` and `chat`: a secret is no setting
+# Read where they are needed: a secret is no setting.
+ENV_API_KEY = "PENSTOCK_API_KEY"
+ENV_REMOTE_SECRET = "PENSTOCK_REMOTE_SECRET"
 
-_ENV_OTHERS = (ENV_FILE, ENV_API_KEY)
+_ENV_OTHERS = (ENV_FILE, ENV_API_KEY, ENV_REMOTE_SECRET)
 _SECONDS_PER_DAY = 86_400
 
 
@@ -69,29 +72,47 @@ _SIZE = _Kind(
     from_text=parse_bytes,
     from_file=parse_bytes,
 )
+_OPTIONAL_SIZE = replace(_SIZE, optional=True)
 _FLAG = _Kind(
     "true or false", accepts=lambda value: isinstance(value, bool), from_text=_bool_from_text
 )
-_SECONDS = _Kind(
-    f"a number of seconds above 0 and up to {_SECONDS_PER_DAY}",
-    accepts=lambda value: (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0 < value <= _SECONDS_PER_DAY
-    ),
-    from_text=float,
-)
-_POLICY = _Kind(
-    " or ".join(f'"{policy}"' for policy in POLICIES),
-    accepts=lambda value: value in POLICIES,
-    from_text=str.strip,
-)
+
+
+def _seconds(most: int, *, optional: bool = False) -> _Kind:
+    return _Kind(
+        f"a number of seconds above 0 and up to {most}",
+        accepts=lambda value: (
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+        ),
+        from_text=float,
+        # Whole seconds in a file are seconds all the same.
+        from_file=lambda value: float(value) if _is_whole(value, 0, most) else value,
+        optional=optional,
+    )
+
+
+def _one_of(words: tuple[str, ...]) -> _Kind:
+    return _Kind(
+        " or ".join(f'"{word}"' for word in words),
+        accepts=lambda value: value in words,
+        from_text=str.strip,
+    )
+
+
+_SECONDS = _seconds(_SECONDS_PER_DAY)
+_POLICY = _one_of(POLICIES)
 _FOLDER = _Kind(
     "the path of a folder",
     accepts=lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
     from_text=os.path.expanduser,
     # A "~" in a file is expanded by no shell, and a folder named "~" is wanted by nobody.
     from_file=lambda value: os.path.expanduser(value) if isinstance(value, str) else value,
+    optional=True,
+)
+_URL = _Kind(
+    'a URL such as "redis://host:6379/0"',
+    accepts=lambda value: isinstance(value, str) and "://" in value and value.isprintable(),
+    from_text=str.strip,
     optional=True,
 )
 _THREADS = _whole(1, 256)
@@ -127,9 +148,49 @@ class DiskConfig:
     direct: bool = field(default=True, metadata=_setting(_FLAG))  # O_DIRECT: past the page cache
     policy: str = field(default="s3fifo", metadata=_setting(_POLICY))
     threads: int = field(default=4, metadata=_setting(_THREADS))
+    # The most that is written in 24 hours, so that flash lasts; counted from the start.
+    write_per_day_bytes: int | None = field(
+        default=None, metadata=_setting(_OPTIONAL_SIZE, "write_per_day")
+    )
 
     def __post_init__(self) -> None:
         _check_section("disk", self)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """A store that instances share; without a URL there is none.
+
+    The fleet's secret is in PENSTOCK_REMOTE_SECRET, not here.
+    """
+
+    url: str | None = field(default=None, metadata=_setting(_URL))
+    read_only: bool = field(default=False, metadata=_setting(_FLAG))
+    encrypt: bool = field(default=False, metadata=_setting(_FLAG))  # AES-256-GCM, by tenant
+    admit: str = field(default="always", metadata=_setting(_one_of(ADMISSIONS)))
+    ttl_seconds: float | None = field(
+        default=None, metadata=_setting(_seconds(366 * _SECONDS_PER_DAY, optional=True))
+    )
+    timeout_seconds: float = field(default=5.0, metadata=_setting(_SECONDS))  # of one operation
+    lookup_deadline_seconds: float = field(default=0.25, metadata=_setting(_SECONDS))
+    threads: int = field(default=4, metadata=_setting(_THREADS))
+    # Blocks that are remembered to lie there, about 200 bytes each.
+    max_known_blocks: int = field(default=1 << 18, metadata=_setting(_whole(1, 1 << 26)))
+    write_per_day_bytes: int | None = field(
+        default=None, metadata=_setting(_OPTIONAL_SIZE, "write_per_day")
+    )
+    # The most that this instance keeps there for one tenant, within the TTL.
+    tenant_size_bytes: int | None = field(
+        default=None, metadata=_setting(_OPTIONAL_SIZE, "tenant_size")
+    )
+
+    def __post_init__(self) -> None:
+        _check_section("remote", self)
+        if self.tenant_size_bytes is not None and self.ttl_seconds is None:
+            raise ConfigError(
+                "remote.tenant_size is set without remote.ttl_seconds: what never expires can "
+                "never be written anew; set both"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +212,16 @@ class TransferConfig:
 class Config:
     host: HostConfig = field(default_factory=HostConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
 
-_Section = HostConfig | DiskConfig | TransferConfig
+_Section = HostConfig | DiskConfig | RemoteConfig | TransferConfig
 
-_SECTIONS: dict[str, type[HostConfig] | type[DiskConfig] | type[TransferConfig]] = {
+_SECTIONS: dict[str, type[_Section]] = {
     "host": HostConfig,
     "disk": DiskConfig,
+    "remote": RemoteConfig,
     "transfer": TransferConfig,
 }
 
@@ -210,19 +273,36 @@ def load_config(
     return Config(
         host=HostConfig(**values["host"]),
         disk=DiskConfig(**values["disk"]),
+        remote=RemoteConfig(**values["remote"]),
         transfer=TransferConfig(**values["transfer"]),
     )
 
 
 def describe(config: Config) -> dict[str, dict[str, Any]]:
-    """The configuration as plain data under the names the file uses; sizes in bytes."""
+    """The configuration as plain data under the names the file uses; sizes in bytes.
+
+    For people to see: a password in a URL is left out.
+    """
+    shown = config
+    if config.remote.url is not None:
+        shown = replace(
+            config, remote=replace(config.remote, url=without_password(config.remote.url))
+        )
     return {
         section: {
-            _key(setting): getattr(getattr(config, section), setting.name)
-            for setting in fields(cls)
+            _key(setting): getattr(getattr(shown, section), setting.name) for setting in fields(cls)
         }
         for section, cls in _SECTIONS.items()
     }
+
+
+def without_password(url: str) -> str:
+    """As it may be shown: who and where, not the password."""
+    scheme, _, rest = url.partition("://")
+    netloc, slash, path = rest.partition("/")
+    who, at, where = netloc.rpartition("@")
+    name, colon, _ = who.partition(":")
+    return f"{scheme}://{name}{':…' if colon else ''}{at}{where}{slash}{path}"
 
 
 def _from_file(path: Path, origin: str) -> Iterator[_Given]:
@@ -292,7 +372,7 @@ def _unknown(what: str, name: str, where: str, known: Iterable[str]) -> ConfigEr
     shared = section if own else ENV_PREFIX
     candidates = {other.removeprefix(shared): other for other in names}
     if own:
-        candidates = {other.partition(".")[2]: other for other in [*names, *own]}
+        candidates = {other.partition(".")[2]: other for other in [*reversed(names), *own]}
     if close := difflib.get_close_matches(name.removeprefix(shared), candidates, n=1):
         advice = f"did you mean {candidates[close[0]]}?"
     else:
@@ -315,7 +395,7 @@ def _read(item: _Given, kind: _Kind) -> object:
         raise _wrong(item.dotted, item.value, item.origin, kind) from None
     if not _holds(kind, value):
         raise _wrong(item.dotted, item.value, item.origin, kind)
-    return float(value) if kind is _SECONDS and isinstance(value, int) else value
+    return value
 
 
 def _check_section(section: str, values: _Section) -> None:

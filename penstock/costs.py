@@ -12,6 +12,7 @@ from penstock.types import Match, Tier
 
 # One small transfer that stalled must not stand for all the large ones that were never tried.
 _MAX_STRETCH = 4
+_MIN_PATIENCE_SECONDS = 1.0
 
 
 def _check_rate(name: str, value: float) -> None:
@@ -148,6 +149,17 @@ class Choice:
     num_blocks: int
     load_seconds: float | None = None
     compute_seconds: float | None = None  # what computing these blocks would take instead
+
+    @property
+    def patience_seconds(self) -> float | None:
+        """How long the load may take before computing is begun after all; None: not known.
+
+        Whoever waits longer than computing takes has lost already; twice that, and never less
+        than a moment, leaves room for what only happens now and then.
+        """
+        if self.compute_seconds is None:
+            return None
+        return max(_MIN_PATIENCE_SECONDS, 2 * self.compute_seconds)
 
 
 def choose_load(

@@ -34,6 +34,17 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A tier that others write to was asked which blocks it holds."""
+
+    tier: Tier
+    num_blocks: int
+    num_present: int
+    seconds: float
+    error: str = ""  # why it gave no answer
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """Blocks did not arrive, and why. Whoever asked recomputes."""
 
@@ -219,6 +230,7 @@ class Finished:
 Event = (
     LookedUp
     | Moved
+    | Asked
     | Lost
     | Stored
     | Removed

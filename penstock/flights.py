@@ -54,6 +54,7 @@ class Flights:
         deadline: float | None = None,
         ticket: Ticket | None = None,
         positions: Sequence[int] = (),
+        tenants: Sequence[str] = (),
     ) -> None:
         """Queue a hop. Where nothing follows it, `spread` it over all of the link's threads."""
         by_host = max(source, target) is Tier.HOST
@@ -68,6 +69,7 @@ class Flights:
                 tuple(source_slots[part]),
                 tuple(target_slots[part]),
                 deadline,
+                tuple(tenants[part]),
             )
             self._open[transfer.id] = Flight(transfer, ticket, tuple(positions[part]))
             self._outbox.setdefault((transfer.link, transfer.direction), deque()).append(transfer)

@@ -25,7 +25,17 @@ from penstock.tiers import TierStack
 from penstock.transfer.delegate import Engine
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
-from penstock.types import BlockKey, Direction, Done, Match, Slot, TicketId, Tier, Verdict
+from penstock.types import (
+    BlockKey,
+    Direction,
+    Done,
+    LookId,
+    Match,
+    Slot,
+    TicketId,
+    Tier,
+    Verdict,
+)
 
 _RECOVERY_SECONDS_PER_STEP = 0.005
 _LET_COPIES_START_SECONDS = 50e-6
@@ -79,7 +89,7 @@ class Offloader:
     @property
     def is_moving(self) -> bool:
         """Whether something is under way, an index that is still being read included."""
-        return bool(self._recoveries) or not self._stack.idle
+        return bool(self._recoveries or self._stack.num_looking) or not self._stack.idle
 
     @property
     def num_pinned(self) -> int:
@@ -95,6 +105,25 @@ class Offloader:
         """Different blocks that the tiers below the device can keep."""
         return self._stack.num_blocks
 
+    def look(self, keys: Sequence[BlockKey]) -> LookId | None:
+        """Ask the tier that instances share for blocks that no tier of this one has.
+
+        Call it when a request comes. None: there is nothing to wait for. Else `match` may know
+        more once `is_looking` says no, which is a matter of milliseconds, or of the deadline.
+        """
+        self._require_open()
+        look_id = self._stack.look(keys, self._clock.now())
+        for question in self._stack.take_questions():
+            self._engine.ask(question)
+        return look_id
+
+    def is_looking(self, look_id: LookId) -> bool:
+        return self._stack.is_looking(look_id)
+
+    def used(self, keys: Sequence[BlockKey], *, tenant: str = "") -> None:
+        """Blocks were found on the device: what is used there is worth keeping below, too."""
+        self._stack.used(keys, self._clock.now(), tenant)
+
     def note(self, match: Match) -> None:
         """Count a match as one request's lookup: call it once, when the host has acted on it."""
         hits = {run.tier: match.num_from(run.tier) for run in match.runs}
@@ -106,8 +135,13 @@ class Offloader:
         into: Sequence[Slot | None],
         *,
         deadline_seconds: float | None = None,
+        patience_seconds: float | None = None,
+        tenant: str = "",
     ) -> TicketId:
         """Bring blocks to device slots. Past the deadline, what has not arrived is given up.
+
+        The deadline is that of the settings, or `deadline_seconds`; whoever has less patience
+        says so.
 
         None in place of a slot brings a block as far as HOST and pins it there; `Done.pins` says
         where, and whoever takes the `Done` has to unpin it some day.
@@ -115,14 +149,21 @@ class Offloader:
         self._require_open()
         now = self._clock.now()
         seconds = self._load_deadline_seconds if deadline_seconds is None else deadline_seconds
-        ticket = self._stack.load(keys, into, now, now + seconds)
+        if patience_seconds is not None:
+            seconds = min(seconds, patience_seconds)
+        ticket = self._stack.load(keys, into, now, now + seconds, tenant)
         self._submit()
         return ticket
 
-    def save(self, keys: Sequence[BlockKey], source: Sequence[Slot]) -> TicketId:
-        """Copy device slots into HOST, and from there down. What finds no room is dropped."""
+    def save(
+        self, keys: Sequence[BlockKey], source: Sequence[Slot], *, tenant: str = ""
+    ) -> TicketId:
+        """Copy device slots into HOST, and from there down. What finds no room is dropped.
+
+        All blocks of a `tenant` are in its name: it is part of their keys, and its budget theirs.
+        """
         self._require_open()
-        ticket = self._stack.save(keys, source, self._clock.now())
+        ticket = self._stack.save(keys, source, self._clock.now(), tenant)
         self._submit()
         return ticket
 
@@ -290,6 +331,8 @@ class Offloader:
         now = self._clock.now()
         for outcome in self._engine.poll():
             self._stack.settle(outcome, now)
+        for answer in self._engine.take_answers():
+            self._stack.answer(answer, now)
 
     def _recover(self, wait_seconds: float = 0.0) -> None:
         if not self._recoveries:

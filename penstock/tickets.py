@@ -1,10 +1,12 @@
-"""A host's asynchronous load or save, as the books see it."""
+"""A host's asynchronous loads and saves, as the books see them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
+from penstock.errors import BookError
 from penstock.types import BlockKey, Direction, Done, Slot, TicketId, Tier, Verdict
 
 
@@ -18,6 +20,7 @@ class Ticket:
     device_slots: tuple[Slot | None, ...]  # None: of a load, a block that is to stay in HOST
     started: float
     deadline: float | None = None
+    tenant: str = ""
     num_planned: int = 0  # leading positions that have been looked at
     num_flying: int = 0  # blocks whose device slot a transfer may touch right now
     waiting: list[int] = field(default_factory=list)  # planned, and found no room in HOST yet
@@ -65,3 +68,57 @@ class Ticket:
             )
         pins = tuple(map(self.pins.get, range(len(verdicts)))) if self.pins else ()
         return Done(self.id, self.direction, self.keys, verdicts, sources, now - self.started, pins)
+
+
+class Tickets:
+    """Those under way, and what became of those that have ended."""
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+        self._open: dict[TicketId, Ticket] = {}
+        self._dones: list[Done] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """Over a copy: whoever looks at tickets may end them."""
+        return iter(list(self._open.values()))
+
+    @property
+    def all_planned(self) -> bool:
+        return all(ticket.planned for ticket in self._open.values())
+
+    def num_open(self, direction: Direction) -> int:
+        return sum(ticket.direction is direction for ticket in self._open.values())
+
+    def get(self, ticket_id: TicketId) -> Ticket | None:
+        return self._open.get(ticket_id)
+
+    def open(
+        self,
+        direction: Direction,
+        keys: Sequence[BlockKey],
+        device_slots: Sequence[Slot | None],
+        now: float,
+        deadline: float | None,
+        tenant: str,
+    ) -> Ticket:
+        if len(keys) != len(device_slots):
+            raise BookError(f"{len(keys)} blocks were named for {len(device_slots)} device slots")
+        if len(set(keys)) != len(keys):
+            raise BookError(f"a {direction.value} names a block twice")
+        ticket_id = TicketId(next(self._ids))
+        ticket = Ticket(
+            ticket_id, direction, tuple(keys), tuple(device_slots), now, deadline, tenant
+        )
+        self._open[ticket_id] = ticket
+        return ticket
+
+    def close_if_over(self, ticket: Ticket, now: float) -> None:
+        if ticket.over and self._open.pop(ticket.id, None) is not None:
+            self._dones.append(ticket.done(now))
+
+    def take_dones(self) -> list[Done]:
+        dones, self._dones = self._dones, []
+        return dones

@@ -16,6 +16,7 @@ Slot = NewType("Slot", int)
 
 TicketId = NewType("TicketId", int)
 TransferId = NewType("TransferId", int)
+LookId = NewType("LookId", int)
 
 PAGE_BYTES = 4096
 """Direct I/O wants addresses, offsets and lengths in whole pages; so do pinned copies."""
@@ -99,6 +100,7 @@ class Transfer:
     source_slots: tuple[Slot, ...]
     target_slots: tuple[Slot, ...]
     deadline: float | None = None  # on the Clock that books and transfers share
+    tenants: tuple[str, ...] = ()  # per block, whose it is; empty: nobody's in particular
 
     @property
     def direction(self) -> Direction:
@@ -118,6 +120,25 @@ class Outcome:
     verdicts: tuple[Verdict, ...]
     seconds: float = 0.0
     error: str = ""  # the first error's own words, for the log
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The books want to know which of these blocks a tier that others write to holds."""
+
+    id: LookId
+    tier: Tier
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the tier said of the first so many keys of a `Question`; the rest was not asked for."""
+
+    look_id: LookId
+    present: tuple[bool, ...]
+    seconds: float = 0.0
+    error: str = ""  # why it said nothing
 
 
 class Run(NamedTuple):

@@ -1,19 +1,26 @@
 """Copies from HOST to the tiers below, behind the request that saved the blocks.
 
 A block that is to be copied is leased in HOST until the copy has ended, so that it cannot be lost
-to a race; but a tier that is slow or hangs may hold only half of HOST that way. What it has no
+to a race; but tiers that are slow or hang may hold only half of HOST that way. What one has no
 time for is noted, and written when it has, unless HOST needs the room before.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from penstock.books import Books
 from penstock.errors import BookError
 from penstock.flights import Flights
 from penstock.types import BlockKey, Direction, Slot, Tier, Transfer, Verdict
+from penstock.write_gate import WriteGate
+
+
+class _Queued(NamedTuple):
+    slot: Slot
+    tenant: str
 
 
 class WriteDown:
@@ -24,22 +31,25 @@ class WriteDown:
         tiers: Iterable[Tier],
         max_transfer_blocks: int,
         max_pending_blocks: int,
+        gates: Mapping[Tier, WriteGate] | None = None,
     ) -> None:
         self.tiers = list(tiers)
         self._books = books
         self._flights = flights
+        self._gates = gates or {}
         self._max_transfer_blocks = max_transfer_blocks
-        self._max_leased = max(1, min(books.host.capacity // 2, max_pending_blocks))
-        self._queued: dict[Tier, OrderedDict[BlockKey, Slot]] = {
-            t: OrderedDict() for t in self.tiers
+        most = books.host.capacity // (2 * max(1, len(self.tiers)))
+        self._max_leased = max(1, min(most, max_pending_blocks))
+        self._queued: dict[Tier, OrderedDict[BlockKey, _Queued]] = {
+            tier: OrderedDict() for tier in self.tiers
         }
-        self._later: dict[Tier, OrderedDict[BlockKey, None]] = {
-            t: OrderedDict() for t in self.tiers
+        self._later: dict[Tier, OrderedDict[BlockKey, str]] = {
+            tier: OrderedDict() for tier in self.tiers
         }
         self._num_flying = dict.fromkeys(self.tiers, 0)
         books.on_host_removed = self._forget
 
-    def offer(self, keys: Sequence[BlockKey]) -> None:
+    def offer(self, keys: Sequence[BlockKey], tenant: str = "") -> None:
         """Queue READY blocks of HOST for every tier below that lacks and wants them."""
         for tier in self.tiers:
             ledger, queued, later = self._books.lower[tier], self._queued[tier], self._later[tier]
@@ -48,10 +58,12 @@ class WriteDown:
                 for key in keys
                 if not (key in ledger or key in queued or key in later) and ledger.admits(key)
             ]
+            wanted = self._let_through(tier, wanted, tenant)
             room = self._room(tier)
             now = wanted[:room]
-            queued.update(zip(now, self._books.host.lease(now), strict=True))
-            later.update(dict.fromkeys(wanted[room:]))
+            leased = zip(now, self._books.host.lease(now), strict=True)
+            queued.update((key, _Queued(slot, tenant)) for key, slot in leased)
+            later.update(dict.fromkeys(wanted[room:], tenant))
 
     def can_plan(self, tier: Tier) -> bool:
         """Whether there is something to write, and a slot to write it to."""
@@ -63,14 +75,28 @@ class WriteDown:
         queued, later = self._queued[tier], self._later[tier]
         max_blocks = self._max_transfer_blocks
         num_more = min(len(later), max_blocks - len(queued), self._room(tier))
-        more = [later.popitem(last=False)[0] for _ in range(num_more)]
-        queued.update(zip(more, self._books.host.lease(more), strict=True))
+        for _ in range(num_more):
+            key, tenant = later.popitem(last=False)
+            (slot,) = self._books.host.lease([key])
+            queued[key] = _Queued(slot, tenant)
         num_blocks = min(len(queued), self._books.lower[tier].num_claimable, max_blocks)
         batch = [queued.popitem(last=False) for _ in range(num_blocks)]
+        # Another instance may have been seen to write it meanwhile.
+        again = [entry for key, entry in batch if key in self._books.lower[tier]]
+        self._books.host.release([entry.slot for entry in again])
+        batch = [(key, entry) for key, entry in batch if key not in self._books.lower[tier]]
         keys = [key for key, _ in batch]
+        tenants = [entry.tenant for _, entry in batch]
         slots = self._books.claim(tier, keys)
-        self._num_flying[tier] += num_blocks
-        self._flights.post(Tier.HOST, tier, keys, [slot for _, slot in batch], slots)
+        self._num_flying[tier] += len(batch)
+        self._flights.post(
+            Tier.HOST,
+            tier,
+            keys,
+            [entry.slot for _, entry in batch],
+            slots,
+            tenants=tenants if any(tenants) else (),
+        )
 
     def settle(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
         self._num_flying[transfer.target] -= len(transfer.keys)
@@ -79,7 +105,7 @@ class WriteDown:
 
     def leased_slots(self) -> list[Slot]:
         """HOST slots held by blocks that wait to be written, for whoever audits the leases."""
-        return [slot for queued in self._queued.values() for slot in queued.values()]
+        return [entry.slot for queued in self._queued.values() for entry in queued.values()]
 
     def check(self) -> None:
         for tier, later in self._later.items():
@@ -88,6 +114,25 @@ class WriteDown:
             flying = (f.transfer.keys for f in self._flights if f.transfer.target is tier)
             if sum(map(len, flying)) != self._num_flying[tier]:
                 raise BookError(f"the blocks being written to {tier.name} are miscounted")
+
+    def _let_through(self, tier: Tier, keys: list[BlockKey], tenant: str) -> list[BlockKey]:
+        gate = self._gates.get(tier)
+        if gate is None:
+            return keys
+        now = self._books.now
+        passed: list[BlockKey] = []
+        refusals: Counter[str] = Counter()
+        for key in keys:
+            if not gate.is_worth_it(key):
+                continue
+            if refusal := gate.refusal(tenant, now):
+                refusals[refusal] += 1
+            else:
+                gate.charge(tenant, now)
+                passed.append(key)
+        for refusal, num_blocks in refusals.items():
+            self._books.lose(Tier.HOST, tier, Verdict.DROPPED, num_blocks, refusal)
+        return passed
 
     def _room(self, tier: Tier) -> int:
         """How many more blocks of HOST may be leased for copies to this tier."""

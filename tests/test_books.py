@@ -28,10 +28,12 @@ from penstock.ledger import Ledger
 from penstock.policies import POLICIES
 from penstock.tiers import Limits, TierStack
 from penstock.types import (
+    Answer,
     BlockKey,
     Direction,
     Done,
     Outcome,
+    Question,
     Slot,
     TicketId,
     Tier,
@@ -57,6 +59,7 @@ class Books(RuleBasedStateMachine):
     @initialize(
         num_host=st.integers(1, 6),
         num_disk=st.integers(0, 8),
+        num_known=st.integers(0, 8),
         policy=st.sampled_from(sorted(POLICIES)),
         max_blocks=st.integers(1, 4),
         max_saves=st.integers(1, 8),
@@ -66,6 +69,7 @@ class Books(RuleBasedStateMachine):
         self,
         num_host: int,
         num_disk: int,
+        num_known: int,
         policy: str,
         max_blocks: int,
         max_saves: int,
@@ -76,6 +80,10 @@ class Books(RuleBasedStateMachine):
         if num_disk:
             lower[Tier.DISK] = self.ledger_type(num_disk, POLICIES[policy](num_disk))
         self.books = {Tier.HOST: self.host, **lower}
+        self.shared: set[BlockKey] = set()  # what REMOTE holds: others write there, too
+        self.questions: list[Question] = []
+        if num_known:
+            lower[Tier.REMOTE] = self.ledger_type(num_known, POLICIES["lru"](num_known))
         limits = Limits(
             max_blocks,
             max_blocks,
@@ -118,7 +126,34 @@ class Books(RuleBasedStateMachine):
         match = self.stack.match(keys)
         assert match == self.stack.match(keys)
         for key in keys[: match.num_blocks]:
-            assert any(key in book for book in self.books.values())
+            assert any(key in book for _, book in self.stack._books)
+
+    @rule(keys=some_keys, is_written=st.booleans())
+    def others_write_or_evict(self, keys: list[BlockKey], is_written: bool) -> None:
+        if is_written:
+            self.shared.update(keys)
+        else:
+            self.shared.difference_update(keys)
+
+    @rule(keys=some_keys)
+    def look(self, keys: list[BlockKey]) -> None:
+        look_id = self.stack.look(keys, self.now)
+        assert look_id is None or self.stack.is_looking(look_id)
+        self.questions += self.stack.take_questions()
+
+    @precondition(lambda self: self.questions)
+    @rule(data=st.data())
+    def answer(self, data: Any) -> None:
+        question = self.questions.pop(data.draw(st.integers(0, len(self.questions) - 1)))
+        num_said = data.draw(st.integers(0, len(question.keys)))
+        present = tuple(key in self.shared for key in question.keys[:num_said])
+        error = "" if present else "it hung"
+        self.stack.answer(Answer(question.id, present, 0.001, error), self.now)
+        assert not self.stack.is_looking(question.id)
+
+    @rule(keys=some_keys)
+    def use(self, keys: list[BlockKey]) -> None:
+        self.stack.used(keys, self.now)
 
     @rule(room=st.integers(1, 4))
     def hand_out(self, room: int) -> None:
@@ -174,9 +209,11 @@ class Books(RuleBasedStateMachine):
         assert self.stack.idle
         assert not self.tickets, "a ticket was never reported"
         assert len(self.free_device) == NUM_DEVICE_SLOTS
-        for book in self.books.values():
+        for _, book in self.stack._books:
             assert not book.leases()
             assert not book.filling_keys()
+        self.stack.tick(self.now + 1000)
+        assert not self.stack.num_looking, "somebody waits for ever"
         self.stack.check()
 
     def take_device(self, count: int) -> list[Slot] | None:
@@ -197,7 +234,8 @@ class Books(RuleBasedStateMachine):
             for slot in transfer.target_slots:
                 if transfer.target is not Tier.DEVICE:
                     assert slot not in self.targets_of(transfer.target), "two writers in a slot"
-                self.world[transfer.target][slot] = GARBAGE
+                if transfer.target is not Tier.REMOTE:
+                    self.world[transfer.target][slot] = GARBAGE
             self.under_way.append(transfer)
         self.collect()
 
@@ -220,8 +258,17 @@ class Books(RuleBasedStateMachine):
         for position, (source, target) in enumerate(
             zip(transfer.source_slots, transfer.target_slots, strict=True)
         ):
+            key = transfer.keys[position]
             if fault is not None and (everywhere or position >= broken):
                 verdicts.append(fault)
+            elif transfer.target is Tier.REMOTE:
+                assert self.world[transfer.source].get(source) == key, "others would read this"
+                self.shared.add(key)
+                verdicts.append(Verdict.OK)
+            elif transfer.source is Tier.REMOTE:
+                is_there = key in self.shared
+                self.world[transfer.target][target] = key if is_there else GARBAGE
+                verdicts.append(Verdict.OK if is_there else Verdict.MISSING)
             else:
                 verdicts.append(Verdict.OK)
                 content = self.world[transfer.source].get(source, GARBAGE)
@@ -267,8 +314,14 @@ class _NoLease(Ledger):
 class _CommitAfterError(TierStack):
     """A book that takes every arrival for a success."""
 
-    def _arrive(self, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
-        super()._arrive(keys, [Verdict.OK] * len(verdicts))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        arrive = self._loads.arrive
+
+        def believe(keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
+            arrive(keys, [Verdict.OK] * len(verdicts))
+
+        self._loads.arrive = self._saves._arrive = believe  # type: ignore[method-assign]
 
 
 class _FreeBeforeLanding(TierStack):
@@ -276,10 +329,10 @@ class _FreeBeforeLanding(TierStack):
 
     def cancel(self, ticket_id: TicketId, now: float) -> None:
         super().cancel(ticket_id, now)
-        ticket = self._tickets.pop(ticket_id, None)
+        ticket = self._tickets._open.pop(ticket_id, None)
         if ticket is not None:
             ticket.judge(ticket.open_positions(), Verdict.CANCELLED)
-            self._dones.append(ticket.done(now))
+            self._tickets._dones.append(ticket.done(now))
 
 
 _SETTINGS = settings(

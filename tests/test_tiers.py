@@ -335,7 +335,7 @@ def test_a_cancelled_load_is_done_only_when_its_device_slots_are_left_alone() ->
     rig.run()
     rig.stack.load([K[0]], [Slot(3)], 0.0)
     (copy,) = rig.transfers()
-    ticket = next(iter(rig.stack._tickets))
+    ticket = next(iter(rig.stack._tickets)).id
     rig.stack.cancel(ticket, 0.0)
     assert rig.stack.take_dones() == []
     assert rig.stack.take_cancels() == [copy.id]
@@ -350,7 +350,7 @@ def test_cancelling_what_was_not_handed_out_ends_it_at_once() -> None:
     rig.run()
     rig.stack.empty_host()
     rig.load(K[0])
-    ticket = next(iter(rig.stack._tickets))
+    ticket = next(iter(rig.stack._tickets)).id
     rig.stack.cancel(ticket, 0.0)
     assert [done.verdicts for done in rig.stack.take_dones()] == [(Verdict.CANCELLED,)]
     assert rig.transfers() == []

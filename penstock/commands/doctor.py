@@ -21,6 +21,7 @@ from penstock.commands.vllm_config import (
     DiskPath,
     DiskSize,
     KvOffloadingSize,
+    Remote,
     Settings,
     read_settings,
 )
@@ -51,6 +52,7 @@ def check_vllm_installation(
     kv_offloading_size: KvOffloadingSize = None,
     disk_path: DiskPath = None,
     disk_size: DiskSize = None,
+    remote: Remote = None,
     config: ConfigFile = None,
     settings: Settings = None,
     kv_transfer_config: Annotated[
@@ -67,10 +69,12 @@ def check_vllm_installation(
     from penstock.commands.settings_checks import examine_options, examine_transfer_config
     from penstock.commands.vllm_checks import Status
 
-    options = (kv_offloading_size, disk_path, disk_size, config, settings or None)
+    options = (kv_offloading_size, disk_path, disk_size, remote, config, settings or None)
     if kv_transfer_config is None:
         examined = examine_options(
-            lambda: read_settings(kv_offloading_size, disk_path, disk_size, config, settings or ())
+            lambda: read_settings(
+                kv_offloading_size, disk_path, disk_size, remote, config, settings or ()
+            )
         )
     elif any(option is not None for option in options):
         raise ConfigError(
@@ -121,7 +125,8 @@ def _check_all(examined: Examined, tick: Tick) -> list[Check]:
     checks += [room, vllm_checks.check_locked_memory(tiers.host.size_bytes)]
     if hashes.status is Status.OK:  # a store cannot be read without
         store = settings_checks.check_disk(tiers.disk, has_room=room.status is Status.OK)
-        checks += [] if store is None else [store]
+        remote = settings_checks.check_remote(tiers.remote)
+        checks += [check for check in (store, remote) if check is not None]
     return checks
 
 

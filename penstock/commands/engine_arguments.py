@@ -62,6 +62,14 @@ class EngineArguments:
             min=0, metavar="GiB", help="The most that folder takes.", rich_help_panel=_TIERS_PANEL
         ),
     ] = None
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A store that instances share: redis://host, s3://bucket/prefix, mooncake://host.",
+            rich_help_panel=_TIERS_PANEL,
+        ),
+    ] = None
     config: Annotated[
         Path | None,
         typer.Option(

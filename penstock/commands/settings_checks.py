@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.commands.vllm_checks import Check, Status
-from penstock.config import Config, DiskConfig
+from penstock.config import Config, DiskConfig, RemoteConfig, without_password
 from penstock.connectors.vllm.settings import CONNECTOR, MODULE, POLICY, VllmSettings
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.machine import check_machine
@@ -107,6 +107,8 @@ def check_tiers(settings: VllmSettings) -> tuple[Check, Config | None]:
         found += f", and what {tiers.disk.path} holds"
     else:
         found += f", {format_bytes(tiers.disk.size_bytes)} in {tiers.disk.path}"
+    if tiers.remote.url is not None:
+        found += f", shared in {without_password(tiers.remote.url)}"
     return Check("settings", Status.OK, found), tiers
 
 
@@ -116,6 +118,31 @@ def check_room(tiers: Config) -> Check:
     except PenstockError as error:
         return Check("room", Status.FAILED, str(error))
     return Check("room", Status.OK, "this machine can hold that")
+
+
+def check_remote(remote: RemoteConfig) -> Check | None:
+    """Whether the shared store answers; None where there is none."""
+    if remote.url is None:
+        return None
+    from penstock.stores.remotes import open_client
+
+    name = "remote store"
+    try:
+        client = open_client(remote.url, remote.timeout_seconds)
+    except PenstockError as error:
+        return Check(name, Status.FAILED, str(error))
+    try:
+        client.exists(["penstock/doctor"])
+    except PenstockError as error:
+        return Check(
+            name,
+            Status.FAILED,
+            f"it does not answer: {error}; start it, or correct remote.url. Penstock would start "
+            "all the same, and use it once it is there.",
+        )
+    finally:
+        client.close()
+    return Check(name, Status.OK, f"{without_password(remote.url)} answers")
 
 
 def check_disk(disk: DiskConfig, *, has_room: bool) -> Check | None:

@@ -37,6 +37,14 @@ DiskPath = Annotated[
     str | None, typer.Option(metavar="DIR", help="A folder for KV that survives a restart.")
 ]
 DiskSize = Annotated[float | None, typer.Option(metavar="GiB", help="The most that folder takes.")]
+Remote = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="A store that instances share: redis://host, s3://bucket/prefix, mooncake://host. "
+        "A password is better kept out of it: set PENSTOCK_REMOTE_URL where vLLM runs.",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -57,6 +65,7 @@ def vllm_config(
     kv_offloading_size: KvOffloadingSize = None,
     disk_path: DiskPath = None,
     disk_size: DiskSize = None,
+    remote: Remote = None,
     config: ConfigFile = None,
     settings: Settings = None,
     always_load: Annotated[
@@ -88,6 +97,7 @@ def vllm_config(
         kv_offloading_size,
         disk_path,
         disk_size,
+        remote,
         config,
         settings or (),
         always_load=always_load,
@@ -114,6 +124,7 @@ def read_settings(
     kv_offloading_size: float | None,
     disk_path: str | None,
     disk_size: float | None,
+    remote: str | None,
     config: Path | None,
     settings: Iterable[str],
     *,
@@ -129,6 +140,7 @@ def read_settings(
         kv_offloading_size=_plain(kv_offloading_size),
         disk_path=None if disk_path is None else _absolute(disk_path),
         disk_size=_plain(disk_size),
+        remote=remote,
         config=None if config is None else _absolute(str(config)),
         set=overrides or None,
         always_load=always_load,

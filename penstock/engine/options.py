@@ -24,6 +24,7 @@ class EngineOptions:
     kv_offloading_size: float | None = None  # DRAM; 0: nothing is offloaded; None: the config's
     disk_path: str | None = None
     disk_size: float | None = None
+    remote: str | None = None  # the URL of a store that instances share
     gpu_memory_utilization: float = 0.9  # of a GPU's memory: weights, working room and pool
     device_kv_gib: float | None = None  # the pool; None: 1 on a CPU, what is left on a GPU
     block_tokens: int | None = None
@@ -75,10 +76,10 @@ def tiers_config(
     Later sources win: the file, the environment, the options, `settings`.
     """
     if options.kv_offloading_size == 0:
-        if options.disk_path is not None or settings:
+        if options.disk_path is not None or options.remote is not None or settings:
             raise ConfigError(
-                "kv_offloading_size is 0, and a disk or a setting of the tiers is given; what goes "
-                "to disk passes through DRAM: give it a size, or leave them out."
+                "kv_offloading_size is 0, and a disk, a remote store or a setting of the tiers is "
+                "given; what goes there passes through DRAM: give it a size, or leave them out."
             )
         return None
     overrides: dict[str, object] = {}
@@ -88,4 +89,6 @@ def tiers_config(
         overrides["disk.path"] = str(options.disk_path)
     if options.disk_size is not None:
         overrides["disk.size"] = int(options.disk_size * GiB)
+    if options.remote is not None:
+        overrides["remote.url"] = options.remote
     return load_config(path, overrides={**overrides, **(settings or {})})

@@ -16,7 +16,7 @@ from penstock.engine.residency import Residency
 from penstock.engine.table import shared_places
 from penstock.errors import BookError
 from penstock.events import Migrated
-from penstock.types import BlockKey, Done, Match, Slot, TicketId, Verdict
+from penstock.types import BlockKey, Done, LookId, Match, Slot, TicketId, Verdict
 
 _MAX_RETURNING = 64  # blocks on their way back at a time: others load too
 
@@ -24,10 +24,22 @@ _MAX_RETURNING = 64  # blocks on their way back at a time: others load too
 class Tiers(Protocol):
     """What the engine's books need of an Offloader."""
 
+    def look(self, keys: Sequence[BlockKey]) -> LookId | None: ...
+    def is_looking(self, look_id: LookId) -> bool: ...
     def match(self, keys: Sequence[BlockKey]) -> Match: ...
     def note(self, match: Match) -> None: ...
-    def load(self, keys: Sequence[BlockKey], into: Sequence[Slot | None]) -> TicketId: ...
-    def save(self, keys: Sequence[BlockKey], source: Sequence[Slot]) -> TicketId: ...
+    def used(self, keys: Sequence[BlockKey], *, tenant: str = "") -> None: ...
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        into: Sequence[Slot | None],
+        *,
+        patience_seconds: float | None = None,
+        tenant: str = "",
+    ) -> TicketId: ...
+    def save(
+        self, keys: Sequence[BlockKey], source: Sequence[Slot], *, tenant: str = ""
+    ) -> TicketId: ...
     def cancel(self, ticket: TicketId) -> None: ...
     def is_in_host(self, key: BlockKey) -> bool: ...
     def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]: ...
@@ -143,13 +155,13 @@ class Placement:
 
     # Saves.
 
-    def save(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+    def save(self, keys: Sequence[BlockKey], slots: Sequence[Slot], tenant: str = "") -> None:
         """Copy complete blocks to HOST; they are held until that has ended."""
         if self._tiers is None or not keys:
             return
         self._pool.hold(slots)
         self._being_saved.update(keys)
-        self._saving[self._tiers.save(keys, slots)] = list(slots)
+        self._saving[self._tiers.save(keys, slots, tenant=tenant)] = list(slots)
 
     def settle(self, done: Done) -> bool:
         """Whether it was a save or a migration that has ended, and not a sequence's load."""
@@ -231,7 +243,7 @@ class Placement:
         assert self._tiers is not None
         assert self._residency is not None
         seen = {key for keys in self._returning.values() for key in keys}
-        wanted: dict[BlockKey, tuple[int, Slot]] = {}
+        wanted: dict[str, dict[BlockKey, tuple[int, Slot]]] = {}  # by tenant
         shared = shared_places([request.table for request in self._running])
         for request, index in self._residency.returning(
             self._running, count, lambda r, i: int(r.table.places[i]) in shared
@@ -243,10 +255,11 @@ class Placement:
             if found := self._pool.share([key]):  # it left a moment ago, and is still untouched
                 self._warm(index, key, found[0])
             elif taken := self._pool.take(1):
-                wanted[key] = (index, taken[0])
-        if wanted:
-            ticket = self._tiers.load(list(wanted), [slot for _, slot in wanted.values()])
-            self._returning[ticket] = wanted
+                wanted.setdefault(request.tenant, {})[key] = (index, taken[0])
+        for tenant, targets in wanted.items():
+            slots = [slot for _, slot in targets.values()]
+            ticket = self._tiers.load(list(targets), slots, tenant=tenant)
+            self._returning[ticket] = targets
 
     def _returned(self, done: Done, targets: dict[BlockKey, tuple[int, Slot]]) -> None:
         for key, verdict in zip(done.keys, done.verdicts, strict=True):

@@ -8,7 +8,7 @@ from enum import Enum
 from penstock.engine.params import SamplingParams
 from penstock.engine.table import BlockTable
 from penstock.keys import KeyChain
-from penstock.types import Slot, TicketId
+from penstock.types import LookId, Slot, TicketId
 
 
 class Phase(Enum):
@@ -39,6 +39,7 @@ class Request:
     num_present: int = 0  # leading tokens whose KV is there: that, or one more (see Chunk)
     num_named: int = 0  # leading blocks known to the pool by their key
     ticket: TicketId | None = None
+    look: LookId | None = None  # what it asked of the tier that instances share
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # of the prompt: found on the device or loaded, at first admission

@@ -99,6 +99,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that `Admission.check` let pass."""
         request.stamp = self._fair.stamp(request.tenant, request.max_total_tokens)
+        if self._tiers is not None:
+            request.look = self._tiers.look(request.chain.keys)
         self._enqueue(request)
 
     def remove(self, request: Request) -> None:
@@ -142,19 +144,19 @@ class Scheduler:
                 request.num_stalls = 0
                 chunks.append(_chunk(request, num_tokens))
                 budget -= num_tokens
-        while budget and self._waiting and not preempted and self._has_seat:
-            request = self._waiting[0]
-            if not self._admit(request, budget):
+        while budget and not preempted and self._has_seat:
+            waiting = self._next_waiting()
+            if waiting is None or not self._admit(waiting, budget):
                 break
-            if request.phase is Phase.RUNNING:
-                num_tokens = min(request.num_uncomputed, budget)
-                chunks.append(_chunk(request, num_tokens))
+            if waiting.phase is Phase.RUNNING:
+                num_tokens = min(waiting.num_uncomputed, budget)
+                chunks.append(_chunk(waiting, num_tokens))
                 budget -= num_tokens
         return chunks
 
     def computed(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' KV is on the device: name and save the blocks that became complete."""
-        complete: dict[BlockKey, Slot] = {}
+        complete: dict[str, dict[BlockKey, Slot]] = {}  # by tenant
         for chunk in chunks:
             request = chunk.request
             if request.phase is not Phase.RUNNING:
@@ -166,9 +168,10 @@ class Scheduler:
             for index in range(request.num_named, request.num_computed // self._block_tokens):
                 key, slot = request.chain.keys[index], request.table.slot(index)
                 self._pool.name(slot, key)
-                complete.setdefault(key, slot)
+                complete.setdefault(request.tenant, {}).setdefault(key, slot)
             request.num_named = request.num_computed // self._block_tokens
-        self.placement.save(list(complete), list(complete.values()))
+        for tenant, blocks in complete.items():
+            self.placement.save(list(blocks), list(blocks.values()), tenant)
 
     def settle(self, done: Done) -> Request | None:
         """A load or save has ended; of a load, the request that goes on."""
@@ -221,6 +224,16 @@ class Scheduler:
         self._waiting.append(request)
         self._waiting.sort(key=lambda r: r.order)
 
+    def _next_waiting(self) -> Request | None:
+        """The most urgent of those that wait for no answer of the tier that instances share."""
+        for request in self._waiting:
+            if request.look is not None and self._tiers is not None:
+                if self._tiers.is_looking(request.look):
+                    continue
+                request.look = None
+            return request
+        return None
+
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         need = -(-num_tokens // self._block_tokens) - len(request.table)
         slots = self.placement.take(need, request)
@@ -272,6 +285,8 @@ class Scheduler:
             if match.num_blocks:
                 seconds = (choice.load_seconds, choice.compute_seconds)
                 self._events.append(Decided(match.num_blocks, num_loads, *seconds))
+        if num_shared and self._tiers is not None and not request.num_preemptions:
+            self._tiers.used(keys[:num_shared], tenant=request.tenant)
         self._have(request, num_past)
         request.num_named = num_shared
         if not request.num_preemptions:
@@ -280,7 +295,12 @@ class Scheduler:
             assert self._tiers is not None
             request.phase = Phase.LOADING
             request.into = into
-            request.ticket = self._tiers.load(keys[num_shared : num_shared + num_loads], into)
+            request.ticket = self._tiers.load(
+                keys[num_shared : num_shared + num_loads],
+                into,
+                patience_seconds=choice.patience_seconds,
+                tenant=request.tenant,
+            )
             self._loading[request.ticket] = request
         else:
             request.table.extend(slots)

@@ -18,6 +18,7 @@ class Block(NamedTuple):
     key: BlockKey
     slot: Slot
     memory: memoryview
+    tenant: str = ""
 
 
 Found = tuple[Slot, BlockKey | None]

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import xxhash
 
 from penstock.errors import Corrupt, Full, Missing, StoreError
-from penstock.stores.base import Answers, Block, Digests, Found, Verify, WholeBlocks
+from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
+from penstock.stores.remote import Item, Listed
 from penstock.types import BlockKey, BlockSpec, Slot
 
 
@@ -101,3 +102,64 @@ class MemoryStore(WholeBlocks):
             return None
         self.faults.gate.wait()
         return StoreError("asked to fail") if self.faults.failing else error
+
+
+class MemoryClient:
+    """A remote store's client whose values lie here, to be looked at and tampered with."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.faults = faults or Faults()
+        self.values: dict[str, bytes] = {}
+        self.num_calls = 0  # round trips that a real one would make
+
+    def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers:
+        self._call()
+        if self.faults.failing or self.faults.full:
+            error = Full("asked to be full") if self.faults.full else StoreError("asked to fail")
+            return [error] * len(items)
+        for item in items:
+            self.values[item.name] = bytes(item.head) + bytes(item.body)
+        return [None] * len(items)
+
+    def get(self, items: Sequence[Item]) -> Answers:
+        self._call()
+        return [self._get(item) for item in items]
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._call()
+        if self.faults.failing:
+            raise StoreError("asked to fail")
+        return [name in self.values for name in names]
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._call()
+        for name in names:
+            self.values.pop(name, None)
+
+    def find(self, prefix: str) -> Iterator[list[Listed]]:
+        self._call()
+        yield [Listed(n, len(v)) for n, v in self.values.items() if n.startswith(prefix)]
+
+    def register(self, arena: Arena) -> None:
+        pass
+
+    def close(self) -> None:
+        self.values.clear()
+
+    def _get(self, item: Item) -> StoreError | None:
+        if self.faults.failing:
+            return StoreError("asked to fail")
+        value = self.values.get(item.name)
+        if value is None:
+            return Missing("the value is not there")
+        if len(value) != item.num_bytes:
+            return Corrupt(f"a value has {len(value)} bytes where {item.num_bytes} were stored")
+        item.head[:] = value[: len(item.head)]
+        item.body[:] = value[len(item.head) :]
+        if self.faults.corrupting:
+            item.body[len(item.body) // 2] ^= 1
+        return None
+
+    def _call(self) -> None:
+        self.num_calls += 1
+        self.faults.gate.wait()

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.transfer.seals import Seals
-from penstock.types import Direction, Outcome, Tier, Transfer, TransferId, Verdict
+from penstock.types import (
+    Answer,
+    Direction,
+    Outcome,
+    Question,
+    Tier,
+    Transfer,
+    TransferId,
+    Verdict,
+)
 
 
 class Engine(Protocol):
@@ -27,6 +36,10 @@ class Engine(Protocol):
     def cancel(self, transfer_id: TransferId) -> None: ...
 
     def poll(self) -> list[Outcome]: ...
+
+    def ask(self, question: Question) -> None: ...
+
+    def take_answers(self) -> list[Answer]: ...
 
     def wait(self, timeout_seconds: float) -> bool: ...
 
@@ -126,6 +139,12 @@ class DelegatingEngine:
     def poll(self) -> list[Outcome]:
         ended, self._ended = self._ended, []
         return ended + self._below.poll()
+
+    def ask(self, question: Question) -> None:
+        self._below.ask(question)
+
+    def take_answers(self) -> list[Answer]:
+        return self._below.take_answers()
 
     def wait(self, timeout_seconds: float) -> bool:
         return bool(self._ended) or self._below.wait(timeout_seconds)

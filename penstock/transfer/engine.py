@@ -18,8 +18,18 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from penstock.clock import Clock
+from penstock.transfer.asking import Asker, Exists
 from penstock.transfer.io import Moved, Mover
-from penstock.types import Direction, Outcome, Tier, Transfer, TransferId, Verdict
+from penstock.types import (
+    Answer,
+    Direction,
+    Outcome,
+    Question,
+    Tier,
+    Transfer,
+    TransferId,
+    Verdict,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +40,7 @@ _Report = Callable[[Outcome], None]
 class LaneSpec:
     mover: Mover
     num_threads: int
+    exists: Exists | None = None  # for a tier that others write to
 
 
 class TransferEngine:
@@ -38,12 +49,28 @@ class TransferEngine:
     def __init__(
         self, lanes: Mapping[Tier, LaneSpec], clock: Clock, *, max_queued: int = 256
     ) -> None:
-        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
-        self._awaited: list[Outcome] = []  # taken from the queue by `wait`, for the next `poll`
+        self._outcomes: SimpleQueue[Outcome | Answer] = SimpleQueue()
+        # Taken from the queue by `wait`, for the next `poll`.
+        self._awaited: list[Outcome | Answer] = []
+        self._answers: list[Answer] = []
         self._lanes = {
             tier: _Lane(tier, spec, clock, max_queued, self._outcomes.put)
             for tier, spec in lanes.items()
         }
+        self._askers = {
+            tier: Asker(spec.exists, self._outcomes.put)
+            for tier, spec in lanes.items()
+            if spec.exists is not None
+        }
+
+    def ask(self, question: Question) -> None:
+        """Have a tier asked; `take_answers` tells."""
+        self._askers[question.tier].ask(question)
+
+    def take_answers(self) -> list[Answer]:
+        """Those met by `poll` so far."""
+        answers, self._answers = self._answers, []
+        return answers
 
     def has_room(self, link: Tier, direction: Direction) -> bool:
         return self._lanes[link].has_room(direction)
@@ -63,11 +90,12 @@ class TransferEngine:
 
     def poll(self) -> list[Outcome]:
         """What has ended since the last call."""
-        outcomes, self._awaited = self._awaited, []
+        ended, self._awaited = self._awaited, []
         with suppress(Empty):
             while True:
-                outcomes.append(self._outcomes.get_nowait())
-        return outcomes
+                ended.append(self._outcomes.get_nowait())
+        self._answers += [answer for answer in ended if isinstance(answer, Answer)]
+        return [outcome for outcome in ended if isinstance(outcome, Outcome)]
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until there is something to poll."""
@@ -79,6 +107,8 @@ class TransferEngine:
     def close(self, timeout_seconds: float = 10.0) -> bool:
         """Cancel queued loads, finish queued saves, stop the threads. False if one hangs."""
         deadline = time.monotonic() + timeout_seconds
+        for asker in self._askers.values():
+            asker.close()
         for lane in self._lanes.values():
             lane.stop()
         return all(lane.join(deadline) for lane in self._lanes.values())

@@ -14,7 +14,7 @@ from penstock.errors import Corrupt, Missing, StoreError
 from penstock.stores.base import Answers, Arena, Block, Store
 from penstock.transfer.pool import DaemonPool
 from penstock.transfer.seals import Seals
-from penstock.types import BlockKey, Direction, Slot, Transfer, Verdict
+from penstock.types import Direction, Slot, Transfer, Verdict
 
 
 class Moved(NamedTuple):
@@ -91,7 +91,7 @@ class StoreMover:
 
     def _load(self, transfer: Transfer) -> Future[Moved]:
         self._seals.open(transfer.target_slots)
-        blocks = self._blocks(transfer.keys, transfer.source_slots, transfer.target_slots)
+        blocks = self._blocks(transfer, transfer.source_slots, transfer.target_slots)
         verify = self._store.read(blocks)
 
         def finish() -> Moved:
@@ -110,7 +110,7 @@ class StoreMover:
 
     def _save(self, transfer: Transfer) -> Moved:
         keys, sources = transfer.keys, transfer.source_slots
-        blocks = self._blocks(keys, transfer.target_slots, sources)
+        blocks = self._blocks(transfer, transfer.target_slots, sources)
         verdicts = self._seals.verdicts(keys, sources)
         sound = [b for b, verdict in zip(blocks, verdicts, strict=True) if verdict is Verdict.OK]
         digest = self._store.digest
@@ -120,11 +120,15 @@ class StoreMover:
         return Moved([next(written) if v is Verdict.OK else v for v in verdicts], moved.error)
 
     def _blocks(
-        self, keys: Sequence[BlockKey], store_slots: Sequence[Slot], host_slots: Sequence[Slot]
+        self, transfer: Transfer, store_slots: Sequence[Slot], host_slots: Sequence[Slot]
     ) -> list[Block]:
+        keys = transfer.keys
+        tenants = transfer.tenants or ("",) * len(keys)
         return [
-            Block(key, slot, self._host.view(host_slot))
-            for key, slot, host_slot in zip(keys, store_slots, host_slots, strict=True)
+            Block(key, slot, self._host.view(host_slot), tenant)
+            for key, slot, host_slot, tenant in zip(
+                keys, store_slots, host_slots, tenants, strict=True
+            )
         ]
 
 

@@ -231,6 +231,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         assert self._side is not None
         num_tokens = self._side.lookup(request, num_computed_tokens)
+        if num_tokens is None:
+            return None, False
         waits = num_tokens > 0 and not self._side.offers_now(request.request_id)
         return num_tokens, waits
 

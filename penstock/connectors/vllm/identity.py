@@ -109,6 +109,12 @@ class RequestKeys:
         self._num_tokens = num_tokens
 
 
+def tenant_of(request: Any) -> str:
+    """Who shares KV with whom: vLLM's salt, empty for everybody."""
+    salt = getattr(request, "cache_salt", None)
+    return "" if salt is None else f"salt {salt}"
+
+
 def namespace_of(base: Namespace, request: Any, adapters: Callable[[Any], str]) -> Namespace | None:
     """The namespace of a request; None for one whose KV cannot be named by its tokens."""
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
@@ -116,8 +122,7 @@ def namespace_of(base: Namespace, request: Any, adapters: Callable[[Any], str]) 
     if getattr(request, "resumable", False):
         return None  # a session that is fed while it runs may take tokens back
     lora = getattr(request, "lora_request", None)
-    salt = getattr(request, "cache_salt", None)
-    tenant = "" if salt is None else f"salt {salt}"
+    tenant = tenant_of(request)
     return replace(
         base,
         adapter=adapters(lora) if lora is not None else "",

@@ -105,8 +105,11 @@ class SchedulerSide:
 
     # What vLLM's scheduler asks, in the order in which it does.
 
-    def lookup(self, request: Any, num_computed: int) -> int:
-        """How many tokens beyond `num_computed` are worth loading: whole blocks of them."""
+    def lookup(self, request: Any, num_computed: int) -> int | None:
+        """How many tokens beyond `num_computed` are worth loading: whole blocks of them.
+
+        None: the tier that instances share has not answered yet; ask again at the next step.
+        """
         with self._lock:
             tracked = self._track(request)
             now = self._clock.now()
@@ -119,6 +122,8 @@ class SchedulerSide:
             ):
                 return 0
             start = num_computed // self._block_tokens
+            if self._is_looking(tracked, request, start):
+                return None
             offer = tracked.offer
             is_old = offer is not None and now - offer.at > _SAME_ANSWER_SECONDS
             if offer is None or offer.start != start or is_old or offer.is_now:
@@ -132,6 +137,22 @@ class SchedulerSide:
                     num_bytes_now=self._num_bytes_now,
                 )
             return offer.num_tokens
+
+    def _is_looking(self, tracked: Tracked, request: Any, start: int) -> bool:
+        """Ask once for what a request has beyond vLLM's own cache; then wait for the answer."""
+        assert tracked.keys is not None
+        if not tracked.has_looked:
+            tracked.has_looked = True
+            keys = tracked.keys.first(request.num_tokens)
+            self._offloader.used(keys[:start], tenant=tracked.tenant)
+            tracked.look = self._offloader.look(keys[start:])
+            self._ticker.wake()
+        if tracked.look is not None:
+            self._settle()
+            if self._offloader.is_looking(tracked.look):
+                return True
+            tracked.look = None
+        return False
 
     def offers_now(self, request_id: str) -> bool:
         """Whether what `lookup` offered is loaded within the step, so that vLLM need not wait."""
@@ -322,7 +343,7 @@ class SchedulerSide:
         if keys:
             if self._news is not None:
                 self._news.name(keys, start, tracked.request, self._block_tokens)
-            self._offloader.save(keys, slots)
+            self._offloader.save(keys, slots, tenant=tracked.tenant)
             self._ticker.wake()
 
     def _save_rest(self, tracked: Tracked) -> None:
@@ -369,7 +390,14 @@ class SchedulerSide:
         self._dispatch.expect(loading)
         # What the next step waits for cannot be late: it is in DRAM.
         deadline = _ALWAYS_SECONDS if offer.is_now else None
-        loading.ticket = self._offloader.load(keys, slots, deadline_seconds=deadline)
+        patience = None if offer.is_now else offer.choice.patience_seconds
+        loading.ticket = self._offloader.load(
+            keys,
+            slots,
+            deadline_seconds=deadline,
+            patience_seconds=patience,
+            tenant=tracked.tenant,
+        )
         self._loadings[loading.ticket] = loading
         self._ticker.wake()
 

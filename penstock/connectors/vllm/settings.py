@@ -24,6 +24,7 @@ class VllmSettings:
     kv_offloading_size: float | None = None  # DRAM, for all workers together
     disk_path: str | None = None
     disk_size: float | None = None
+    remote: str | None = None  # the URL of a store that instances share
     config: str | None = None  # a TOML file of settings
     set: Mapping[str, object] | None = None  # single settings, which overrule all others
     always_load: bool = False  # also what would be computed sooner
@@ -37,10 +38,10 @@ class VllmSettings:
                 raise ConfigError(
                     f"{name} is {value!r}: expected more than 0 GiB; correct it, or leave it out."
                 )
-        for name in ("disk_path", "config"):
+        for name, what in (("disk_path", "path"), ("config", "path"), ("remote", "URL")):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value.strip()):
-                raise ConfigError(f"{name} is {value!r}: expected a path; correct it.")
+                raise ConfigError(f"{name} is {value!r}: expected a {what}; correct it.")
         for name in ("always_load", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
@@ -73,6 +74,8 @@ class VllmSettings:
             overrides["disk.path"] = self.disk_path
         if self.disk_size is not None:
             overrides["disk.size"] = int(self.disk_size * GiB)
+        if self.remote is not None:
+            overrides["remote.url"] = self.remote
         path = None if self.config is None else Path(self.config)
         return load_config(path, overrides={**overrides, **(self.set or {})})
 

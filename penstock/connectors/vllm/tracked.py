@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.connectors.vllm.identity import RequestKeys
+from penstock.connectors.vllm.identity import RequestKeys, tenant_of
 from penstock.costs import Choice
-from penstock.types import BlockKey, Match, Slot, TicketId, Tier
+from penstock.types import BlockKey, LookId, Match, Slot, TicketId, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,14 @@ class Tracked:
     num_saved: int = 0  # leading blocks that need no further save
     offer: Offer | None = None
     loading: Loading | None = None  # the one that it waits for
+    has_looked: bool = False
+    look: LookId | None = None  # an answer of the tier that instances share, awaited
     barred_until: float = 0.0  # a load failed: computing cannot fail in the same way again
     tokens_from: dict[Tier, int] = field(default_factory=dict)
+
+    @property
+    def tenant(self) -> str:
+        return "" if self.keys is None else tenant_of(self.request)
 
     def unsaved(
         self, num_tokens: int, block_tokens: int

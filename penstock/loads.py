@@ -1,0 +1,199 @@
+"""Loads: from the tiers below into HOST, and from there to the device or to a pin.
+
+- Lease before claim, or the claim may evict what the load needs.
+- A block that is on its way into HOST is joined, not fetched again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from penstock.books import GONE, Books, all_ok
+from penstock.flights import Flight, Flights
+from penstock.pins import Pins
+from penstock.tickets import Ticket, Tickets
+from penstock.types import BlockKey, Slot, TicketId, Tier, Transfer, Verdict
+from penstock.write_down import WriteDown
+
+
+class Loads:
+    def __init__(
+        self,
+        books: Books,
+        flights: Flights,
+        tickets: Tickets,
+        write_down: WriteDown,
+        pins: Pins,
+    ) -> None:
+        self._books = books
+        self._host = books.host
+        self._flights = flights
+        self._tickets = tickets
+        self._write_down = write_down
+        self._pins = pins
+        self._joiners: dict[BlockKey, list[tuple[Ticket, int]]] = {}
+
+    @property
+    def awaited(self) -> Collection[BlockKey]:
+        """Blocks that a ticket waits for in HOST."""
+        return self._joiners.keys()
+
+    def plan(self, ticket: Ticket, positions: Sequence[int]) -> None:
+        """Lease, join or fetch each block; what finds no room in HOST waits in the ticket."""
+        below: dict[Tier, list[int]] = {}
+        num_missing = 0
+        found = self._host.use_ready([ticket.keys[position] for position in positions])
+        if None in found and not ticket.planned:
+            # Lease before claim: what is in HOST further on must be held before others need room.
+            rest = range(ticket.num_planned, len(ticket.keys))
+            ticket.num_planned = len(ticket.keys)
+            found += self._host.use_ready([ticket.keys[position] for position in rest])
+            positions = [*positions, *rest]
+        lower = self._books.readable()
+        for position, slot in zip(positions, found, strict=True):
+            key = ticket.keys[position]
+            if slot is not None:
+                ticket.leased.append((position, slot))
+                continue
+            if self._host.is_filling(key):
+                self._joiners.setdefault(key, []).append((ticket, position))
+                continue
+            for tier, ledger in lower:
+                if ledger.is_ready(key):
+                    below.setdefault(tier, []).append(position)
+                    break
+            else:
+                ticket.judge([position], Verdict.MISSING)
+                num_missing += 1
+        leased = [ticket.keys[position] for position, _ in ticket.leased]
+        self._write_down.offer(leased, ticket.tenant)
+        for tier, wanted in below.items():
+            room = self._host.num_claimable
+            self._fetch(tier, ticket, wanted[:room])
+            ticket.waiting.extend(wanted[room:])
+        ticket.waiting.sort()
+        self._send_leased(ticket, spread=ticket.planned)
+        if num_missing:
+            self._books.lose(Tier.HOST, Tier.DEVICE, Verdict.MISSING, num_missing, "")
+
+    def settle_arrival(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
+        """Blocks came to the device or did not."""
+        ticket, transfer = flight.ticket, flight.transfer
+        assert ticket is not None
+        self._host.release(transfer.source_slots)
+        self._books.drop_gone(transfer, verdicts)
+        if all_ok(verdicts):
+            ticket.judge(flight.positions, Verdict.OK)
+            return
+        for position, verdict in zip(flight.positions, verdicts, strict=True):
+            if verdict is Verdict.CANCELLED and ticket.given_up is not None:
+                verdict = ticket.given_up
+            ticket.judge([position], verdict)
+
+    def settle_fill(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
+        """Blocks came from a lower tier into HOST or did not."""
+        self._books.lower[transfer.source].release(transfer.source_slots)
+        self._books.drop_gone(transfer, verdicts)
+        self.arrive(transfer.keys, verdicts)
+
+    def arrive(self, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
+        """Blocks came into HOST or did not: tell the books and the tickets that joined them."""
+        self._books.conclude(Tier.HOST, keys, verdicts)
+        if not self._joiners:
+            return
+        joined: dict[TicketId, Ticket] = {}
+        arrived: list[tuple[Ticket, int]] = []
+        for key, verdict in zip(keys, verdicts, strict=True):
+            for ticket, position in self._joiners.pop(key, ()):
+                joined[ticket.id] = ticket
+                if verdict is Verdict.OK:
+                    arrived.append((ticket, position))
+                elif verdict in GONE:
+                    ticket.judge([position], verdict)
+                else:
+                    ticket.waiting.append(position)  # given up for another ticket's reasons
+        slots = self._host.lease([ticket.keys[position] for ticket, position in arrived])
+        for (ticket, position), slot in zip(arrived, slots, strict=True):
+            ticket.leased.append((position, slot))
+        for ticket in joined.values():
+            self._send_leased(ticket)
+            self._tickets.close_if_over(ticket, self._books.now)
+
+    def leave(self, ticket: Ticket) -> None:
+        """A ticket waits for nothing any more."""
+        ticket.waiting = []
+        for position, key in enumerate(ticket.keys):
+            joiners = self._joiners.get(key, [])
+            if (ticket, position) in joiners:
+                joiners.remove((ticket, position))
+                if not joiners:
+                    del self._joiners[key]
+
+    def is_orphan(self, flight: Flight) -> bool:
+        """A fetch from below that no ticket waits for any more."""
+        transfer = flight.transfer
+        fetches = transfer.target is Tier.HOST and transfer.source is not Tier.DEVICE
+        return fetches and not any(key in self._joiners for key in transfer.keys)
+
+    def owing(self, ticket: Ticket) -> set[Tier]:
+        """The lower tiers that still owe this load a block."""
+        owed = {
+            key
+            for position, key in enumerate(ticket.keys)
+            if (ticket, position) in self._joiners.get(key, ())
+        }
+        return {
+            flight.transfer.source
+            for flight in self._flights
+            if flight.transfer.source in self._books.lower
+            and owed.intersection(flight.transfer.keys)
+        }
+
+    def _fetch(self, tier: Tier, ticket: Ticket, positions: Sequence[int]) -> None:
+        keys = [ticket.keys[position] for position in positions]
+        source_slots = self._books.lower[tier].lease(keys)
+        for key in keys:
+            self._books.lower[tier].touch(key)
+        target_slots = self._books.claim(Tier.HOST, keys)
+        for position, key in zip(positions, keys, strict=True):
+            ticket.comes_from(position, tier)
+            self._joiners.setdefault(key, []).append((ticket, position))
+        self._flights.post(
+            tier,
+            Tier.HOST,
+            keys,
+            source_slots,
+            target_slots,
+            spread=True,
+            deadline=ticket.deadline,
+            tenants=[ticket.tenant] * len(keys) if ticket.tenant else (),
+        )
+
+    def _send_leased(self, ticket: Ticket, *, spread: bool = False) -> None:
+        leased, ticket.leased = ticket.leased, []
+        keys: list[BlockKey] = []
+        sources: list[Slot] = []
+        targets: list[Slot] = []
+        positions: list[int] = []
+        for position, slot in leased:
+            target = ticket.device_slots[position]
+            if target is None:
+                self._pins.keep(slot)
+                ticket.pins[position] = slot
+                ticket.judge([position], Verdict.OK)
+                continue
+            keys.append(ticket.keys[position])
+            sources.append(slot)
+            targets.append(target)
+            positions.append(position)
+        self._flights.post(
+            Tier.HOST,
+            Tier.DEVICE,
+            keys,
+            sources,
+            targets,
+            spread=spread,
+            deadline=ticket.deadline,
+            ticket=ticket,
+            positions=positions,
+        )

@@ -1,0 +1,65 @@
+"""Questions to a tier that others write to: which of these blocks do you hold?
+
+Its book is only what this instance believes. A request's blocks are asked for once, when it comes;
+the answer is entered into the book, where a match then finds it. Whoever waits for an answer waits
+no longer than its deadline; one that comes later is entered all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from penstock.books import Books
+from penstock.types import Answer, BlockKey, Direction, LookId, Question, Tier
+
+_MAX_OPEN = 256
+
+
+class Looks:
+    def __init__(self, books: Books, tier: Tier, deadline_seconds: float) -> None:
+        self._books = books
+        self._tier = tier
+        self._deadline_seconds = deadline_seconds
+        self._ids = count(1)
+        self._unasked: list[Question] = []
+        self._open: dict[LookId, Question] = {}
+        self._deadlines: dict[LookId, float] = {}  # of those that somebody may wait for
+
+    def __len__(self) -> int:
+        """Answers that somebody may wait for."""
+        return len(self._deadlines)
+
+    def ask(self, keys: Sequence[BlockKey]) -> LookId | None:
+        """Ask for what no tier above holds; None where there is nothing or nobody to ask."""
+        if self._books.is_resting(self._tier, Direction.LOAD) or len(self._open) >= _MAX_OPEN:
+            return None
+        above = [ledger.held for tier, ledger in self._books if tier < self._tier]
+        wanted = [key for key in keys if not any(key in held for held in above)]
+        if not wanted:
+            return None
+        question = Question(LookId(next(self._ids)), self._tier, tuple(wanted))
+        self._unasked.append(question)
+        self._open[question.id] = question
+        self._deadlines[question.id] = self._books.now + self._deadline_seconds
+        return question.id
+
+    def is_open(self, look_id: LookId) -> bool:
+        return look_id in self._deadlines
+
+    def take_questions(self) -> list[Question]:
+        questions, self._unasked = self._unasked, []
+        return questions
+
+    def settle(self, answer: Answer) -> None:
+        question = self._open.pop(answer.look_id)
+        self._books.asked(question, answer)
+        self._books.learn(question.tier, question.keys[: len(answer.present)], answer.present)
+        self._deadlines.pop(answer.look_id, None)
+
+    def tick(self) -> None:
+        """Let nobody wait past a deadline."""
+        for look_id, deadline in list(self._deadlines.items()):
+            if self._books.now >= deadline:
+                del self._deadlines[look_id]
+                self._books.fault(self._tier, Direction.LOAD, "a lookup passed its deadline")

@@ -1,0 +1,76 @@
+"""Saves: from the device into HOST; the copies below follow by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.books import Books
+from penstock.flights import Flight, Flights
+from penstock.tickets import Ticket
+from penstock.types import BlockKey, Tier, Verdict
+from penstock.write_down import WriteDown
+
+_Arrive = Callable[[Sequence[BlockKey], Sequence[Verdict]], None]
+
+
+class Saves:
+    def __init__(
+        self,
+        books: Books,
+        flights: Flights,
+        write_down: WriteDown,
+        arrive: _Arrive,
+        max_pending_blocks: int,
+    ) -> None:
+        """`arrive` is told what came into HOST or did not: somebody may wait for it there."""
+        self._books = books
+        self._host = books.host
+        self._flights = flights
+        self._write_down = write_down
+        self._arrive = arrive
+        self._max_pending_blocks = max_pending_blocks
+        self.num_pending = 0  # blocks on their way into HOST
+
+    def plan(self, ticket: Ticket, positions: Sequence[int]) -> None:
+        held = self._host.held
+        fresh = [position for position in positions if ticket.keys[position] not in held]
+        if len(fresh) < len(positions):
+            there = [position for position in positions if ticket.keys[position] in held]
+            ticket.judge(there, Verdict.OK)
+            ready = [key for p in there if self._host.is_ready(key := ticket.keys[p])]
+            for key in ready:
+                self._host.touch(key)
+            self._write_down.offer(ready, ticket.tenant)
+        room = min(self._host.num_claimable, self._max_pending_blocks - self.num_pending)
+        taken, refused = fresh[:room], fresh[room:]  # leading blocks are worth more
+        if refused:
+            ticket.judge(refused, Verdict.DROPPED)
+            self._books.lose(
+                Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST"
+            )
+        if taken:
+            keys = [ticket.keys[position] for position in taken]
+            slots = self._books.claim(Tier.HOST, keys)
+            self.num_pending += len(taken)
+            self._flights.post(
+                Tier.DEVICE,
+                Tier.HOST,
+                keys,
+                [slot for p in taken if (slot := ticket.device_slots[p]) is not None],
+                slots,
+                spread=ticket.planned,
+                ticket=ticket,
+                positions=taken,
+            )
+
+    def settle(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
+        ticket, keys = flight.ticket, flight.transfer.keys
+        assert ticket is not None
+        self.num_pending -= len(keys)
+        for position, verdict in zip(flight.positions, verdicts, strict=True):
+            ticket.judge([position], verdict)
+        self._arrive(keys, verdicts)
+        self._write_down.offer(
+            [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is Verdict.OK],
+            ticket.tenant,
+        )

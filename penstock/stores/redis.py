@@ -1,0 +1,415 @@
+"""Redis and Valkey, plain, with TLS, behind Sentinel, or a cluster.
+
+    redis://user:password@host:6379/0      rediss:// with TLS; valkey:// and valkeys:// likewise
+    unix:///run/redis.sock?db=0
+    redis+sentinel://host:26379,host:26379/service/0
+    redis+cluster://host:6379,host:6379    rediss+cluster:// with TLS
+
+redis-py makes the connections: names, passwords, TLS, who is master, which node has which slot.
+Values are then sent and received on its sockets by this file, since its own reader builds each
+value from pieces before it hands it out: here the bytes go from the socket into the HOST slot.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import redis.cluster
+import redis.sentinel
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.cluster import RedisCluster
+from redis.connection import ConnectionPool
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
+from penstock.stores.base import Answers, Arena
+from penstock.stores.remote import Item, Listed
+
+# These carry no types.
+_Sentinel: Any = redis.sentinel.Sentinel
+_ClusterNode: Any = redis.cluster.ClusterNode
+
+_BUFFER_BYTES = 64 << 10
+_MAX_LINE_BYTES = 64 << 10
+_NAMES_AT_ONCE = 1024
+_FULL = ("OOM", "MISCONF")  # no memory; the disk below it cannot be written
+_MOVED = ("MOVED", "ASK", "CLUSTERDOWN", "READONLY")
+
+# What may come out of a connection that breaks, or of one that cannot be had.
+_BROKEN = (OSError, RedisError, EOFError, ValueError)
+
+
+class RedisClient:
+    def __init__(self, url: str, *, timeout_seconds: float) -> None:
+        """Connects to nothing yet. Raises ConfigError for a URL that means nothing."""
+        self._timeout_seconds = timeout_seconds
+        self._opening = threading.Lock()
+        self._redis: Redis | RedisCluster | None = None
+        self._connect = _connector(url, timeout_seconds)
+
+    def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers:
+        return self._each_node(items, lambda wire, part: _put(wire, part, ttl_seconds))
+
+    def get(self, items: Sequence[Item]) -> Answers:
+        return self._each_node(items, _get)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        found: list[bool] = []
+        empty = memoryview(b"")
+        for start in range(0, len(names), _NAMES_AT_ONCE):
+            items = [Item(name, empty, empty) for name in names[start : start + _NAMES_AT_ONCE]]
+            for answer in self._each_node(items, _exists):
+                if answer is not None and not isinstance(answer, Missing):
+                    raise answer
+                found.append(answer is None)
+        return found
+
+    def remove(self, names: Sequence[str]) -> None:
+        empty = memoryview(b"")
+        for answer in self._each_node([Item(name, empty, empty) for name in names], _remove):
+            if answer is not None:
+                raise answer
+
+    def find(self, prefix: str) -> Iterator[list[Listed]]:
+        try:
+            opened: Any = self._open()
+            page: list[bytes] = []
+            for name in opened.scan_iter(match=_literally(prefix) + "*", count=_NAMES_AT_ONCE):
+                page.append(name)
+                if len(page) == _NAMES_AT_ONCE:
+                    yield self._sizes(page)
+                    page = []
+            yield self._sizes(page)
+        except _BROKEN as error:
+            raise StoreError(_words(error)) from None
+
+    def register(self, arena: Arena) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._redis is not None:
+            with suppress(*_BROKEN):
+                self._redis.close()
+
+    def _sizes(self, names: Sequence[bytes]) -> list[Listed]:
+        opened: Any = self._open()
+        pipeline = opened.pipeline(transaction=False)
+        for name in names:
+            pipeline.strlen(name)
+        return [Listed(n.decode(), size) for n, size in zip(names, pipeline.execute(), strict=True)]
+
+    def _open(self) -> Redis | RedisCluster:
+        with self._opening:
+            if self._redis is None:
+                self._redis = self._connect()
+            return self._redis
+
+    def _each_node(
+        self, items: Sequence[Item], run: Callable[[_Wire, Sequence[Item]], Answers]
+    ) -> Answers:
+        """Run a batch where its values live. Whatever goes wrong is said block by block."""
+        if not items:
+            return []
+        deadline = time.monotonic() + self._timeout_seconds
+        answers: Answers = [None] * len(items)
+        try:
+            parts = self._by_pool([item.name for item in items])
+        except _BROKEN as error:
+            return [StoreError(_words(error))] * len(items)
+        for pool, positions in parts:
+            part = [items[position] for position in positions]
+            try:
+                part_answers = _on_connection(pool, part, run, deadline)
+            except _BROKEN as error:
+                part_answers = [StoreError(_words(error))] * len(part)
+            for position, answer in zip(positions, part_answers, strict=True):
+                answers[position] = answer
+            if any(_is_moved(answer) for answer in part_answers):
+                self._redis = None  # ask anew who has what
+        return answers
+
+    def _by_pool(self, names: Sequence[str]) -> list[tuple[ConnectionPool, list[int]]]:
+        opened = self._open()
+        if not isinstance(opened, RedisCluster):
+            return [(opened.connection_pool, list(range(len(names))))]
+        cluster: Any = opened
+        parts: dict[str, tuple[ConnectionPool, list[int]]] = {}
+        for position, name in enumerate(names):
+            node = cluster.get_node_from_key(name)
+            if node is None:
+                raise OSError("no node of the cluster serves this name")
+            pool = cluster.get_redis_connection(node).connection_pool
+            parts.setdefault(node.name, (pool, []))[1].append(position)
+        return list(parts.values())
+
+
+class _Wire:
+    """One connection's socket, for one batch: what is read is read to its end, or it is closed."""
+
+    def __init__(self, connection: Any, deadline: float) -> None:
+        self._connection = connection
+        if connection._sock is None:
+            raise ConnectionResetError("the connection was closed before it was used")
+        self._socket: socket.socket = connection._sock
+        self._deadline = deadline
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0  # of what was received and not used yet
+        self.received = False
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Small neighbours in one call, large ones as they lie."""
+        small = bytearray()
+        for part in parts:
+            if len(part) <= _BUFFER_BYTES // 4:
+                small += part
+                continue
+            if small:
+                self._send(small)
+                small = bytearray()
+            self._send(part)
+        if small:
+            self._send(small)
+
+    def line(self) -> bytes:
+        """Up to the next line's end."""
+        line = b""
+        while True:
+            held = bytes(self._buffer[self._start : self._end])
+            end = held.find(b"\n")
+            if end >= 0:
+                self._start += end + 1
+                return (line + held[:end]).removesuffix(b"\r")
+            line += held
+            if len(line) > _MAX_LINE_BYTES:
+                raise OSError("the server does not speak Redis' protocol")
+            self._start = 0
+            self._end = self._receive(self._buffer)
+
+    def fill(self, target: memoryview) -> None:
+        """What the buffer has of it, and the rest straight from the socket."""
+        num_held = min(self._end - self._start, len(target))
+        target[:num_held] = self._buffer[self._start : self._start + num_held]
+        self._start += num_held
+        target = target[num_held:]
+        while target:
+            target = target[self._receive(target) :]
+
+    def skip(self, num_bytes: int) -> None:
+        scratch = memoryview(bytearray(min(num_bytes, 1 << 20)))
+        while num_bytes:
+            part = scratch[:num_bytes]
+            self.fill(part)
+            num_bytes -= len(part)
+
+    def _send(self, data: bytes | bytearray | memoryview) -> None:
+        self._wait_no_longer()
+        self._socket.sendall(data)
+
+    def _receive(self, into: memoryview) -> int:
+        self._wait_no_longer()
+        num_bytes = self._socket.recv_into(into)
+        if num_bytes == 0:
+            raise ConnectionResetError("the server closed the connection")
+        self.received = True
+        return num_bytes
+
+    def _wait_no_longer(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the server took too long")
+        self._socket.settimeout(left)
+
+
+def _on_connection(
+    pool: ConnectionPool,
+    items: Sequence[Item],
+    run: Callable[[_Wire, Sequence[Item]], Answers],
+    deadline: float,
+) -> Answers:
+    """On a pooled connection; if that one had died in its sleep, once more on a fresh one."""
+    for fresh in (False, True):
+        connection: Any = pool.get_connection()
+        wire = None
+        try:
+            wire = _Wire(connection, deadline)
+            answers = run(wire, items)
+        except ConnectionError:  # reset or closed: a server that was restarted
+            connection.disconnect()
+            if fresh or (wire is not None and wire.received):
+                raise
+            with suppress(*_BROKEN):
+                pool.disconnect(inuse_connections=False)
+        except BaseException:
+            connection.disconnect()  # there may be replies on their way that nobody reads
+            raise
+        else:
+            return answers
+        finally:
+            pool.release(connection)
+    raise AssertionError("unreachable")
+
+
+def _put(wire: _Wire, items: Sequence[Item], ttl_seconds: float | None) -> Answers:
+    parts: list[bytes | memoryview] = []
+    expiry = b""
+    if ttl_seconds is not None:
+        expiry = _argument(b"EX") + _argument(b"%d" % max(1, int(ttl_seconds)))
+    for item in items:
+        parts.append(b"*%d\r\n" % (5 if expiry else 3) + _argument(b"SET"))
+        parts.append(_argument(item.name.encode()) + b"$%d\r\n" % item.num_bytes)
+        parts += [item.head, item.body, b"\r\n" + expiry]
+    wire.send(parts)
+    return [_expect(wire.line(), b"+OK") for _ in items]
+
+
+def _get(wire: _Wire, items: Sequence[Item]) -> Answers:
+    wire.send([_command(b"GET", item.name) for item in items])
+    return [_get_one(wire, item) for item in items]
+
+
+def _get_one(wire: _Wire, item: Item) -> StoreError | None:
+    line = wire.line()
+    if line in (b"$-1", b"_"):
+        return Missing("the remote store does not hold this block (any more)")
+    if line[:1] != b"$":
+        return _expect(line, b"$")
+    num_bytes = int(line[1:])
+    if num_bytes != item.num_bytes:
+        wire.skip(num_bytes + 2)
+        return Corrupt(f"a remote value has {num_bytes} bytes where {item.num_bytes} were stored")
+    wire.fill(item.head)
+    wire.fill(item.body)
+    wire.skip(2)
+    return None
+
+
+def _exists(wire: _Wire, items: Sequence[Item]) -> Answers:
+    wire.send([_command(b"EXISTS", item.name) for item in items])
+    lines = [wire.line() for _ in items]
+    absent = Missing("the remote store does not hold this block")
+    return [absent if line == b":0" else _expect(line, b":1") for line in lines]
+
+
+def _remove(wire: _Wire, items: Sequence[Item]) -> Answers:
+    wire.send([_command(b"UNLINK", item.name) for item in items])
+    return [_expect(wire.line(), b":") for _ in items]
+
+
+def _expect(line: bytes, wanted: bytes) -> StoreError | None:
+    if line.startswith(wanted):
+        return None
+    if line[:1] != b"-":
+        raise OSError("the server does not speak Redis' protocol")
+    words = line[1:].decode(errors="replace")[:200]
+    return Full(words) if words.startswith(_FULL) else StoreError(words)
+
+
+def _is_moved(answer: StoreError | None) -> bool:
+    return answer is not None and str(answer).startswith(_MOVED)
+
+
+def _argument(data: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(data), data)
+
+
+def _command(verb: bytes, name: str) -> bytes:
+    return b"*2\r\n" + _argument(verb) + _argument(name.encode())
+
+
+def _literally(prefix: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in prefix)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+# URLs.
+
+
+def _connector(url: str, timeout_seconds: float) -> Callable[[], Redis | RedisCluster]:
+    # Nothing here may wait on its own account, or come back with more than it was asked for.
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": timeout_seconds,
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+        "client_name": "penstock",
+    }
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.replace("valkey", "redis")
+    kind = scheme.partition("+")[2]
+    if kind == "sentinel":
+        return _sentinel(scheme, rest, options)
+    if kind == "cluster":
+        return _cluster(scheme, rest, options)
+    try:
+        pool = ConnectionPool.from_url(f"{scheme}://{rest}", **options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"the remote URL cannot be read ({error}): expected redis://host:6379/0"
+        ) from None
+    return lambda: Redis(connection_pool=pool)
+
+
+def _sentinel(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], Redis]:
+    login, hosts, path = _parts(rest)
+    service, _, number = path.partition("/")
+    if not service or not (number or "0").isdigit():
+        raise ConfigError(
+            "the remote URL names no service: expected redis+sentinel://host:26379/mymaster/0"
+        )
+    login = {**login, "db": int(number or 0), "ssl": scheme.startswith("rediss")}
+    guards = {"socket_timeout": options["socket_timeout"], "ssl": scheme.startswith("rediss")}
+
+    def connect() -> Redis:
+        places = [(host, port or 26379) for host, port in hosts]
+        master: Redis = _Sentinel(places, sentinel_kwargs=guards, **options).master_for(
+            service, **login
+        )
+        return master
+
+    return connect
+
+
+def _cluster(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], RedisCluster]:
+    login, hosts, _ = _parts(rest)
+    if scheme.startswith("rediss"):
+        login = {**login, "ssl": True}
+    options = {name: value for name, value in options.items() if name != "retry"}
+
+    def connect() -> RedisCluster:
+        nodes = [_ClusterNode(host, port or 6379) for host, port in hosts]
+        return RedisCluster(startup_nodes=nodes, retry=Retry(NoBackoff(), 0), **login, **options)
+
+    return connect
+
+
+def _parts(rest: str) -> tuple[dict[str, Any], list[tuple[str, int | None]], str]:
+    """Who, where and what of a URL with several hosts."""
+    netloc, _, path = rest.partition("/")
+    who, _, where = netloc.rpartition("@")
+    name, _, password = who.partition(":")
+    login: dict[str, Any] = {}
+    if who:
+        login = {"username": unquote(name) or None, "password": unquote(password) or None}
+    path, _, query = path.partition("?")
+    login |= {key: values[-1] for key, values in parse_qs(query).items()}
+    try:
+        places = [urlsplit(f"//{place}") for place in where.split(",")]
+        hosts = [(place.hostname or "", place.port) for place in places]
+    except ValueError as error:
+        raise ConfigError(
+            f"the remote URL cannot be read ({error}): expected host:port,host:port"
+        ) from None
+    if not all(host for host, _ in hosts):
+        raise ConfigError("the remote URL names no host: expected host:port,host:port")
+    return login, hosts, path

@@ -1,0 +1,136 @@
+"""REMOTE: blocks by key in a store that instances share, through one of several clients.
+
+A client knows names and bytes; what the bytes mean, and whether they are believed, is decided
+here. Every value is a head (see `envelope`) and a body of exactly one block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from penstock.errors import StoreError
+from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
+from penstock.stores.envelope import HEAD_BYTES, Envelope
+from penstock.types import BlockKey, BlockSpec, Slot
+
+log = logging.getLogger(__name__)
+
+
+class Item(NamedTuple):
+    """A value on its way: `head` and `body` are read by a put and filled by a get."""
+
+    name: str
+    head: memoryview  # HEAD_BYTES
+    body: memoryview  # one block
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.head) + len(self.body)
+
+
+class Listed(NamedTuple):
+    name: str
+    num_bytes: int
+
+
+class Client(Protocol):
+    """Names and bytes. Safe to use from many threads; no call takes longer than its timeout.
+
+    `put` and `get` answer block by block and raise nothing for a store's faults; the others raise
+    StoreError. A value that is not exactly as long as asked for is Corrupt.
+    """
+
+    def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers: ...
+
+    def get(self, items: Sequence[Item]) -> Answers: ...
+
+    def exists(self, names: Sequence[str]) -> list[bool]: ...
+
+    def remove(self, names: Sequence[str]) -> None: ...
+
+    def find(self, prefix: str) -> Iterator[list[Listed]]:
+        """All values whose name begins so, in pages."""
+        ...
+
+    def register(self, arena: Arena) -> None:
+        """Bodies will lie in this memory, for clients whose network card wants to know."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RemoteStore(WholeBlocks):
+    """Slots mean nothing here: a block is found by its key."""
+
+    def __init__(
+        self,
+        client: Client,
+        spec: BlockSpec,
+        envelope: Envelope,
+        *,
+        ttl_seconds: float | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.client = client
+        self._block_bytes = spec.block_bytes
+        self._envelope = envelope
+        self._ttl_seconds = ttl_seconds
+        self._now = now
+        self.prefix = f"penstock/1/{envelope.prefix}/"
+
+    def name(self, key: BlockKey) -> str:
+        return self.prefix + key.hex()
+
+    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which of these are there, in as few round trips as the store can. Raises StoreError."""
+        return self.client.exists([self.name(key) for key in keys])
+
+    def digest(self, memory: memoryview) -> bytes:
+        return self._envelope.digest(memory[: self._block_bytes])
+
+    def write(self, blocks: Sequence[Block], digests: Digests) -> Answers:
+        now = self._now()
+        items = []
+        for block, digest in zip(blocks, digests(), strict=True):
+            body = block.memory[: self._block_bytes]
+            if self._envelope.encrypts:
+                head, body = self._envelope.encrypt(block.key, block.tenant, body, now)
+            else:
+                head = self._envelope.pack(block.key, digest, now)
+            items.append(Item(self.name(block.key), memoryview(head), body))
+        return self.client.put(items, self._ttl_seconds)
+
+    def read(self, blocks: Sequence[Block]) -> Verify:
+        heads = [bytearray(HEAD_BYTES) for _ in blocks]
+        items = [
+            Item(self.name(block.key), memoryview(head), block.memory[: self._block_bytes])
+            for block, head in zip(blocks, heads, strict=True)
+        ]
+        answers = self.client.get(items)
+
+        def verify() -> Answers:
+            now = self._now()
+            return [
+                self._envelope.open(block.key, block.tenant, bytes(item.head), item.body, now)
+                if answer is None
+                else answer
+                for block, item, answer in zip(blocks, items, answers, strict=True)
+            ]
+
+        return verify
+
+    def drop(self, key: BlockKey, slot: Slot) -> None:
+        try:
+            self.client.remove([self.name(key)])
+        except StoreError as error:
+            log.warning("a damaged remote value could not be removed: %s", error)
+
+    def scan(self) -> Iterator[list[Found]]:
+        """Nothing: what others keep there is asked for by name, not listed."""
+        return iter(())
+
+    def close(self) -> None:
+        self.client.close()

@@ -1,0 +1,70 @@
+"""From a URL to the remote store it names. A client library is imported only where it is named."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple
+
+from penstock.config import RemoteConfig, without_password
+from penstock.errors import ConfigError
+from penstock.stores.envelope import Envelope
+from penstock.stores.remote import Client, RemoteStore
+from penstock.types import BlockSpec
+
+
+class _Kind(NamedTuple):
+    module: str
+    client: str
+    extra: str  # of the package
+    library: str
+    schemes: tuple[str, ...]
+
+
+_KINDS = (
+    _Kind(
+        "penstock.stores.redis",
+        "RedisClient",
+        "redis",
+        "redis",
+        (
+            *("redis", "rediss", "valkey", "valkeys", "unix"),
+            *("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
+            *("valkey+sentinel", "valkeys+sentinel", "valkey+cluster", "valkeys+cluster"),
+        ),
+    ),
+    _Kind("penstock.stores.s3", "ObjectClient", "s3", "obstore", ("s3", "gs", "az", "file")),
+    _Kind("penstock.stores.mooncake", "MooncakeClient", "mooncake", "mooncake", ("mooncake",)),
+)
+SCHEMES = tuple(scheme for kind in _KINDS for scheme in kind.schemes)
+
+
+def open_client(url: str, timeout_seconds: float) -> Client:
+    """Connects to nothing yet. Raises ConfigError for a URL that nobody here understands."""
+    scheme = url.partition("://")[0].lower()
+    for kind in _KINDS:
+        if scheme in kind.schemes:
+            break
+    else:
+        raise ConfigError(
+            f"remote.url is {without_password(url)!r}: expected one that begins with "
+            f"{', '.join(f'{known}://' for known in SCHEMES)}; correct it."
+        )
+    try:
+        module = import_module(kind.module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != kind.library:
+            raise
+        raise ConfigError(
+            f"remote.url needs the package {kind.library!r}, which is not installed: "
+            f"pip install 'penstock[{kind.extra}]'"
+        ) from None
+    client: Client = getattr(module, kind.client)(url, timeout_seconds=timeout_seconds)
+    return client
+
+
+def open_remote(config: RemoteConfig, spec: BlockSpec, *, secret: bytes) -> RemoteStore:
+    """The store that `config` names. Raises ConfigError; a server that is away is no error."""
+    assert config.url is not None
+    envelope = Envelope(spec, secret=secret, encrypt=config.encrypt, ttl_seconds=config.ttl_seconds)
+    client = open_client(config.url, config.timeout_seconds)
+    return RemoteStore(client, spec, envelope, ttl_seconds=config.ttl_seconds)

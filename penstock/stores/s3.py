@@ -1,0 +1,249 @@
+"""S3 and what speaks like it, Google's and Azure's object stores, or a folder that many mount.
+
+    s3://bucket/prefix?region=us-east-1
+    s3://bucket/prefix?endpoint=http://127.0.0.1:8333    MinIO, Ceph, SeaweedFS, ...
+    gs://bucket/prefix
+    az://container/prefix
+    file:///folder                                       which must exist, and be mounted
+
+Who we are is never in the URL: obstore finds it in the environment (AWS_ACCESS_KEY_ID,
+GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...) or asks the cloud it runs in;
+`anonymous=true` signs nothing. AWS_ENDPOINT_URL and its like are heeded where the URL is silent.
+AWS answers "forbidden" for what is absent unless s3:ListBucket is granted: grant it.
+
+Requests are made in threads and not on an event loop: obstore's own need not wait for Python then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+
+from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
+from penstock.stores.base import Answers, Arena
+from penstock.stores.remote import Item, Listed
+
+SCHEMES = ("s3", "gs", "az", "file")
+
+_VALUES_AT_ONCE = 16
+_HEADS_AT_ONCE = 64
+_NAMES_AT_ONCE = 1000
+_CLOUDS: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+
+# Options of a URL, and what obstore calls them. Its `endpoint` of S3 yields to the environment.
+_OPTIONS: dict[str, dict[str, str]] = {
+    "s3": {"endpoint": "aws_endpoint_url_s3", "region": "region", "anonymous": "skip_signature"},
+    "gs": {"anonymous": "skip_signature"},
+    "az": {"endpoint": "endpoint", "anonymous": "skip_signature"},
+    "file": {},
+}
+_SHAPES = {
+    "endpoint": (r"https?://[^\s/?#@]+(/[^\s?#]*)?", "http://127.0.0.1:9000"),
+    "region": (r"[\w-]+", "us-east-1"),
+    "anonymous": (r"true|false", "true"),
+}
+_ENDPOINT_VARIABLE = re.compile(r"AWS_ENDPOINT(_URL(_S3)?)?|AZURE_(STORAGE_)?ENDPOINT")
+_EXPECTED = "expected s3://bucket/prefix, gs://bucket, az://container or file:///existing/folder"
+_FULL = re.compile("507 Insufficient Storage|QuotaExceeded|StorageFull|No space left|Disk quota")
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
+
+_Thing = TypeVar("_Thing")
+_Result = TypeVar("_Result")
+
+
+class ObjectClient:
+    def __init__(self, url: str, *, timeout_seconds: float) -> None:
+        """Connects to nothing yet. Raises ConfigError for a URL that means nothing."""
+        self._timeout_seconds = timeout_seconds
+        self._store = _opened(url, timeout_seconds)
+        self._values = ThreadPoolExecutor(_VALUES_AT_ONCE, "penstock-values")
+        self._heads = ThreadPoolExecutor(_HEADS_AT_ONCE, "penstock-heads")
+
+    def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers:
+        # Object stores expire by rules of the bucket; when a value does is said by its head.
+        with _Gate() as gate:
+            return self._each(self._values, lambda item: self._put(item, gate), items)
+
+    def get(self, items: Sequence[Item]) -> Answers:
+        with _Gate() as gate:
+            return self._each(self._values, lambda item: self._get(item, gate), items)
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        # A LIST tells 1000 names at a time, but names are hashes: it has to go through all that
+        # the fleet holds, so it is cheaper only if those are few more than the names asked for.
+        found = self._each(self._heads, partial(obstore.head, self._store), names)
+        return [not isinstance(one, Missing) and bool(_sound(one)) for one in found]
+
+    def remove(self, names: Sequence[str]) -> None:
+        # Elsewhere than on S3 a bulk request ends at the first name that is not there.
+        batches = [names] if isinstance(self._store, S3Store) else names
+        delete = partial(obstore.delete, self._store)
+        for outcome in self._each(self._heads, delete, batches if names else []):
+            if not isinstance(outcome, Missing):
+                _sound(outcome)
+
+    def find(self, prefix: str) -> Iterator[list[Listed]]:
+        pages = [_pages(self._store, prefix)]
+        while page := _sound(self._each(self._heads, lambda rest: next(rest, None), pages)[0]):
+            yield page
+
+    def register(self, arena: Arena) -> None:
+        pass
+
+    def close(self) -> None:
+        for pool in (self._values, self._heads):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _put(self, item: Item, gate: _Gate) -> None:
+        with gate.passed():
+            value = b"".join((item.head, item.body))
+        obstore.put(self._store, item.name, value, use_multipart=False)
+
+    def _get(self, item: Item, gate: _Gate) -> None:
+        found = obstore.get(self._store, item.name)
+        size = found.meta["size"]  # known before the body is fetched
+        if size != item.num_bytes:
+            raise Corrupt(f"a remote value has {size} bytes where {item.num_bytes} were stored")
+        value = memoryview(found.bytes())
+        with gate.passed():
+            item.head[:], item.body[:] = value[: len(item.head)], value[len(item.head) :]
+
+    def _each(
+        self, pool: ThreadPoolExecutor, run: Callable[[_Thing], _Result], things: Sequence[_Thing]
+    ) -> list[_Result | StoreError]:
+        """Run a batch side by side. Whatever goes wrong is said thing by thing."""
+        deadline = time.monotonic() + self._timeout_seconds
+        outcomes: list[_Result | StoreError] = []
+        try:
+            futures = [pool.submit(run, thing) for thing in things]
+        except RuntimeError as error:  # closed, or the machine has no more threads
+            return [StoreError(f"a request cannot be made: {error}")] * len(things)
+        for future in futures:
+            try:
+                fault = future.exception(max(0.0, deadline - time.monotonic()))
+            except (TimeoutError, CancelledError):
+                future.cancel()  # if it is still in the queue; one that runs has its own timeout
+                outcomes.append(StoreError("the object store took too long, or was closed"))
+            else:
+                outcomes.append(future.result() if fault is None else _told(fault))
+        return outcomes
+
+
+class _Gate:
+    """Between threads and the caller's memory, which is another's once the caller has gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_shut = False
+
+    def __enter__(self) -> _Gate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_shut = True
+
+    @contextmanager
+    def passed(self) -> Iterator[None]:
+        with self._lock:
+            if self._is_shut:
+                raise StoreError("the batch was given up")
+            yield
+
+
+def _pages(store: Any, prefix: str) -> Iterator[list[Listed]]:
+    # obstore's prefixes are whole segments of a path; ours end where they end.
+    for page in obstore.list(store, prefix.rpartition("/")[0] or None, chunk_size=_NAMES_AT_ONCE):
+        if named := [m for m in page if m["path"].startswith(prefix)]:
+            yield [Listed(m["path"], m["size"]) for m in named]
+
+
+def _sound(outcome: _Result | StoreError) -> _Result:
+    if isinstance(outcome, StoreError):
+        raise outcome
+    return outcome
+
+
+def _told(error: BaseException) -> StoreError:
+    if isinstance(error, StoreError):
+        return error
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(text):
+        return Missing("the remote store does not hold this block (any more)")
+    # The first line is for people, and a query in it may be a signature.
+    line = re.sub(r"\?\S*", "", text.partition("\n")[0])
+    kind = Full if _FULL.search(text) else StoreError
+    return kind(f"{type(error).__name__}: {line}"[:300])
+
+
+# URLs.
+
+
+def _opened(url: str, timeout_seconds: float) -> Any:
+    parts, options = _parts(url)
+    try:
+        if parts.scheme == "file":
+            return LocalStore(unquote(parts.path))
+        config = _config(parts, options, timedelta(seconds=timeout_seconds))
+        return _CLOUDS[parts.scheme](parts.netloc, **config)
+    except (BaseError, ValueError) as error:
+        words = str(error).partition("\n")[0]
+        raise ConfigError(f"the remote URL leads nowhere ({words}): {_EXPECTED}") from None
+
+
+def _config(parts: SplitResult, options: dict[str, str], timeout: timedelta) -> dict[str, Any]:
+    endpoints = [value for name, value in os.environ.items() if _ENDPOINT_VARIABLE.fullmatch(name)]
+    endpoints.append(options.get("endpoint", ""))
+    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": timeout}
+    if any(endpoint.startswith("http://") for endpoint in endpoints):
+        client["allow_http"] = True
+    backoff = dict.fromkeys(("init_backoff", "max_backoff"), timedelta(milliseconds=50))
+    config: dict[str, Any] = {
+        "prefix": unquote(parts.path).strip("/") or None,
+        "client_options": client,
+        # Once more, for a connection that died in its sleep.
+        "retry_config": {"max_retries": 1, "retry_timeout": timeout, "backoff": backoff},
+    }
+    if parts.scheme == "s3" and "AWS_UNSIGNED_PAYLOAD" not in os.environ:
+        config["unsigned_payload"] = True  # the head vouches for the body; a SHA-256 costs much
+    return config | {_OPTIONS[parts.scheme][name]: value for name, value in options.items()}
+
+
+def _parts(url: str) -> tuple[SplitResult, dict[str, str]]:
+    try:
+        parts = urlsplit(url)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True))
+    except ValueError as error:
+        raise ConfigError(f"the remote URL cannot be read ({error}): {_EXPECTED}") from None
+    named: object = re.fullmatch(r"[\w$][\w.-]*", parts.netloc, re.ASCII)
+    if parts.scheme == "file":
+        named = not parts.netloc and parts.path.strip("/")
+    if parts.scheme not in SCHEMES or parts.fragment or not named:
+        raise ConfigError(
+            f"the remote URL names no bucket or folder: {_EXPECTED}; "
+            "host and port belong in endpoint=, credentials in the environment"
+        )
+    known = _OPTIONS[parts.scheme]
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(
+                f"the remote URL has an unknown option {name!r}: expected "
+                f"{', '.join(known) or 'none'}; credentials belong in the environment"
+            )
+        shape, example = _SHAPES[name]
+        if not re.fullmatch(shape, value):
+            raise ConfigError(f"the remote URL's option {name} is wrong: expected e.g. {example}")
+    return parts, options
