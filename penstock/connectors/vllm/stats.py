@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from penstock.events import (
+    Asked,
     Decided,
     Event,
     LookedUp,
@@ -42,7 +43,7 @@ class EventLog:
                 self._usage[tier] = event  # only the last one counts
             case LookedUp() | Lost() | Removed() | TicketDone() | TierRested() | TierRevived():
                 self._others.append(event)
-            case Recovered() | Decided():
+            case Recovered() | Decided() | Asked():
                 self._others.append(event)
 
     def take(self) -> list[Plain]:
@@ -73,6 +74,15 @@ def to_plain(event: Event) -> Plain:
             return ["lost", source, target, direction.value, verdict, num_blocks, error]
         case LookedUp(num_asked, hits):
             return ["looked up", num_asked, [[tier, count] for tier, count in hits]]
+        case Asked():
+            return [
+                "asked",
+                event.tier,
+                event.num_blocks,
+                event.num_present,
+                event.seconds,
+                event.error,
+            ]
         case Removed(tier, keys, evicted):
             return ["removed", tier, len(keys), evicted]
         case Usage():
@@ -132,6 +142,7 @@ _READERS: dict[str, Callable[..., Event]] = {
     "looked up": lambda num_asked, hits: LookedUp(
         num_asked, tuple((Tier(tier), count) for tier, count in hits)
     ),
+    "asked": lambda tier, *rest: Asked(Tier(tier), *rest),
     "removed": lambda tier, count, evicted: Removed(Tier(tier), (BlockKey(b""),) * count, evicted),
     "usage": lambda tier, *rest: Usage(Tier(tier), *rest),
     "ticket": lambda way, *rest: TicketDone(Direction(way), *rest),
