@@ -26,15 +26,12 @@ from benchmarks.harness import (
     seconds_of,
     slots_up_to,
 )
+from benchmarks.hop import Hop
 from penstock.build import build_offloader
-from penstock.clock import SystemClock
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
 from penstock.stores.disk import DiskStore
 from penstock.stores.host import HostArena
-from penstock.transfer.engine import LaneSpec, TransferEngine
-from penstock.transfer.io import StoreMover
-from penstock.transfer.seals import Seals
-from penstock.types import Slot, Tier, Transfer, TransferId, Verdict
+from penstock.types import Slot, Tier
 
 TOTAL_BYTES = 512 * MIB
 THREADS = 4
@@ -77,7 +74,8 @@ def _measure(label: str, block_bytes: int, folder: Path) -> Iterator[Row]:
 
     limit = f"raw O_DIRECT, {THREADS} threads"
     size = num * block_bytes
-    with _Hop(folder / "hop", device) as hop:
+    cap_bytes = device.num_slots * (spec.stride_bytes + 256) + 64 * 1024
+    with Hop(DiskStore(folder / "hop", spec, cap_bytes), device, Tier.DISK, THREADS) as hop:
         yield compare(f"DISK save, {label}", size, hop.save, raw_write, limit)
         yield compare(f"DISK load, {label}", size, hop.load, raw_read, limit)
     with build_offloader(config, spec, device) as offloader:
@@ -110,48 +108,6 @@ def _measure(label: str, block_bytes: int, folder: Path) -> Iterator[Row]:
         yield compare(f"DISK save end to end, {label}", size, save, raw_write, limit, aim="")
         yield compare(f"DISK load end to end, {label}", size, load, raw_read, limit, aim="")
     os.close(descriptor)
-
-
-class _Hop:
-    """The disk's lane by itself: engine, mover and store, without books or device."""
-
-    def __init__(self, folder: Path, host: HostArena) -> None:
-        spec = block_spec(host.block_bytes)
-        cap_bytes = host.num_slots * (spec.stride_bytes + 256) + 64 * 1024
-        self._store = DiskStore(folder, spec, cap_bytes)
-        seals = Seals(host)
-        self._keys, self._slots = fresh_keys(host.num_slots, 0), slots_up_to(host.num_slots)
-        seals.seal(self._keys, self._slots)
-        mover = StoreMover(host, self._store, seals)
-        self._step = max(1, TransferConfig().batch_bytes // 2 // spec.block_bytes)
-        self._engine = TransferEngine({Tier.DISK: LaneSpec(mover, THREADS)}, SystemClock())
-
-    def __enter__(self) -> _Hop:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()
-        self._store.close()
-
-    def save(self) -> float:
-        return seconds_of(lambda: self._run(Tier.HOST, Tier.DISK))
-
-    def load(self) -> float:
-        return seconds_of(lambda: self._run(Tier.DISK, Tier.HOST))
-
-    def _run(self, source: Tier, target: Tier) -> None:
-        starts = range(0, len(self._keys), self._step)
-        for start in starts:
-            part = slice(start, start + self._step)
-            keys, slots = tuple(self._keys[part]), tuple(self._slots[part])
-            transfer = Transfer(TransferId(start), source, target, keys, slots, slots)
-            assert self._engine.submit(transfer)
-        num_open = len(starts)
-        while num_open:
-            self._engine.wait(1.0)
-            for outcome in self._engine.poll():
-                assert set(outcome.verdicts) == {Verdict.OK}
-                num_open -= 1
 
 
 def _raw_share(descriptor: int, memory: HostArena, thread: int, move) -> None:

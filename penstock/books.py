@@ -42,6 +42,7 @@ class Books:
         self._health = {
             (tier, direction): Health() for tier in self.lower for direction in Direction
         }
+        self._ends: dict[tuple[Tier, Direction], float] = {}  # of each link's last transfer
         self._events: list[Event] = []
 
     def __iter__(self) -> Iterator[tuple[Tier, Ledger]]:
@@ -148,8 +149,9 @@ class Books:
         num_ok = outcome.verdicts.count(Verdict.OK)
         if num_ok:
             num_bytes = num_ok * self._block_bytes
+            alone = self._link_seconds(transfer, outcome)
             self._events.append(
-                Moved(source, target, direction, num_ok, num_bytes, outcome.seconds)
+                Moved(source, target, direction, num_ok, num_bytes, outcome.seconds, alone)
             )
         if num_ok < len(outcome.verdicts):
             for verdict, num_blocks in sorted(Counter(outcome.verdicts).items()):
@@ -160,6 +162,14 @@ class Books:
                 self.fault(transfer.link, direction, outcome.error)
             elif num_ok and self._health[transfer.link, direction].well():
                 self._events.append(TierRevived(transfer.link))
+
+    def _link_seconds(self, transfer: Transfer, outcome: Outcome) -> float | None:
+        if outcome.ended is None:
+            return None
+        link = (transfer.link, transfer.direction)
+        last = self._ends.get(link, 0.0)
+        self._ends[link] = max(outcome.ended, last)
+        return max(0.0, outcome.ended - max(outcome.ended - outcome.seconds, last))
 
     def lose(
         self, source: Tier, target: Tier, verdict: Verdict, num_blocks: int, error: str = ""

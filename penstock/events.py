@@ -31,6 +31,9 @@ class Moved:
     num_blocks: int
     num_bytes: int
     seconds: float
+    # Of these, those in which no other transfer of the link had ended: side by side they add up to
+    # the time for which the link was busy. None where that is not known.
+    link_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

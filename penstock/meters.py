@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from penstock.costs import LinkRate, PrefillRate
 from penstock.errors import ConfigError
+from penstock.events import Moved
 
 # A clock that steps can claim any duration; nothing measured here takes a day.
 _MAX_OBSERVED_SECONDS = 86_400.0
@@ -168,3 +169,30 @@ class RateMeter:
         self._mean_seconds += weight * more_seconds
         self._variance = (1 - weight) * (self._variance + weight * more_bytes**2)
         self._covariance = (1 - weight) * (self._covariance + weight * more_bytes * more_seconds)
+
+
+class LinkMeter:
+    """The rate of a link over which several transfers run side by side.
+
+    One that took a second beside three others did not keep the link busy for a second. So each
+    counts for the time since the one before it ended; those that end together count as one.
+    """
+
+    _MIN_SECONDS = 1e-4
+
+    def __init__(self) -> None:
+        self._meter = RateMeter()
+        self._num_bytes = 0
+        self._seconds = 0.0
+
+    @property
+    def rate(self) -> LinkRate | None:
+        return self._meter.rate
+
+    def observe(self, moved: Moved) -> None:
+        self._num_bytes += moved.num_bytes
+        self._seconds += moved.seconds if moved.link_seconds is None else moved.link_seconds
+        is_new = self.rate is None and self._seconds > 0
+        if is_new or self._seconds >= self._MIN_SECONDS:
+            self._meter.observe(self._num_bytes, self._seconds)
+            self._num_bytes, self._seconds = 0, 0.0

@@ -19,7 +19,7 @@ from penstock.clock import Clock
 from penstock.costs import LinkRate, load_seconds
 from penstock.errors import PenstockError
 from penstock.events import Event, LookedUp, Moved, Observer, Recovered, TicketDone, tell
-from penstock.meters import RateMeter
+from penstock.meters import LinkMeter
 from penstock.stores.host import HostArena
 from penstock.tiers import TierStack
 from penstock.transfer.delegate import Engine
@@ -67,7 +67,7 @@ class Offloader:
         self._num_recovered = 0
         self._observers = list(observers)
         self._close_stores = close_stores
-        self._meters: dict[Tier, RateMeter] = {}
+        self._meters: dict[Tier, LinkMeter] = {}
         self._kept: list[Done] = []  # met while draining, for the next `step`
         self._closed = False
 
@@ -199,8 +199,7 @@ class Offloader:
         events = self._stack.take_events()
         for event in events:
             if isinstance(event, Moved) and event.direction is Direction.LOAD:
-                meter = self._meters.setdefault(event.source, RateMeter())
-                meter.observe(event.num_bytes, event.seconds)
+                self._meters.setdefault(event.source, LinkMeter()).observe(event)
         if self._observers:
             events += self._stack.take_usage(self._engine.depth)
             events += [

@@ -120,6 +120,7 @@ class Outcome:
     verdicts: tuple[Verdict, ...]
     seconds: float = 0.0
     error: str = ""  # the first error's own words, for the log
+    ended: float | None = None  # by a clock that all transfers of a link share
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ ALLOWED = {
     "vllm": {"connectors/vllm"},
     "redis": {"stores/redis"},
     "obstore": {"stores/s3"},
-    "mooncake": {"stores/mooncake"},
+    "mooncake": {"stores/mooncake_library"},
     "cryptography": {"stores/envelope"},
     "prometheus_client": {"metrics", "server"},
     "fastapi": {"server"},

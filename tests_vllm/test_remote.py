@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from conftest import BLOCK, Faults, Start, Vllm, tokens
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from redis_server import EXECUTABLE, RedisServer  # noqa: E402
+from servers import is_skipped
+from servers.redis_server import WHY_NOT, RedisServer
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="redis-server is not installed")
+pytestmark = pytest.mark.skipif(is_skipped(WHY_NOT), reason=str(WHY_NOT))
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
@@ -49,6 +49,29 @@ _SEAL = slice(160, 192)
 _TAG_BYTES = 16
 _NONCE_BYTES = 12
 _PUBLIC_KEY = blake3(b"penstock: no fleet secret").digest()
+
+
+class HeadFacts(NamedTuple):
+    """What a head says of its value. Whether that is believed is for an `Envelope` to judge."""
+
+    namespace: bytes
+    key: BlockKey
+    block_bytes: int
+    written: int  # seconds since 1970
+    expires: int | None  # likewise; None: never
+    encrypted: bool
+
+
+def read_head(head: bytes) -> HeadFacts | None:
+    """None: this is no head of our format. Proves nothing; knows no secret."""
+    if len(head) != HEAD_BYTES:
+        return None
+    fields = _FIELDS.unpack_from(head)
+    magic, version, flags, _, length, written, expires, namespace, key, _ = fields
+    if magic != _MAGIC or version != _VERSION:
+        return None
+    encrypted = bool(flags & _ENCRYPTED)
+    return HeadFacts(namespace, BlockKey(key), length, written, expires or None, encrypted)
 
 
 class Envelope:
@@ -110,7 +133,7 @@ class Envelope:
         self, key: BlockKey, tenant: str, head: bytes, body: memoryview, now: float
     ) -> StoreError | None:
         """Judge a value. None: `body` now holds the block; else nothing of it may be used."""
-        error = self._judge_head(key, head, now)
+        error = self.judge_head(key, head, now)
         if error is not None:
             return error
         if self._new_cipher is None:
@@ -125,7 +148,8 @@ class Envelope:
             return Corrupt("a remote value cannot be decrypted: damaged, or of another tenant")
         return None
 
-    def _judge_head(self, key: BlockKey, head: bytes, now: float) -> StoreError | None:
+    def judge_head(self, key: BlockKey, head: bytes, now: float) -> StoreError | None:
+        """All that can be said of a value without its body."""
         magic, version, flags, _, length, _, expires, namespace, held, _ = _FIELDS.unpack_from(head)
         if magic != _MAGIC or version != _VERSION:
             return Corrupt("a remote value is not of this format")

@@ -95,9 +95,11 @@ class RedisClient:
         pass
 
     def close(self) -> None:
-        if self._redis is not None:
+        with self._opening:
+            opened, self._redis = self._redis, None
+        if opened is not None:
             with suppress(*_BROKEN):
-                self._redis.close()
+                opened.close()
 
     def _sizes(self, names: Sequence[bytes]) -> list[Listed]:
         opened: Any = self._open()
@@ -133,7 +135,7 @@ class RedisClient:
             for position, answer in zip(positions, part_answers, strict=True):
                 answers[position] = answer
             if any(_is_moved(answer) for answer in part_answers):
-                self._redis = None  # ask anew who has what
+                self.close()  # and ask anew who has what
         return answers
 
     def _by_pool(self, names: Sequence[str]) -> list[tuple[ConnectionPool, list[int]]]:
@@ -357,7 +359,7 @@ def _connector(url: str, timeout_seconds: float) -> Callable[[], Redis | RedisCl
         raise ConfigError(
             f"the remote URL cannot be read ({error}): expected redis://host:6379/0"
         ) from None
-    return lambda: Redis(connection_pool=pool)
+    return lambda: Redis.from_pool(pool)
 
 
 def _sentinel(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], Redis]:

@@ -216,8 +216,8 @@ class _Lane:
 
 
 def _outcome(transfer: Transfer, moved: Moved, started: float) -> Outcome:
-    seconds = time.perf_counter() - started
-    return Outcome(transfer.id, tuple(moved.verdicts), seconds, moved.error)
+    ended = time.perf_counter()
+    return Outcome(transfer.id, tuple(moved.verdicts), ended - started, moved.error, ended)
 
 
 def _late(transfer: Transfer, future: Future[Moved], started: float) -> Outcome:

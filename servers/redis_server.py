@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 EXECUTABLE = shutil.which("redis-server")
+WHY_NOT = None if EXECUTABLE else "redis-server is not installed: apt-get install redis-server"
 
 
 def free_port() -> int:

@@ -1,0 +1,54 @@
+"""One tier's lane by itself: engine, mover and store, without books or device."""
+
+from __future__ import annotations
+
+from benchmarks.harness import fresh_keys, seconds_of, slots_up_to
+from penstock.clock import SystemClock
+from penstock.config import TransferConfig
+from penstock.stores.base import Store
+from penstock.stores.host import HostArena
+from penstock.transfer.engine import LaneSpec, TransferEngine
+from penstock.transfer.io import StoreMover
+from penstock.transfer.seals import Seals
+from penstock.types import Tier, Transfer, TransferId, Verdict
+
+
+class Hop:
+    """Checksums, heads or records, and verification included."""
+
+    def __init__(self, store: Store, host: HostArena, tier: Tier, num_threads: int) -> None:
+        self._store = store
+        self._tier = tier
+        seals = Seals(host)
+        self._keys, self._slots = fresh_keys(host.num_slots, 0), slots_up_to(host.num_slots)
+        seals.seal(self._keys, self._slots)
+        mover = StoreMover(host, store, seals)
+        self._step = max(1, TransferConfig().batch_bytes // 2 // host.block_bytes)
+        self._engine = TransferEngine({tier: LaneSpec(mover, num_threads)}, SystemClock())
+
+    def __enter__(self) -> Hop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+        self._store.close()
+
+    def save(self) -> float:
+        return seconds_of(lambda: self._run(Tier.HOST, self._tier))
+
+    def load(self) -> float:
+        return seconds_of(lambda: self._run(self._tier, Tier.HOST))
+
+    def _run(self, source: Tier, target: Tier) -> None:
+        starts = range(0, len(self._keys), self._step)
+        for start in starts:
+            part = slice(start, start + self._step)
+            keys, slots = tuple(self._keys[part]), tuple(self._slots[part])
+            transfer = Transfer(TransferId(start), source, target, keys, slots, slots)
+            assert self._engine.submit(transfer)
+        num_open = len(starts)
+        while num_open:
+            self._engine.wait(1.0)
+            for outcome in self._engine.poll():
+                assert set(outcome.verdicts) == {Verdict.OK}, outcome.error
+                num_open -= 1

@@ -1,0 +1,151 @@
+"""REMOTE save and load against the best raw client of the same store, on the same loopback.
+
+Ours is the hop between HOST and the store as the transfer threads run it: heads, keyed BLAKE3 of
+every byte both ways, and blocks that lie in HOST's slots in the end. The raw client does none of
+that: what it gets stays where its library puts it. Server, clients and checksums share the cores.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.harness import (
+    BLOCK_SIZES,
+    MIB,
+    Row,
+    block_spec,
+    compare,
+    filled_arena,
+    in_threads,
+    seconds_of,
+)
+from benchmarks.hop import Hop
+from benchmarks.remote_servers import mooncake_master, redis_server, s3_server
+from penstock.config import RemoteConfig
+from penstock.stores.host import HostArena
+from penstock.stores.remote import Client
+from penstock.stores.remotes import open_remote
+from penstock.types import Slot, Tier
+
+TOTAL_BYTES = 192 * MIB
+THREADS = 4
+PIPELINE = 8  # values in one pipeline, as many as one of our transfers has of 2 MiB
+NUM_NAMES = 512
+SIZES = {label: size for label, size in BLOCK_SIZES.items() if label != "0.36 MiB"}
+AIM = "≥ 0.85"
+
+Move = Callable[[], float]
+Raw = Callable[[ExitStack, HostArena], tuple[Move, Move, str]]
+
+
+def run(directory: Path) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=directory) as folder:
+        with redis_server(Path(folder)) as url:
+            yield from _measure("Redis", url, lambda o, memory: _raw_redis(url, memory))
+        with s3_server(Path(folder)) as url:
+            yield from _measure("S3", url, lambda o, memory: _raw_s3(url, memory))
+        with mooncake_master() as url:
+            yield from _measure("Mooncake", url, lambda o, memory: _raw_mooncake(o, url, memory))
+
+
+def _measure(store: str, url: str, raw: Raw) -> Iterator[Row]:
+    for label, block_bytes in SIZES.items():
+        spec = block_spec(block_bytes)
+        num = TOTAL_BYTES // spec.stride_bytes
+        host, raw_memory = filled_arena(spec, num), filled_arena(spec, num)
+        remote = open_remote(RemoteConfig(url=url, timeout_seconds=60.0), spec, secret=b"s" * 32)
+        remote.client.register(host)
+        with ExitStack() as opened:
+            put, get, limit = raw(opened, raw_memory)
+            with Hop(remote, host, Tier.REMOTE, THREADS) as hop:
+                size = num * block_bytes
+                yield compare(f"{store} put, {label}", size, hop.save, put, limit, aim=AIM)
+                yield compare(f"{store} get, {label}", size, hop.load, get, limit, aim=AIM)
+                if label == "2 MiB":
+                    rate = _existence_rate(remote.client)
+                    yield Row(f"{store} existence checks", rate, "names/s")
+
+
+def _existence_rate(client: Client) -> float:
+    names = [f"penstock/none/{os.urandom(16).hex()}" for _ in range(NUM_NAMES)]
+    return NUM_NAMES / min(seconds_of(lambda: client.exists(names)) for _ in range(7))
+
+
+def _raw_redis(url: str, memory: HostArena) -> tuple[Move, Move, str]:
+    import redis
+
+    clients = [redis.Redis.from_url(url) for _ in range(THREADS)]
+    body = memory.block_bytes
+
+    def share(thread: int) -> list[range]:
+        mine = range(thread, memory.num_slots, THREADS)
+        return [mine[start : start + PIPELINE] for start in range(0, len(mine), PIPELINE)]
+
+    def put(thread: int) -> None:
+        for part in share(thread):
+            pipeline = clients[thread].pipeline(transaction=False)
+            for slot in part:
+                pipeline.set(f"raw {slot}", memory.view(Slot(slot))[:body])
+            pipeline.execute()
+
+    def get(thread: int) -> None:
+        for part in share(thread):
+            pipeline = clients[thread].pipeline(transaction=False)
+            for slot in part:
+                pipeline.get(f"raw {slot}")
+            assert all(len(value) == body for value in pipeline.execute())
+
+    name = f"redis-py with hiredis, {THREADS} threads, pipelines of {PIPELINE}"
+    return lambda: in_threads(THREADS, put), lambda: in_threads(THREADS, get), name
+
+
+def _raw_s3(url: str, memory: HostArena) -> tuple[Move, Move, str]:
+    import obstore
+
+    from penstock.stores.s3 import ObjectClient
+
+    num_threads = 16
+    store = ObjectClient(url, timeout_seconds=60.0)._store
+    body = memory.block_bytes
+    pool = ThreadPoolExecutor(num_threads)
+
+    def put(slot: int) -> None:
+        obstore.put(store, f"raw/{slot}", memory.view(Slot(slot))[:body], use_multipart=False)
+
+    def get(slot: int) -> None:
+        assert len(obstore.get(store, f"raw/{slot}").bytes()) == body
+
+    def all_of(move: Callable[[int], None]) -> Move:
+        return lambda: seconds_of(lambda: list(pool.map(move, range(memory.num_slots))))
+
+    return all_of(put), all_of(get), f"obstore, {num_threads} threads"
+
+
+def _raw_mooncake(opened: ExitStack, url: str, memory: HostArena) -> tuple[Move, Move, str]:
+    from benchmarks.remote_servers import raw_mooncake_store
+
+    store = raw_mooncake_store(url)
+    opened.callback(store.close)
+    body = memory.block_bytes
+    assert store.register_buffer(memory.address, memory.num_slots * memory.stride_bytes) == 0
+    places = [memory.address + slot * memory.stride_bytes for slot in range(memory.num_slots)]
+    names = [f"raw {slot}" for slot in range(memory.num_slots)]
+    sizes = [body] * len(names)
+
+    def put() -> None:
+        assert store.batch_put_from(names, places, sizes) == [0] * len(names)
+
+    def get() -> None:
+        assert store.batch_get_into(names, places, sizes) == sizes
+
+    def timed_put() -> float:
+        for name in names:
+            store.remove(name, True)
+        return seconds_of(put)
+
+    return timed_put, lambda: seconds_of(get), "batch_put_from, batch_get_into"

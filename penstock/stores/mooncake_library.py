@@ -1,0 +1,75 @@
+"""Mooncake's Python package: how it is loaded, bounded and addressed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from penstock.errors import ConfigError
+
+NO_SERVER = "P2PHANDSHAKE"
+MIN_SEGMENT_BYTES = 16 << 20  # the library takes no less
+
+_DEFAULTS = {
+    "segment": "0",
+    "host": "",
+    "protocol": "tcp",
+    "devices": "",
+    "metadata": NO_SERVER,
+    "metrics": "9003",
+}
+
+
+def set_bounds(seconds: float) -> None:
+    """For a call that asks the master and then a peer, so that each takes half of its time."""
+    whole, milli = str(max(1, int(seconds))), str(max(1, int(seconds * 1000)))
+    for name, value in {
+        "MC_RPC_TIMEOUT_MS": milli,
+        "MC_RPC_CONNECT_TIMEOUT_MS": milli,
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": whole,
+        "MC_TCP_STATUS_TIMEOUT_SEC": whole,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": whole,
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # not twenty, while all threads wait
+    }.items():
+        os.environ.setdefault(name, value)  # the user's word is the last
+
+
+def load_library() -> Any:
+    # It reads this when it is loaded, and else reports every step on the standard error.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        return importlib.import_module("mooncake.store").MooncakeDistributedStore
+    except ImportError as error:
+        raise ConfigError(
+            f"Mooncake cannot be loaded ({error}): expected its Python package and the shared "
+            "library libibverbs; run pip install 'penstock[mooncake]' and, on Debian, "
+            "apt-get install libibverbs1"
+        ) from None
+
+
+def read_url(url: str) -> tuple[tuple[str, int], dict[str, str]]:
+    """Where the master is, and the options."""
+
+    def unreadable(why: object) -> ConfigError:
+        return ConfigError(
+            f"the remote URL cannot be read ({why}): expected mooncake://master:50051, "
+            f"with options ?segment=4GiB&...; they are {', '.join(_DEFAULTS)}"
+        )
+
+    try:
+        parts = urlsplit(url)
+        master = (parts.hostname or "", parts.port or 50051)
+        given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        options = {**_DEFAULTS, **dict(given)}
+        int(options["metrics"])
+    except ValueError as error:
+        raise unreadable(error) from None
+    if parts.scheme != "mooncake" or not master[0] or parts.username or parts.path.strip("/"):
+        raise unreadable("it is not a scheme, a host and a port")
+    if options.keys() != _DEFAULTS.keys():
+        raise unreadable(f"unknown: {', '.join(sorted(options.keys() - _DEFAULTS.keys()))}")
+    if options["protocol"] not in ("tcp", "rdma"):
+        raise unreadable("its protocol is neither tcp nor rdma")
+    return master, options
