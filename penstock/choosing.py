@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.costs import Choice, LinkRate, PrefillRate, choose_load
+from penstock.meeting import choose_meeting
 from penstock.meters import PrefillMeter
 from penstock.types import Match, Tier
 
@@ -28,7 +29,15 @@ class LoadOrCompute:
         if all(num_tokens > 1 for num_tokens, _ in chunks):
             self._meter.observe(chunks, seconds)
 
-    def choose(self, match: Match, num_past_tokens: int, rates: Mapping[Tier, LinkRate]) -> Choice:
+    def choose(
+        self,
+        match: Match,
+        num_past_tokens: int,
+        rates: Mapping[Tier, LinkRate],
+        *,
+        can_meet: bool = False,
+    ) -> Choice:
+        """`can_meet`: the host can compute a prompt from the front while its back is loaded."""
         choice = choose_load(
             match,
             block_bytes=self._block_bytes,
@@ -37,6 +46,18 @@ class LoadOrCompute:
             rates=rates,
             prefill=self._meter.rate,
         )
+        if can_meet and self._meter.rate is not None and choice.load_seconds is not None:
+            choice = choose_meeting(
+                match,
+                choice,
+                block_bytes=self._block_bytes,
+                block_tokens=self._block_tokens,
+                num_past_tokens=num_past_tokens,
+                rates=rates,
+                prefill=self._meter.rate,
+            )
+        if choice.num_meeting:
+            return choice
         if choice.num_blocks or not match.num_blocks:
             return choice
         self._num_spurned += 1

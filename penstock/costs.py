@@ -149,6 +149,7 @@ class Choice:
     num_blocks: int
     load_seconds: float | None = None
     compute_seconds: float | None = None  # what computing these blocks would take instead
+    num_meeting: int = 0  # blocks behind them: loaded from the back, computed from the front
 
     @property
     def patience_seconds(self) -> float | None:

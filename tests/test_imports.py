@@ -26,6 +26,7 @@ BOOKS = {
     "costs",
     "choosing",
     "meters",
+    "meeting",
 }
 STORES = {"stores", "codecs"}
 FLOORS = [

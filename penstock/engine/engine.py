@@ -341,4 +341,4 @@ class Engine:
 
     def _choose(self, match: Match, num_past: int) -> Choice:
         assert self.offloader is not None
-        return self._costs.choose(match, num_past, self.offloader.rates)
+        return self._costs.choose(match, num_past, self.offloader.rates, can_meet=True)

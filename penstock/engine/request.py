@@ -39,6 +39,7 @@ class Request:
     num_present: int = 0  # leading tokens whose KV is there: that, or one more (see Chunk)
     num_named: int = 0  # leading blocks known to the pool by their key
     ticket: TicketId | None = None
+    meeting_end: int = 0  # up to this block it is to be loaded from the back (see meetings)
     look: LookId | None = None  # what it asked of the tier that instances share
     finish_reason: str | None = None
     stop_reason: int | str | None = None

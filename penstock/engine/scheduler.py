@@ -16,6 +16,7 @@ from penstock.costs import Choice
 from penstock.engine.admission import Admission
 from penstock.engine.blocks import BlockPool
 from penstock.engine.fairness import FairQueue
+from penstock.engine.meetings import Meetings
 from penstock.engine.placement import Placement, Tiers
 from penstock.engine.request import Phase, Request
 from penstock.engine.residency import Residency, Turns
@@ -71,6 +72,7 @@ class Scheduler:
         self._loading: dict[TicketId, Request] = {}
         self.placement = Placement(pool, residency, tiers)
         self.placement.follow(self._running)
+        self._meetings = Meetings(pool, tiers, block_tokens)
         self._turns = turns
         self._events: list[Event] = []
         self.num_preemptions = 0
@@ -94,7 +96,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.has_work and not self.placement.is_saving
+        return not (self.has_work or self.placement.is_saving or len(self._meetings))
 
     def add(self, request: Request) -> None:
         """Queue a request that `Admission.check` let pass."""
@@ -125,6 +127,8 @@ class Scheduler:
         chunks: list[Chunk] = []
         preempted = False
         self.placement.balance()
+        for request in self._meetings:
+            self._meet(request)
         running = sorted(self._running, key=lambda r: r.order)
         if self._turns is not None:
             running = self._turns.pick(running)
@@ -132,6 +136,7 @@ class Scheduler:
             if request.phase is not Phase.RUNNING or not budget:
                 continue  # preempted for one before it
             num_tokens = min(request.num_uncomputed, budget)
+            num_tokens = self._meetings.end_of_chunk(request, num_tokens)
             while not self._make_room(request, request.num_computed + num_tokens):
                 if self._stalls(request):
                     break
@@ -175,7 +180,7 @@ class Scheduler:
 
     def settle(self, done: Done) -> Request | None:
         """A load or save has ended; of a load, the request that goes on."""
-        if self.placement.settle(done):
+        if self.placement.settle(done) or self._meetings.settle(done):
             return None
         request = self._loading.pop(done.ticket)
         request.ticket = None
@@ -199,8 +204,7 @@ class Scheduler:
         request.num_loaded_tokens += done.num_leading_ok * self._block_tokens
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
-        request.phase = Phase.RUNNING
-        self._running.append(request)
+        self._run(request, arrived)
         return request
 
     def take_events(self) -> list[Event]:
@@ -284,11 +288,14 @@ class Scheduler:
                 self._tiers.note(match)
             if match.num_blocks:
                 seconds = (choice.load_seconds, choice.compute_seconds)
-                self._events.append(Decided(match.num_blocks, num_loads, *seconds))
+                num_wanted = num_loads + choice.num_meeting
+                self._events.append(Decided(match.num_blocks, num_wanted, *seconds))
         if num_shared and self._tiers is not None and not request.num_preemptions:
             self._tiers.used(keys[:num_shared], tenant=request.tenant)
         self._have(request, num_past)
         request.num_named = num_shared
+        if choice.num_meeting:
+            request.meeting_end = num_shared + num_loads + choice.num_meeting
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
         if num_loads:
@@ -304,9 +311,25 @@ class Scheduler:
             self._loading[request.ticket] = request
         else:
             request.table.extend(slots)
-            request.phase = Phase.RUNNING
-            self._running.append(request)
+            self._run(request, num_shared)
         return True
+
+    def _run(self, request: Request, num_there: int) -> None:
+        """So many of its blocks are there, and others may come from the back."""
+        request.phase = Phase.RUNNING
+        self._running.append(request)
+        end, request.meeting_end = request.meeting_end, 0
+        if end > num_there:
+            self._meetings.begin(request, num_there, end)
+
+    def _meet(self, request: Request) -> None:
+        num_computed = request.num_computed
+        if self._meetings.try_to_meet(request):
+            request.num_named = len(request.table)
+            self._have(request, request.num_named * self._block_tokens)
+            request.max_computed = max(request.max_computed, request.num_computed)
+            if not request.num_preemptions:
+                request.num_cached_tokens += request.num_computed - num_computed
 
     @staticmethod
     def _have(request: Request, num_tokens: int) -> None:
@@ -326,6 +349,7 @@ class Scheduler:
         self._enqueue(request)
 
     def _drop_blocks(self, request: Request) -> None:
+        self._meetings.leave(request)
         self.placement.drop(request)
         request.num_computed = request.num_named = request.num_present = 0
 

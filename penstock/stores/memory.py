@@ -7,13 +7,16 @@ faults.corrupting = True        # from now on every get finds a flipped bit
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, urlsplit
 
 import xxhash
 
-from penstock.errors import Corrupt, Full, Missing, StoreError
+from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
 from penstock.stores.remote import Item, Listed
 from penstock.types import BlockKey, BlockSpec, Slot
@@ -104,13 +107,45 @@ class MemoryStore(WholeBlocks):
         return StoreError("asked to fail") if self.faults.failing else error
 
 
-class MemoryClient:
-    """A remote store's client whose values lie here, to be looked at and tampered with."""
+_shared: dict[str, MemoryClient] = {}
 
-    def __init__(self, faults: Faults | None = None) -> None:
+
+def open_shared(url: str, *, timeout_seconds: float) -> MemoryClient:
+    """memory://name?gb_per_second=0.5: one store per name, for all instances of this process."""
+    parts = urlsplit(url)
+    given = dict(parse_qsl(parts.query))
+    try:
+        rate = float(given.pop("gb_per_second", "inf"))
+    except ValueError:
+        rate = 0.0
+    if given or not parts.netloc or not rate > 0:
+        raise ConfigError(
+            f"remote.url is {url!r}: expected memory://name or memory://name?gb_per_second=0.5; "
+            "correct it."
+        )
+    store = _shared.setdefault(parts.netloc, MemoryClient())
+    store.bytes_per_second = rate * 1e9
+    return store
+
+
+def forget_shared(name: str) -> None:
+    """Values outlive the instances, as they do elsewhere; this ends them."""
+    _shared.pop(name, None)
+
+
+class MemoryClient:
+    """A remote store's client whose values lie here, to be looked at and tampered with.
+
+    It can be as slow as a link that all its callers share.
+    """
+
+    def __init__(self, faults: Faults | None = None, *, bytes_per_second: float = math.inf) -> None:
         self.faults = faults or Faults()
         self.values: dict[str, bytes] = {}
         self.num_calls = 0  # round trips that a real one would make
+        self.bytes_per_second = bytes_per_second
+        self._link_is_free = 0.0
+        self._link = threading.Lock()
 
     def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers:
         self._call()
@@ -123,6 +158,7 @@ class MemoryClient:
 
     def get(self, items: Sequence[Item]) -> Answers:
         self._call()
+        self._cross(sum(item.num_bytes for item in items if item.name in self.values))
         return [self._get(item) for item in items]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -144,7 +180,14 @@ class MemoryClient:
         pass
 
     def close(self) -> None:
-        self.values.clear()
+        pass
+
+    def _cross(self, num_bytes: int) -> None:
+        with self._link:
+            begin = max(time.monotonic(), self._link_is_free)
+            self._link_is_free = begin + num_bytes / self.bytes_per_second
+            end = self._link_is_free
+        time.sleep(max(0.0, end - time.monotonic()))
 
     def _get(self, item: Item) -> StoreError | None:
         if self.faults.failing:

@@ -34,6 +34,7 @@ _KINDS = (
     ),
     _Kind("penstock.stores.s3", "ObjectClient", "s3", "obstore", ("s3", "gs", "az", "file")),
     _Kind("penstock.stores.mooncake", "MooncakeClient", "mooncake", "mooncake", ("mooncake",)),
+    _Kind("penstock.stores.memory", "open_shared", "", "", ("memory",)),  # for trials
 )
 SCHEMES = tuple(scheme for kind in _KINDS for scheme in kind.schemes)
 

@@ -1,0 +1,150 @@
+"""Prompts that are computed from the front while their back is loaded (see `penstock.meeting`).
+
+The back is loaded in pieces, the last one first, two at a time. A piece that has come waits outside
+the sequence's table until the front has reached it; then all that has come is its end. The front
+never waits: what it overtakes is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from penstock.engine.blocks import BlockPool
+from penstock.engine.placement import Tiers
+from penstock.engine.request import Request
+from penstock.types import Done, Slot, TicketId, Verdict
+
+_NUM_PIECES = 16
+_MAX_UNDER_WAY = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    start: int  # block
+    slots: list[Slot]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.slots)
+
+
+@dataclass(slots=True, eq=False)
+class _Meeting:
+    request: Request
+    start: int  # the first block that is not loaded yet, in any case
+    piece_blocks: int
+    back: int  # the first of the blocks that have come
+    slots: list[Slot] = field(default_factory=list)  # theirs, in order
+    next_end: int = 0  # where the piece to be asked for next ends
+    under_way: dict[TicketId, _Piece] = field(default_factory=dict)
+    early: list[_Piece] = field(default_factory=list)  # have come before one behind them
+    given_up: bool = False  # one did not come: no more are asked for
+
+
+class Meetings:
+    def __init__(self, pool: BlockPool, tiers: Tiers | None, block_tokens: int) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._block_tokens = block_tokens
+        self._meetings: dict[str, _Meeting] = {}  # by request
+        self._tickets: dict[TicketId, _Meeting] = {}
+
+    def __len__(self) -> int:
+        """Pieces under way."""
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Request]:
+        """The requests that have one, over a copy: it may end."""
+        return iter([meeting.request for meeting in self._meetings.values()])
+
+    def begin(self, request: Request, start: int, end: int) -> None:
+        """Its blocks from `start` to `end` are to be loaded from the back."""
+        piece_blocks = max(1, (end - start) // _NUM_PIECES)
+        meeting = _Meeting(request, start, piece_blocks, back=end, next_end=end)
+        self._meetings[request.id] = meeting
+        self._ask(meeting)
+
+    def end_of_chunk(self, request: Request, num_tokens: int) -> int:
+        """Of `num_tokens` to be computed next, those before what has come."""
+        meeting = self._meetings.get(request.id)
+        if meeting is None or not meeting.slots:
+            return num_tokens
+        gap = meeting.back * self._block_tokens - request.num_computed
+        return max(1, min(num_tokens, gap))
+
+    def try_to_meet(self, request: Request) -> bool:
+        """Front or back has moved on. True: they have met, and the back is part of the table."""
+        meeting = self._meetings[request.id]
+        front = -(-request.num_computed // self._block_tokens)
+        if meeting.slots and front > meeting.back:  # overtaken in part
+            num_past = min(front - meeting.back, len(meeting.slots))
+            self._pool.release(meeting.slots[:num_past])
+            del meeting.slots[:num_past]
+            meeting.back += num_past
+        is_met = bool(meeting.slots) and request.num_computed >= meeting.back * self._block_tokens
+        if is_met:
+            keys = request.chain.keys[meeting.back : meeting.back + len(meeting.slots)]
+            for slot, key in zip(meeting.slots, keys, strict=True):
+                self._pool.name(slot, key)
+            request.table.extend(meeting.slots)
+            request.num_loaded_tokens += len(meeting.slots) * self._block_tokens
+            meeting.slots = []
+        if is_met or front >= meeting.next_end:
+            self.leave(request)
+        else:
+            self._ask(meeting)
+        return is_met
+
+    def settle(self, done: Done) -> bool:
+        """Whether it was a piece that has come or not."""
+        meeting = self._tickets.pop(done.ticket, None)
+        if meeting is None:
+            return False
+        piece = meeting.under_way.pop(done.ticket)
+        if self._meetings.get(meeting.request.id) is not meeting:
+            self._pool.release(piece.slots)
+            return True
+        bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
+        if bad:  # what lies before a gap is of no use
+            num_lost = bad[-1] + 1
+            self._pool.release(piece.slots[:num_lost])
+            piece = _Piece(piece.start + num_lost, piece.slots[num_lost:])
+            meeting.given_up = True
+        meeting.early.append(piece)
+        for early in sorted(meeting.early, key=lambda piece: -piece.end):
+            if early.end == meeting.back:
+                meeting.slots[:0] = early.slots
+                meeting.back = early.start
+                meeting.early.remove(early)
+        return True
+
+    def leave(self, request: Request) -> None:
+        """The request is met, preempted or gone; what is under way is freed when it ends."""
+        meeting = self._meetings.pop(request.id, None)
+        if meeting is None:
+            return
+        assert self._tiers is not None
+        for slots in (meeting.slots, *(piece.slots for piece in meeting.early)):
+            self._pool.release(slots)
+        for ticket in meeting.under_way:
+            self._tiers.cancel(ticket)
+
+    def _ask(self, meeting: _Meeting) -> None:
+        """For the next pieces, as long as the front is not about to compute them itself."""
+        assert self._tiers is not None
+        request = meeting.request
+        while len(meeting.under_way) < _MAX_UNDER_WAY and not meeting.given_up:
+            front = max(meeting.start, -(-request.num_computed // self._block_tokens))
+            start = max(meeting.next_end - meeting.piece_blocks, front)
+            num_blocks = meeting.next_end - start
+            if num_blocks < min(2, meeting.piece_blocks):
+                return
+            slots = self._pool.take(num_blocks)
+            if slots is None:
+                return  # there is room for what is computed, and for no more
+            keys = request.chain.keys[start : meeting.next_end]
+            ticket = self._tiers.load(keys, slots, tenant=request.tenant)
+            meeting.under_way[ticket] = _Piece(start, slots)
+            self._tickets[ticket] = meeting
+            meeting.next_end = start
