@@ -14,7 +14,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cuda_link, disk_link, engine_speed, engine_tiers, host_link, lookup
+from benchmarks import (
+    cuda_link,
+    disk_link,
+    engine_speed,
+    engine_tiers,
+    host_link,
+    lookup,
+    meeting,
+    remote_link,
+)
 from benchmarks.harness import Row
 from benchmarks.peers import lmcache
 
@@ -24,6 +33,8 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "lookup": lookup.run,
     "cuda": cuda_link.run,
     "tiers": engine_tiers.run,
+    "remote": remote_link.run,
+    "meeting": meeting.run,
 }
 
 

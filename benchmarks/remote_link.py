@@ -49,7 +49,7 @@ def run(directory: Path) -> Iterator[Row]:
             yield from _measure("Redis", url, lambda o, memory: _raw_redis(url, memory))
         with s3_server(Path(folder)) as url:
             yield from _measure("S3", url, lambda o, memory: _raw_s3(url, memory))
-        with mooncake_master() as url:
+        with mooncake_master(Path(folder)) as url:
             yield from _measure("Mooncake", url, lambda o, memory: _raw_mooncake(o, url, memory))
 
 

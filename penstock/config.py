@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -212,8 +213,8 @@ class TransferConfig:
 class Config:
     host: HostConfig = field(default_factory=HostConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
-    remote: RemoteConfig = field(default_factory=RemoteConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
 
 
 _Section = HostConfig | DiskConfig | RemoteConfig | TransferConfig
@@ -299,10 +300,11 @@ def describe(config: Config) -> dict[str, dict[str, Any]]:
 def without_password(url: str) -> str:
     """As it may be shown: who and where, not the password."""
     scheme, _, rest = url.partition("://")
-    netloc, slash, path = rest.partition("/")
-    who, at, where = netloc.rpartition("@")
+    rest, question, query = rest.partition("?")
+    who, at, where = rest.rpartition("@")  # a password with a "/" in it is wrong, and a secret
     name, colon, _ = who.partition(":")
-    return f"{scheme}://{name}{':…' if colon else ''}{at}{where}{slash}{path}"
+    query = re.sub(r"(?i)(password|secret|token|key|sig)=[^&]*", r"\1=…", query)
+    return f"{scheme}://{name}{':…' if colon else ''}{at}{where}{question}{query}"
 
 
 def _from_file(path: Path, origin: str) -> Iterator[_Given]:

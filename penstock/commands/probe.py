@@ -18,9 +18,11 @@ from penstock.units import format_bytes, format_rate, format_seconds, parse_byte
 
 if TYPE_CHECKING:
     from penstock.plan.links import Link
+    from penstock.plan.remote_link import RemoteProbe
 
 EXAMPLE = (
     "Example: penstock probe --dir /mnt/nvme --model llama-3.1-8b\n\n"
+    "Example: penstock probe --remote redis://cache:6379/0\n\n"
     "Example: penstock probe --prefill-tokens-per-second 9000 --json"
 )
 _MAX_DEFAULT_THREADS = 16
@@ -49,8 +51,17 @@ def probe(
             help="A folder on the disk to measure; the system's temporary folder by default.",
         ),
     ] = None,
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Also measure this remote store, as remote.url would name it."
+        ),
+    ] = None,
     size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes to copy, and to write to the disk.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="Bytes to copy, and to write to the disk and the remote store."
+        ),
     ] = "256MiB",
     threads: Annotated[
         int | None,
@@ -71,8 +82,9 @@ def probe(
     """Measure this machine's links, and the prompt length from which loading beats computing.
 
     Copies memory, checksums it, and writes and reads a file without a name in DIR, past the page
-    cache; nothing is left behind. A prompt of the break-even length or more is loaded over the
-    link sooner than it is computed.
+    cache. In a remote store it puts, gets and looks for values of its own under penstock/probe/; a
+    store that is nearly full may evict others for them. Nothing is left behind. A prompt of the
+    break-even length or more is loaded over the link sooner than it is computed.
     """
     from penstock.plan.disk_link import DiskProbe
     from penstock.plan.links import BLOCK_BYTES, ChecksumProbe, CopyProbe, LinkProbe, measure_links
@@ -89,6 +101,12 @@ def probe(
         ChecksumProbe(seconds),
         DiskProbe(directory, size_bytes, seconds),
     ]
+    store = None
+    if remote is not None:
+        from penstock.plan.remote_link import RemoteProbe
+
+        store = RemoteProbe(remote, size_bytes, seconds)
+        probes.append(store)
     with progress_bar() as tick:
         links = measure_links(probes, tick)
         if prefill is None:
@@ -96,7 +114,7 @@ def probe(
             prefill = _estimate(shape, min(seconds, _MATRIX_SECONDS))
     break_evens = [_break_even(link, prefill, shape) for link in links]
     if not as_json:
-        _draw(links, break_evens, prefill, model, shape, BLOCK_BYTES)
+        _draw(links, break_evens, prefill, model, shape, store)
         return
     rate = prefill.rate
     print_json(
@@ -114,6 +132,7 @@ def probe(
             "links": [
                 {
                     "name": link.name,
+                    "block_bytes": link.block_bytes,
                     "num_threads": link.num_threads,
                     "bytes_per_second": link.bytes_per_second,
                     "gb_per_second": link.bytes_per_second / 1e9,
@@ -125,6 +144,7 @@ def probe(
                 }
                 for link, break_even in zip(links, break_evens, strict=True)
             ],
+            "remote": _describe(store),
         }
     )
 
@@ -135,11 +155,13 @@ def _draw(
     prefill: _Prefill,
     model: str,
     shape: ModelShape,
-    block_bytes: int,
+    store: RemoteProbe | None,
 ) -> None:
     from rich.bar import Bar
 
-    table = new_table("link", "rate", "", f"{format_bytes(block_bytes)} block", "break-even")
+    size = format_bytes(links[0].block_bytes)
+    alike = len({link.block_bytes for link in links}) == 1
+    table = new_table("link", "rate", "", f"{size} block" if alike else "one block", "break-even")
     bars = table.columns[2]
     bars.justify, bars.min_width, bars.max_width = "left", 8, _BAR_WIDTH
     for column in table.columns:
@@ -155,13 +177,26 @@ def _draw(
         )
     console = stdout_console()
     console.print(table)
+    if not alike:
+        console.print(f"A block has {size} where its link names no other size.")
     console.print(f"{model}: {format_bytes(shape.bytes_per_token)} of KV per token.")
     if prefill.rate is None:
         console.print(f"Prefill rate unknown: {prefill.source}.")
     else:
         console.print(f"Prefill: {prefill.rate.tokens_per_second:,.0f} tokens/s, {prefill.source}.")
+    if store is not None and (lookups := store.lookups) is not None:
+        console.print(
+            f"Remote lookups: {lookups.names_per_second:,.0f} blocks/s, "
+            f"{lookups.num_names} at a time in {format_seconds(lookups.seconds)}."
+        )
     for note in dict.fromkeys(link.note for link in links if link.note):
         console.print(f"Note: {note}.")
+
+
+def _describe(store: RemoteProbe | None) -> dict[str, object] | None:
+    if store is None:
+        return None
+    return {"url": store.shown, "lookups": store.lookups and store.lookups._asdict()}
 
 
 def _show_break_even(link: Link, break_even: int | None, prefill: _Prefill) -> str:

@@ -1,4 +1,4 @@
-"""`penstock store`: look into a disk store, audit it, empty it."""
+"""`penstock store`: look into a disk store or a remote one, audit it, empty it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ app = typer.Typer()
 
 @app.callback(invoke_without_command=True)
 def _store(context: typer.Context) -> None:
-    """Look into a disk store, audit it, empty it."""
+    """Look into a disk store or a remote one, audit it, empty it."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="The folder that disk.path names.", show_default=False)
+Place = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR_OR_URL",
+        help="The folder that disk.path names, or the URL that remote.url names.",
+        show_default=False,
+    ),
 ]
 _MAX_SHOWN = 50
 _KEY_DIGITS = 16
@@ -40,15 +45,25 @@ _KEY_DIGITS = 16
 
 @app.command("ls", epilog="Example: penstock store ls /var/cache/penstock --blocks")
 def list_store(
-    directory: Directory,
+    place: Place,
     blocks: Annotated[
-        bool, typer.Option("--blocks", help="Also list every block: slot, key, generation.")
+        bool,
+        typer.Option(
+            "--blocks",
+            help="Also list every block: slot, key, generation; in a remote store name and size.",
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what a disk store holds. Reads only, also while a server writes to it."""
+    """Show what a disk store or a remote one holds. Reads only, also while servers write to it."""
+    if _is_url(place):
+        from penstock.commands import remote_store
+
+        remote_store.list_remote(place, names=blocks, as_json=as_json)
+        return
     from penstock.commands import audit
 
+    directory = Path(place)
     geometry = audit.read_manifest(directory)
     audit.check_index(directory)
     num_slots, num_used, num_damaged = audit.count_slots(directory), 0, 0
@@ -118,21 +133,28 @@ def list_store(
 
 @app.command("check", epilog="Example: penstock store check /var/cache/penstock --repair")
 def check_store(
-    directory: Directory,
+    place: Place,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Clear damaged records, so that they are not offered again."),
+        typer.Option("--repair", help="Clear what is damaged, so that it is not offered again."),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Audit a disk store: every record, and every block against its checksum.
+    """Audit a store: every record or head, and every block against its checksum.
 
     Exits with 0 if all is sound, 1 if damage was found (repaired or not), 2 if it cannot be read.
-    Reads only, unless it repairs; for that no server may have the store open.
+    Reads only, unless it repairs; for that no server may have a disk store open. In a remote store
+    only values of the secret in PENSTOCK_REMOTE_SECRET can be verified.
     """
+    if _is_url(place):
+        from penstock.commands import remote_store
+
+        remote_store.check_remote(place, repair=repair, as_json=as_json)
+        return
     from penstock.commands import audit
     from penstock.stores.disk import DiskStore
 
+    directory = Path(place)
     geometry = audit.read_manifest(directory)
     audit.check_index(directory)
     num_slots = audit.count_slots(directory)
@@ -196,19 +218,38 @@ def check_store(
 
 @app.command("clear", epilog="Example: penstock store clear /var/cache/penstock --yes")
 def clear_store(
-    directory: Directory,
+    place: Place,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="Of a remote store, only this namespace: 32 digits that store ls shows.",
+        ),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Empty a disk store, also one that is damaged or of another version.
+    """Empty a store, also one that is damaged or of another version.
 
-    Deletes the store's own files, nothing else, and refuses while a server has it open.
+    Deletes the store's own files, or in a remote store the values whose name begins with
+    penstock/1/, and nothing else. Refuses while a server has a disk store open.
     """
+    if _is_url(place):
+        from penstock.commands import remote_store
+
+        remote_store.clear_remote(place, namespace=namespace, yes=yes, as_json=as_json)
+        return
+    if namespace is not None:
+        raise ConfigError(
+            "--namespace is given with a folder, which holds one namespace: expected it with the "
+            "URL of a remote store; leave it out"
+        )
     from penstock.commands import audit
     from penstock.stores.directory import lock_directory, remove_store_files
 
     if as_json and not yes:
         raise ConfigError("--json leaves no place for a question: expected --yes with it")
+    directory = Path(place)
     audit.check_is_store(directory)
     # Taken before asking: what is asked about is then what is deleted.
     lock = lock_directory(directory)
@@ -223,3 +264,7 @@ def clear_store(
         print_json({"directory": str(directory), "freed_bytes": freed_bytes})
     else:
         typer.echo(f"{directory} is empty; {format_bytes(freed_bytes)} were given back.")
+
+
+def _is_url(place: str) -> bool:
+    return "://" in place

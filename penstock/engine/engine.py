@@ -43,8 +43,10 @@ from penstock.plan.sizing import suggest_block_tokens
 from penstock.stores.device import DevicePool
 from penstock.transfer.cuda import CudaMover
 from penstock.transfer.pinning import has_same_addresses
-from penstock.types import BlockSpec, Match, Tier
+from penstock.types import BlockSpec, Done, Match, Tier
 from penstock.units import format_bytes
+
+_HOP_SECONDS = 0.005
 
 LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
 
@@ -160,6 +162,8 @@ class Engine:
             residency=self._residency,
             turns=Turns(residency.max_cold_bytes_per_step, block_bytes),
         )
+        self._arrived: list[Done] = []  # while a step was computed
+        self._moves_again = 0.0
         self._live: dict[str, _Live] = {}
         self._sequence = count()
 
@@ -233,7 +237,7 @@ class Engine:
                 self.offloader.pause(0.002)  # loads are under way: let them have the processor
             return []
         started = time.monotonic()
-        logits = self.runner.run(chunks)
+        logits = self.runner.run(chunks, self._keep_moving)
         read = [(chunk.num_tokens, chunk.start) for chunk in chunks]
         seconds = time.monotonic() - started
         self._costs.observe(read, seconds)
@@ -256,10 +260,18 @@ class Engine:
     def _settle(self) -> None:
         if self.offloader is None:
             return
-        for done in self.offloader.step():
+        arrived, self._arrived = self._arrived, []
+        for done in arrived + self.offloader.step():
             request = self.scheduler.settle(done)
             if request is not None:
                 self._story.loaded(request, done)
+
+    def _keep_moving(self) -> None:
+        """A step takes as long as some hops: the next one must not wait for its end."""
+        now = time.monotonic()
+        if self.offloader is not None and now >= self._moves_again:
+            self._arrived += self.offloader.step()
+            self._moves_again = now + _HOP_SECONDS
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Progress]:
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]

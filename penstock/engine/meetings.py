@@ -1,6 +1,6 @@
 """Prompts that are computed from the front while their back is loaded (see `penstock.meeting`).
 
-The back is loaded in pieces, the last one first, two at a time. A piece that has come waits outside
+The back is loaded in pieces, the last one first. A piece that has come waits outside
 the sequence's table until the front has reached it; then all that has come is its end. The front
 never waits: what it overtakes is given up.
 """
@@ -16,7 +16,6 @@ from penstock.engine.request import Request
 from penstock.types import Done, Slot, TicketId, Verdict
 
 _NUM_PIECES = 16
-_MAX_UNDER_WAY = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +42,14 @@ class _Meeting:
 
 
 class Meetings:
-    def __init__(self, pool: BlockPool, tiers: Tiers | None, block_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, tiers: Tiers | None, block_tokens: int, max_chunk_tokens: int
+    ) -> None:
+        """Chunks of at most so many tokens: how far the back has come is seen between them."""
         self._pool = pool
         self._tiers = tiers
         self._block_tokens = block_tokens
+        self._max_chunk_tokens = max_chunk_tokens
         self._meetings: dict[str, _Meeting] = {}  # by request
         self._tickets: dict[TicketId, _Meeting] = {}
 
@@ -68,10 +71,11 @@ class Meetings:
     def end_of_chunk(self, request: Request, num_tokens: int) -> int:
         """Of `num_tokens` to be computed next, those before what has come."""
         meeting = self._meetings.get(request.id)
-        if meeting is None or not meeting.slots:
+        if meeting is None:
             return num_tokens
+        num_tokens = min(num_tokens, self._max_chunk_tokens)
         gap = meeting.back * self._block_tokens - request.num_computed
-        return max(1, min(num_tokens, gap))
+        return max(1, min(num_tokens, gap)) if meeting.slots else num_tokens
 
     def try_to_meet(self, request: Request) -> bool:
         """Front or back has moved on. True: they have met, and the back is part of the table."""
@@ -90,11 +94,17 @@ class Meetings:
             request.table.extend(meeting.slots)
             request.num_loaded_tokens += len(meeting.slots) * self._block_tokens
             meeting.slots = []
-        if is_met or front >= meeting.next_end:
+        if is_met:
             self.leave(request)
-        else:
-            self._ask(meeting)
-        return is_met
+            return True
+        for ticket, piece in meeting.under_way.items():
+            if piece.end <= front:
+                assert self._tiers is not None
+                self._tiers.cancel(ticket)
+        self._ask(meeting)
+        if not (meeting.slots or meeting.under_way):
+            self.leave(request)  # there is nothing to wait for
+        return False
 
     def settle(self, done: Done) -> bool:
         """Whether it was a piece that has come or not."""
@@ -131,18 +141,20 @@ class Meetings:
             self._tiers.cancel(ticket)
 
     def _ask(self, meeting: _Meeting) -> None:
-        """For the next pieces, as long as the front is not about to compute them itself."""
+        """For the next pieces, as far as there is room: what is not needed is called back."""
         assert self._tiers is not None
         request = meeting.request
-        while len(meeting.under_way) < _MAX_UNDER_WAY and not meeting.given_up:
-            front = max(meeting.start, -(-request.num_computed // self._block_tokens))
+        front = max(meeting.start, -(-request.num_computed // self._block_tokens))
+        while not meeting.given_up:
             start = max(meeting.next_end - meeting.piece_blocks, front)
             num_blocks = meeting.next_end - start
             if num_blocks < min(2, meeting.piece_blocks):
                 return
+            num_for_front = meeting.back - len(request.table)
+            if self._pool.num_available < num_blocks + num_for_front:
+                return
             slots = self._pool.take(num_blocks)
-            if slots is None:
-                return  # there is room for what is computed, and for no more
+            assert slots is not None
             keys = request.chain.keys[start : meeting.next_end]
             ticket = self._tiers.load(keys, slots, tenant=request.tenant)
             meeting.under_way[ticket] = _Piece(start, slots)

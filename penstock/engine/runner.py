@@ -20,10 +20,12 @@ from penstock.stores.host import HostArena
 
 
 class Runner(Protocol):
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(
+        self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
+    ) -> Tensor:
         """Put the chunks' KV into the pool; logits [n, vocab], float32, of those that sample.
 
-        Logits come in the order of the chunks.
+        Logits come in the order of the chunks. A long step calls `between_layers` now and then.
         """
         ...
 
@@ -139,7 +141,9 @@ class TorchRunner:
         self._addresses = Addresses.of_arenas(pool, host)
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(
+        self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
+    ) -> Tensor:
         device = self._pool.tensor.device
         row = Row.of(chunks, self._block_tokens)
         singles: Sequence[Chunk] = row.singles
@@ -155,6 +159,7 @@ class TorchRunner:
             ],
             self._decode_batch(singles),
             len(singles),
+            between_layers,
         )
         output = self._model(
             input_ids=torch.tensor([row.token_ids], device=device),

@@ -72,7 +72,9 @@ class Scheduler:
         self._loading: dict[TicketId, Request] = {}
         self.placement = Placement(pool, residency, tiers)
         self.placement.follow(self._running)
-        self._meetings = Meetings(pool, tiers, block_tokens)
+        self._meetings = Meetings(
+            pool, tiers, block_tokens, max(block_tokens, max_batched_tokens // 4)
+        )
         self._turns = turns
         self._events: list[Event] = []
         self.num_preemptions = 0
@@ -155,6 +157,7 @@ class Scheduler:
                 break
             if waiting.phase is Phase.RUNNING:
                 num_tokens = min(waiting.num_uncomputed, budget)
+                num_tokens = self._meetings.end_of_chunk(waiting, num_tokens)
                 chunks.append(_chunk(waiting, num_tokens))
                 budget -= num_tokens
         return chunks
@@ -310,8 +313,13 @@ class Scheduler:
             )
             self._loading[request.ticket] = request
         else:
-            request.table.extend(slots)
             self._run(request, num_shared)
+            # Not more than the first chunk takes: what comes from the back follows right behind.
+            num_tokens = min(request.num_uncomputed, budget)
+            end = request.num_computed + self._meetings.end_of_chunk(request, num_tokens)
+            num_first = max(0, -(-end // self._block_tokens) - num_shared)
+            request.table.extend(slots[:num_first])
+            self._pool.release(slots[num_first:])
         return True
 
     def _run(self, request: Request, num_there: int) -> None:

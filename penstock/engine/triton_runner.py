@@ -8,6 +8,7 @@ Steps with chunks of prompts run kernel by kernel.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 
 _cuda: Any = torch.cuda  # much of it has no types
+
+_POLL_SECONDS = 0.0002
 
 _MAX_PARTS = 8192  # of one step: two million tokens are attended to
 _PROGRAMS_PER_PROCESSOR = 4
@@ -138,18 +141,29 @@ class TritonRunner:
             self._graphs = _Graphs(self, self._plan, max_running, self._device)
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(
+        self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
+    ) -> Tensor:
         row = Row.of(chunks, self._shape.block_tokens)
         if sum(-(-(c.start + 1) // kernels.PART_TOKENS) for c in row.singles) > self._max_parts:
             half = len(chunks) // 2  # more than there is room for at once
-            return torch.cat([self.run(chunks[:half]), self.run(chunks[half:])])
+            parts = (chunks[:half], chunks[half:])
+            return torch.cat([self.run(part, between_layers) for part in parts])
         if self._graphs is not None and not row.longer:
             return self._graphs.run(row)[row.sampled].float()
         if row.singles:
             self._plan.fill(*self._reads(row.singles))
         kept = torch.tensor(row.sampled or [0], device=self._device)
         ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
-        return self.forward(ids, positions, addresses, kept, row)[: len(row.sampled)].float()
+        logits = self.forward(ids, positions, addresses, kept, row)[: len(row.sampled)].float()
+        if self._device.type == "cuda":
+            # The layers were only queued: what else there is to do is done while they run.
+            done: Any = _cuda.Event()
+            done.record()
+            while not done.query():
+                between_layers()
+                time.sleep(_POLL_SECONDS)
+        return logits
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Compile the kernels and capture the graphs, so that no request waits for that."""

@@ -1,7 +1,8 @@
 """What this machine's links carry, measured, and how fast it would prefill, estimated.
 
-A probe yields the links it has measured, one by one. Those for CUDA and for remote stores will
-stand beside those for memory here and for the disk in `disk_link`, behind the same protocol.
+A probe yields the links it has measured, one by one. Beside those for memory here stand those for
+the disk in `disk_link` and for remote stores in `remote_link`; one for CUDA will, behind the same
+protocol.
 Nothing here knows of terminals.
 """
 
@@ -47,11 +48,12 @@ class Link:
     block_seconds: float  # a single block, nothing else under way
     loads: bool = False  # whether it leads towards the device: only there does waiting count
     note: str = ""
+    block_bytes: int = BLOCK_BYTES
 
     @property
     def rate(self) -> LinkRate:
         """What a single block takes beyond its share of the full rate is the latency."""
-        latency_seconds = self.block_seconds - BLOCK_BYTES / self.bytes_per_second
+        latency_seconds = self.block_seconds - self.block_bytes / self.bytes_per_second
         return LinkRate(self.bytes_per_second, max(0.0, latency_seconds))
 
 
@@ -157,8 +159,8 @@ def walk(
         return num_moved
 
     with ThreadPoolExecutor(num_threads) as pool:
-        futures = [pool.submit(work, thread) for thread in range(num_threads)]
         try:
+            futures = [pool.submit(work, thread) for thread in range(num_threads)]
             start = time.perf_counter()
             go.set()
             elapsed = 0.0

@@ -22,9 +22,9 @@ from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.residency import ResidencyConfig
 from penstock.errors import ConfigError
-from penstock.events import Decided, Event
+from penstock.events import Decided, Event, Moved
 from penstock.keys import KeyChain
-from penstock.types import Tier
+from penstock.types import Direction, Tier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -306,7 +306,8 @@ def test_what_computes_faster_than_it_loads_is_computed(loaded: LoadedModel) -> 
     assert second.output_ids == first.output_ids
     assert engine.offloader is not None
     for _ in range(200):  # now the link looks as if it had become slow
-        engine.offloader._meters[Tier.HOST].observe(BLOCK_BYTES, 1.0)
+        slow = Moved(Tier.HOST, Tier.DEVICE, Direction.LOAD, 1, BLOCK_BYTES, 1.0)
+        engine.offloader._meters[Tier.HOST].observe(slow)
     third = _answer(engine, "third", prompt)
     assert third.num_loaded_tokens == third.num_cached_tokens == 0
     assert third.output_ids == first.output_ids

@@ -7,7 +7,7 @@ together where there is a kernel for that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +55,7 @@ class Step:
     spans: Sequence[Span]  # but for those below
     decode: DecodeKernel | None = None  # sequences of one new token, at the row's beginning
     num_decode: int = 0
+    between_layers: Callable[[], None] = lambda: None
 
 
 def paged_attention(
@@ -82,6 +83,7 @@ def attend(
     step: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
     """query [row, heads, head_dim], key and value [row, kv_heads, head_dim]; the query's shape."""
+    step.between_layers()
     if step.decode is not None and not step.spans:
         return step.decode.attend(query, layer, scale)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)

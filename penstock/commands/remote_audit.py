@@ -1,0 +1,182 @@
+"""What lies in a store that instances share: listed, sampled, and verified value by value."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.errors import Corrupt, Missing
+from penstock.stores.envelope import HEAD_BYTES, Envelope, HeadFacts, read_head
+from penstock.stores.remote import Client, Item
+from penstock.types import BlockKey, BlockSpec
+
+PREFIX = "penstock/1/"
+NAMES_AT_ONCE = 1000
+_VALUES_AT_ONCE = 16
+_BATCH_BYTES = 32 << 20
+_MAX_SAMPLES = 3
+_SETTLE_SECONDS = 0.05
+_NAME = re.compile(re.escape(PREFIX) + "([0-9a-f]{32})/([0-9a-f]{64})")
+
+Values = dict[str, int]
+"""Names of values, and how many bytes each has."""
+
+
+class Damage(NamedTuple):
+    name: str
+    problem: str
+
+
+@dataclass(slots=True)
+class Audit:
+    """How many values there are of each kind; every value is of one of them."""
+
+    num_ok: int = 0
+    num_encrypted: int = 0  # of a sound head; the body says nothing without its tenant's name
+    num_expired: int = 0  # sound, and not believed any more; not every store removes them itself
+    num_foreign: int = 0  # of another secret or another program: not for us to judge
+    num_changed: int = 0  # removed or replaced while they were looked at; no damage
+    damages: list[Damage] = field(default_factory=list)
+
+
+def list_values(client: Client, prefix: str, tick: Callable[[int], None]) -> Values:
+    """All that begins so. Each once: a Redis that makes room for more may tell a name twice."""
+    found: Values = {}
+    for page in client.find(prefix):
+        found.update(page)
+        tick(len(found))
+    return found
+
+
+def namespace_prefix(name: str) -> str | None:
+    """The digits that stand for namespace and secret; None where it is no name of a block."""
+    parts = _NAME.fullmatch(name)
+    return parts[1] if parts else None
+
+
+def sample(client: Client, values: Mapping[str, int]) -> HeadFacts | None:
+    """The head of one of them; None where neither of the first few has one that can be read."""
+    for name, num_bytes in list(values.items())[:_MAX_SAMPLES]:
+        if num_bytes >= HEAD_BYTES:
+            (item,) = items = _new_items([(name, num_bytes)])
+            _get(client, items)
+            if (facts := read_head(bytes(item.head))) is not None:
+                return facts
+    return None
+
+
+def remove_values(client: Client, names: Sequence[str], tick: Callable[[float], None]) -> None:
+    for start in range(0, len(names), NAMES_AT_ONCE):
+        tick(start / len(names))
+        client.remove(names[start : start + NAMES_AT_ONCE])
+
+
+def audit(client: Client, values: Values, secret: bytes, tick: Callable[[float], None]) -> Audit:
+    """Read every value and hold it against its sums. Changes nothing. Raises StoreError."""
+    auditor = _Auditor(client, secret)
+    num_bytes, num_done = max(1, sum(values.values())), 0
+    for batch in _batches(values):
+        auditor.check(batch)
+        num_done += sum(size for _, size in batch)
+        tick(num_done / num_bytes)
+    return auditor.finish(values)
+
+
+class _Auditor:
+    def __init__(self, client: Client, secret: bytes) -> None:
+        self._client = client
+        self._secret = secret
+        self._now = time.time()
+        self._found = Audit()
+        self._ours: set[str] = set()  # prefixes that a head has shown to be of this secret
+        self._suspects: dict[str, str] = {}  # names, and what is wrong with them
+
+    def check(self, batch: Sequence[tuple[str, int]]) -> None:
+        whole = [(name, size) for name, size in batch if size >= HEAD_BYTES]
+        for name in self._still_there([name for name, size in batch if size < HEAD_BYTES]):
+            self._suspects[name] = "it is shorter than a head"
+        items = _new_items(whole)
+        for item, is_read in zip(items, _get(self._client, items), strict=True):
+            if not is_read:
+                self._found.num_changed += 1
+            elif problem := self._judge(item):
+                self._suspects[item.name] = problem
+
+    def finish(self, values: Values) -> Audit:
+        """What fails twice is damaged, if it lies where only this secret's values do."""
+        suspects, self._suspects = self._suspects, {}
+        ours = {name: values[name] for name in suspects if namespace_prefix(name) in self._ours}
+        self._found.num_foreign += len(suspects) - len(ours)
+        if ours:
+            time.sleep(_SETTLE_SECONDS)
+        for batch in _batches(ours):
+            self.check(batch)
+        self._found.damages = [Damage(*suspect) for suspect in sorted(self._suspects.items())]
+        return self._found
+
+    def _judge(self, item: Item) -> str:
+        """Count a sound value; else say what is wrong with it."""
+        head = bytes(item.head)
+        facts, parts = read_head(head), _NAME.fullmatch(item.name)
+        if facts is None or parts is None:
+            return "it has no head that can be read"
+        if facts.encrypted and not self._secret:
+            return "it is encrypted, and there is no secret"
+        spec = BlockSpec(facts.namespace, len(item.body), 1)
+        envelope = Envelope(spec, secret=self._secret, encrypt=facts.encrypted)
+        if envelope.prefix != parts[1]:
+            return "its head is damaged, or of another namespace"
+        self._ours.add(parts[1])  # under no other secret does this namespace have this prefix
+        key = BlockKey(bytes.fromhex(parts[2]))
+        if facts.block_bytes != len(item.body):
+            return f"it has {len(item.body):,} bytes where its head says {facts.block_bytes:,}"
+        if facts.encrypted:
+            error = envelope.judge_head(key, head, now=0.0)
+        else:
+            error = envelope.open(key, "", head, item.body, now=0.0)
+        if error is not None:
+            return str(error)
+        if facts.expires is not None and facts.expires <= self._now:
+            self._found.num_expired += 1
+        elif facts.encrypted:
+            self._found.num_encrypted += 1
+        else:
+            self._found.num_ok += 1
+        return ""
+
+    def _still_there(self, names: Sequence[str]) -> list[str]:
+        # Redis tells 0 bytes of what has gone since it was listed.
+        held = self._client.exists(names)
+        self._found.num_changed += held.count(False)
+        return [name for name, is_held in zip(names, held, strict=True) if is_held]
+
+
+def _new_items(batch: Sequence[tuple[str, int]]) -> list[Item]:
+    whole = [(name, memoryview(bytearray(num_bytes))) for name, num_bytes in batch]
+    return [Item(name, value[:HEAD_BYTES], value[HEAD_BYTES:]) for name, value in whole]
+
+
+def _get(client: Client, items: Sequence[Item]) -> list[bool]:
+    """Which could be read; the others have gone or changed since. Raises StoreError."""
+    answers = client.get(items)
+    for answer in answers:
+        # Corrupt: it is not as long as it was when it was listed.
+        if answer is not None and not isinstance(answer, Missing | Corrupt):
+            raise answer
+    return [answer is None for answer in answers]
+
+
+def _batches(values: Values) -> Iterator[list[tuple[str, int]]]:
+    batch: list[tuple[str, int]] = []
+    num_bytes = 0
+    for name, size in values.items():
+        if batch and (len(batch) == _VALUES_AT_ONCE or num_bytes + size > _BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append((name, size))
+        num_bytes += size
+    if batch:
+        yield batch

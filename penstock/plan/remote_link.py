@@ -1,0 +1,247 @@
+"""What a remote store carries: puts and gets of whole blocks and lookups, by the tier's own client.
+
+All that is written lies under penstock/probe/ and a random word, and is removed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+from typing import NamedTuple
+
+from penstock.config import RemoteConfig, without_password
+from penstock.errors import ConfigError, Full, StoreError
+from penstock.plan.links import (
+    BLOCK_BYTES,
+    Link,
+    Tick,
+    check_size,
+    fill,
+    new_arena,
+    single_seconds,
+    threads_label,
+    tick_part,
+    walk,
+)
+from penstock.stores.base import Answers
+from penstock.stores.envelope import HEAD_BYTES
+from penstock.stores.host import HostArena
+from penstock.stores.remote import Client, Item
+from penstock.stores.remotes import open_client
+from penstock.types import Slot
+from penstock.units import format_bytes
+
+BATCH_BLOCKS = 16
+LOOKUP_NAMES = 512  # as many as the tier asks for at once
+_BLOCK_SIZES = (64 * 23_040, BLOCK_BYTES)  # of SmolLM2-135M, 64 tokens a block; as of the others
+_NUM_PARTS = 2 * len(_BLOCK_SIZES) + 1
+_NAMES_AT_ONCE = 1000
+_TIMEOUT_SECONDS = 30.0
+# For a process that is killed; of no use in stores that do not expire values themselves.
+_TTL_SECONDS = 3600.0
+
+
+class Lookups(NamedTuple):
+    """Questions for existence, many names in each, one after the other."""
+
+    num_names: int  # of one question
+    names_per_second: float
+    seconds: float  # of one question
+
+
+class _Measured(NamedTuple):
+    link: Link
+    num_batches: int
+
+
+_Move = Callable[[int, int, int], None]
+"""A thread moves blocks: from this one on, so many."""
+
+
+class RemoteProbe:
+    """Values under names that nobody else has. Keeps at most `size_bytes` there at a time."""
+
+    def __init__(
+        self,
+        url: str,
+        size_bytes: int,
+        seconds: float,
+        num_threads: int = RemoteConfig().threads,
+    ) -> None:
+        """Raises ConfigError or StoreError for a store that cannot be asked."""
+        check_size(size_bytes)
+        if "://" not in url:
+            raise ConfigError(
+                f"--remote is {url[:80]!r}: expected a URL such as redis://host:6379/0; correct it"
+            )
+        self.shown = without_password(url)
+        self.lookups: Lookups | None = None  # known once all has been measured
+        self.prefix = f"penstock/probe/{os.urandom(8).hex()}/"
+        self._url = url
+        # The servers of other stores are what is measured with them; a folder's cache is not.
+        in_folder = url.lower().startswith("file:")
+        self._note = "a folder is measured through the page cache" if in_folder else ""
+        self._size_bytes = size_bytes
+        self._seconds = seconds
+        self._num_threads = num_threads
+        client = self._open()
+        try:
+            client.exists([f"{self.prefix}0"])
+        except StoreError as error:
+            raise StoreError(
+                f"{self.shown} does not answer ({error}): expected a remote store to measure; "
+                "start it, or correct --remote"
+            ) from None
+        finally:
+            client.close()
+
+    def measure(self, tick: Tick) -> Iterator[Link]:
+        batch_blocks = min(BATCH_BLOCKS, self._size_bytes // BLOCK_BYTES)
+        arena = new_arena(self._num_threads * batch_blocks * BLOCK_BYTES)
+        fill(arena)
+        client = self._open()
+        try:
+            client.register(arena)
+            for index, block_bytes in enumerate(_BLOCK_SIZES):
+                num_batches = self._size_bytes // (batch_blocks * block_bytes)
+                values = _Values(
+                    client, arena, f"{self.prefix}{block_bytes}/", block_bytes, batch_blocks
+                )
+                names = [values.name(block) for block in range(num_batches * batch_blocks)]
+                try:
+                    yield from self._measure(values, num_batches, tick, 2 * index)
+                    if index == len(_BLOCK_SIZES) - 1:
+                        self.lookups = self._look(client, names, tick)
+                finally:
+                    values.end()
+                    self._remove(client, names)
+        except Full as error:
+            raise ConfigError(
+                f"{self.shown} does not take {format_bytes(self._size_bytes)} of blocks ({error}): "
+                "lower --size, or give it room"
+            ) from None
+        except StoreError as error:
+            raise StoreError(f"{self.shown} failed while measured: {error}") from None
+        finally:
+            client.close()
+
+    def _measure(self, values: _Values, num_batches: int, tick: Tick, part: int) -> Iterator[Link]:
+        num_threads = min(self._num_threads, num_batches)
+        batch_blocks, block_bytes = values.batch_blocks, values.block_bytes
+
+        def measure(verb: str, move: _Move, batches: Iterator[int], num_held: int) -> _Measured:
+            """Singles are of the first `num_held` batches."""
+            name = f"remote {verb}, {format_bytes(block_bytes)}, {threads_label(num_threads)}"
+            ticked = tick_part(tick, name, part + (verb == "get"), _NUM_PARTS)
+            block_seconds = _uninterrupted(
+                lambda: single_seconds(
+                    lambda thread, block: move(thread, block, 1), num_held * batch_blocks
+                )
+            )
+            num_moved, seconds = walk(
+                lambda thread, batch: move(thread, batch * batch_blocks, batch_blocks),
+                batches,
+                num_threads,
+                self._seconds,
+                ticked,
+            )
+            rate = num_moved * batch_blocks * block_bytes / seconds
+            loads = verb == "get"
+            link = Link(name, num_threads, rate, block_seconds, loads, self._note, block_bytes)
+            return _Measured(link, num_moved)
+
+        written = measure("put", values.put, iter(range(num_batches)), num_batches)
+        order = list(range(written.num_batches))
+        random.Random(0).shuffle(order)  # blocks of a prompt are found in no order
+        yield measure("get", values.get, cycle(order), written.num_batches).link
+        yield written.link
+
+    def _look(self, client: Client, names: Sequence[str], tick: Tick) -> Lookups:
+        absent = [f"{self.prefix}absent/{number}" for number in range(LOOKUP_NAMES)]
+        asked = [*names, *absent][:LOOKUP_NAMES]
+
+        def look(_thread: int, _number: int) -> None:
+            client.exists(asked)
+
+        ticked = tick_part(tick, "remote lookups", _NUM_PARTS - 1, _NUM_PARTS)
+        num_asked, seconds = walk(look, cycle((0,)), 1, self._seconds, ticked)
+        return Lookups(LOOKUP_NAMES, num_asked * LOOKUP_NAMES / seconds, seconds / num_asked)
+
+    def _remove(self, client: Client, names: Sequence[str]) -> None:
+        try:
+            for start in range(0, len(names), _NAMES_AT_ONCE):
+                client.remove(names[start : start + _NAMES_AT_ONCE])
+        except StoreError as error:
+            raise StoreError(
+                f"what the probe wrote could not be removed ({error}); "
+                f"delete what lies under {self.prefix}"
+            ) from None
+
+    def _open(self) -> Client:
+        return open_client(self._url, _TIMEOUT_SECONDS)
+
+
+class _Values:
+    """Blocks of one size, by number and by batch; each thread has memory for one batch."""
+
+    def __init__(
+        self, client: Client, arena: HostArena, prefix: str, block_bytes: int, batch_blocks: int
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.batch_blocks = batch_blocks
+        self._client = client
+        self._arena = arena
+        self._prefix = prefix
+        self._change = threading.Condition()  # of the two below
+        self._num_puts = 0  # under way
+        self._ended = False
+
+    def name(self, block: int) -> str:
+        return f"{self._prefix}{block}"
+
+    def put(self, thread: int, first: int, num_blocks: int) -> None:
+        with self._change:
+            if self._ended:
+                raise StoreError("the measurement has ended")
+            self._num_puts += 1
+        try:
+            _check(self._client.put(self._items(thread, first, num_blocks), _TTL_SECONDS))
+        finally:
+            with self._change:
+                self._num_puts -= 1
+                self._change.notify_all()
+
+    def get(self, thread: int, first: int, num_blocks: int) -> None:
+        _check(self._client.get(self._items(thread, first, num_blocks)))
+
+    def end(self) -> None:
+        """No put is under way when this returns, and none begins: all there is can be removed."""
+        with self._change:
+            self._ended = True
+            self._change.wait_for(lambda: not self._num_puts)
+
+    def _items(self, thread: int, first: int, num_blocks: int) -> list[Item]:
+        return [
+            Item(
+                self.name(first + index),
+                memoryview(bytearray(HEAD_BYTES)),
+                self._arena.view(Slot(thread * self.batch_blocks + index))[: self.block_bytes],
+            )
+            for index in range(num_blocks)
+        ]
+
+
+def _uninterrupted(measure: Callable[[], float]) -> float:
+    """On a thread: a put that Ctrl-C breaks off may be made after all was removed."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(measure).result()
+
+
+def _check(answers: Answers) -> None:
+    for answer in answers:
+        if answer is not None:
+            raise answer
