@@ -1,18 +1,22 @@
 """REMOTE save and load against the best raw client of the same store, on the same loopback.
 
-Ours is the hop between HOST and the store as the transfer threads run it: heads, keyed BLAKE3 of
-every byte both ways, and blocks that lie in HOST's slots in the end. The raw client does none of
-that: what it gets stays where its library puts it. Server, clients and checksums share the cores.
+Ours is the hop between HOST and the store as the transfer threads run it: heads, a checksum of
+every byte both ways (with a secret: keyed BLAKE3), and blocks in HOST's slots in the end. The raw
+client does none of that: what it gets stays where its library puts it. Server, clients and
+checksums share the cores.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from benchmarks.harness import (
     BLOCK_SIZES,
@@ -27,13 +31,14 @@ from benchmarks.harness import (
 from benchmarks.hop import Hop
 from benchmarks.remote_servers import mooncake_master, redis_server, s3_server
 from penstock.config import RemoteConfig
+from penstock.machine import remote_threads
 from penstock.stores.host import HostArena
 from penstock.stores.remote import Client
 from penstock.stores.remotes import open_remote
 from penstock.types import Slot, Tier
 
 TOTAL_BYTES = 192 * MIB
-THREADS = 4
+THREADS = remote_threads(RemoteConfig())
 PIPELINE = 8  # values in one pipeline, as many as one of our transfers has of 2 MiB
 NUM_NAMES = 512
 SIZES = {label: size for label, size in BLOCK_SIZES.items() if label != "0.36 MiB"}
@@ -46,7 +51,9 @@ Raw = Callable[[ExitStack, HostArena], tuple[Move, Move, str]]
 def run(directory: Path) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=directory) as folder:
         with redis_server(Path(folder)) as url:
-            yield from _measure("Redis", url, lambda o, memory: _raw_redis(url, memory))
+            rows = list(_measure("Redis", url, lambda o, memory: _raw_redis(url, memory)))
+            yield from rows
+            yield from _beside_redis_benchmark(url, rows)
         with s3_server(Path(folder)) as url:
             yield from _measure("S3", url, lambda o, memory: _raw_s3(url, memory))
         with mooncake_master(Path(folder)) as url:
@@ -54,11 +61,16 @@ def run(directory: Path) -> Iterator[Row]:
 
 
 def _measure(store: str, url: str, raw: Raw) -> Iterator[Row]:
+    yield from _measure_with(b"", store, url, raw)
+    yield from _measure_with(b"s" * 32, f"{store} with a secret,", url, raw)
+
+
+def _measure_with(secret: bytes, store: str, url: str, raw: Raw) -> Iterator[Row]:
     for label, block_bytes in SIZES.items():
         spec = block_spec(block_bytes)
         num = TOTAL_BYTES // spec.stride_bytes
         host, raw_memory = filled_arena(spec, num), filled_arena(spec, num)
-        remote = open_remote(RemoteConfig(url=url, timeout_seconds=60.0), spec, secret=b"s" * 32)
+        remote = open_remote(RemoteConfig(url=url, timeout_seconds=60.0), spec, secret=secret)
         remote.client.register(host)
         with ExitStack() as opened:
             put, get, limit = raw(opened, raw_memory)
@@ -66,7 +78,7 @@ def _measure(store: str, url: str, raw: Raw) -> Iterator[Row]:
                 size = num * block_bytes
                 yield compare(f"{store} put, {label}", size, hop.save, put, limit, aim=AIM)
                 yield compare(f"{store} get, {label}", size, hop.load, get, limit, aim=AIM)
-                if label == "2 MiB":
+                if label == "2 MiB" and not secret:
                     rate = _existence_rate(remote.client)
                     yield Row(f"{store} existence checks", rate, "names/s")
 
@@ -102,6 +114,27 @@ def _raw_redis(url: str, memory: HostArena) -> tuple[Move, Move, str]:
 
     name = f"redis-py with hiredis, {THREADS} threads, pipelines of {PIPELINE}"
     return lambda: in_threads(THREADS, put), lambda: in_threads(THREADS, get), name
+
+
+def _beside_redis_benchmark(url: str, rows: list[Row]) -> Iterator[Row]:
+    """Redis' own client in C, which sends one buffer over and over and keeps nothing it gets."""
+    if shutil.which("redis-benchmark") is None:
+        return
+    port = str(urlsplit(url).port)
+    for label, block_bytes in SIZES.items():
+        best: dict[str, float] = {}
+        for num_clients in ("1", "4"):
+            command = ["redis-benchmark", "-p", port, "-t", "set,get", "-d", str(block_bytes)]
+            command += ["-n", "300", "-c", num_clients, "--csv"]
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            for line in told.splitlines()[1:]:
+                verb, rate = (cell.strip('"') for cell in line.split(",")[:2])
+                best[verb] = max(best.get(verb, 0.0), float(rate) * block_bytes / 1e9)
+        for verb, name in (("SET", "put"), ("GET", "get")):
+            ours = next(row.ours for row in rows if row.name == f"Redis {name}, {label}")
+            beside = f"Redis {name}, {label}, beside its own benchmark"
+            limit = best[verb]
+            yield Row(beside, ours, "GB/s", limit, "redis-benchmark", "", ours / limit)
 
 
 def _raw_s3(url: str, memory: HostArena) -> tuple[Move, Move, str]:

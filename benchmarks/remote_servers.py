@@ -38,7 +38,7 @@ def redis_server(folder: Path) -> Iterator[str]:
 @contextmanager
 def s3_server(folder: Path) -> Iterator[str]:
     os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
-    server = S3Server(folder / "s3")
+    server = S3Server(folder / "s3", volume_mib=512)
     try:
         yield server.url()
     finally:

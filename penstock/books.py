@@ -122,15 +122,18 @@ class Books:
             if is_there:
                 ledger.touch(key)
 
-    def asked(self, question: Question, answer: Answer) -> None:
-        """Enter how a question ended into the journal, and what it says of the tier's health."""
+    def asked(self, question: Question, answer: Answer, *, is_late: bool = False) -> None:
+        """Enter how a question ended into the journal, and what it says of the tier's health.
+
+        An answer for which nobody waited any more is no sign of health.
+        """
         num_present = sum(answer.present)
         self._events.append(
             Asked(question.tier, len(answer.present), num_present, answer.seconds, answer.error)
         )
         if answer.error:
             self.fault(question.tier, Direction.LOAD, answer.error)
-        elif self._health[question.tier, Direction.LOAD].well():
+        elif not is_late and self._health[question.tier, Direction.LOAD].well():
             self._events.append(TierRevived(question.tier))
 
     def tick(self) -> None:

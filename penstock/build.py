@@ -13,7 +13,7 @@ from penstock.config import ENV_REMOTE_SECRET, Config, RemoteConfig, TransferCon
 from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.ledger import Ledger
-from penstock.machine import check_machine
+from penstock.machine import check_machine, remote_threads
 from penstock.offload import Offloader
 from penstock.policies import POLICIES
 from penstock.stores.base import Arena
@@ -145,7 +145,7 @@ def _assemble(
             known = config.remote.max_known_blocks
             lower[Tier.REMOTE] = Ledger(known, POLICIES["lru"](known))
             lanes[Tier.REMOTE] = LaneSpec(
-                StoreMover(host, remote, seals), config.remote.threads, remote.exists
+                StoreMover(host, remote, seals), remote_threads(config.remote), remote.exists
             )
             gates[Tier.REMOTE] = _remote_gate(config.remote, spec)
         read_only = {Tier.DISK: config.disk.read_only, Tier.REMOTE: config.remote.read_only}

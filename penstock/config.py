@@ -174,7 +174,8 @@ class RemoteConfig:
     )
     timeout_seconds: float = field(default=5.0, metadata=_setting(_SECONDS))  # of one operation
     lookup_deadline_seconds: float = field(default=0.25, metadata=_setting(_SECONDS))
-    threads: int = field(default=4, metadata=_setting(_THREADS))
+    # That put and get; by default up to 4, and no more than there are cores.
+    threads: int | None = field(default=None, metadata=_setting(replace(_THREADS, optional=True)))
     # Blocks that are remembered to lie there, about 200 bytes each.
     max_known_blocks: int = field(default=1 << 18, metadata=_setting(_whole(1, 1 << 26)))
     write_per_day_bytes: int | None = field(

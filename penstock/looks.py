@@ -53,9 +53,9 @@ class Looks:
 
     def settle(self, answer: Answer) -> None:
         question = self._open.pop(answer.look_id)
-        self._books.asked(question, answer)
+        is_late = self._deadlines.pop(answer.look_id, None) is None
+        self._books.asked(question, answer, is_late=is_late)
         self._books.learn(question.tier, question.keys[: len(answer.present)], answer.present)
-        self._deadlines.pop(answer.look_id, None)
 
     def tick(self) -> None:
         """Let nobody wait past a deadline."""

@@ -10,6 +10,7 @@ the host neither reads nor reuses them. Between `save` and its `Done` it must no
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +19,17 @@ from penstock.books import all_ok
 from penstock.clock import Clock
 from penstock.costs import LinkRate, load_seconds
 from penstock.errors import PenstockError
-from penstock.events import Event, LookedUp, Moved, Observer, Recovered, TicketDone, tell
+from penstock.events import (
+    Event,
+    LookedUp,
+    Moved,
+    Observer,
+    Recovered,
+    TicketDone,
+    TierRested,
+    TierRevived,
+    tell,
+)
 from penstock.meters import LinkMeter
 from penstock.stores.host import HostArena
 from penstock.tiers import TierStack
@@ -36,6 +47,8 @@ from penstock.types import (
     Tier,
     Verdict,
 )
+
+log = logging.getLogger(__name__)
 
 _RECOVERY_SECONDS_PER_STEP = 0.005
 _LET_COPIES_START_SECONDS = 50e-6
@@ -200,6 +213,11 @@ class Offloader:
         for event in events:
             if isinstance(event, Moved) and event.direction is Direction.LOAD:
                 self._meters.setdefault(event.source, LinkMeter()).observe(event)
+            elif isinstance(event, TierRested):
+                rest = f"{event.seconds:.0f} s"
+                log.warning("%s is left alone for %s: %s", event.tier.name, rest, event.error)
+            elif isinstance(event, TierRevived):
+                log.warning("%s serves again", event.tier.name)
         if self._observers:
             events += self._stack.take_usage(self._engine.depth)
             events += [

@@ -41,8 +41,10 @@ def free_ports(count: int) -> list[int]:
 class S3Server:
     """Keeps its ports and its folder, so that it can be killed and started again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, volume_mib: int = 64) -> None:
+        """It has 64 volumes of so many MiB."""
         self.folder = folder
+        self._volume_mib = volume_mib
         folder.mkdir(parents=True, exist_ok=True)
         ports = iter(free_ports(2 * len(_PARTS)))
         self._ports = {part: (next(ports), next(ports)) for part in _PARTS}
@@ -74,7 +76,7 @@ class S3Server:
                     # A bucket that does not exist is to be missed, and nothing leaves loopback.
                     *("-s3.autoCreateBucket=false", "-master.telemetry=false"),
                     *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.electionTimeout=1s"),
-                    *("-master.volumeSizeLimitMB=64", "-volume.max=64"),
+                    *(f"-master.volumeSizeLimitMB={self._volume_mib}", "-volume.max=64"),
                     *("-volume.minFreeSpace=1", "-volume.preStopSeconds=0"),
                 ],
                 cwd=self.folder,

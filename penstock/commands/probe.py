@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from penstock.commands import JsonFlag, new_table, print_json, progress_bar, stdout_console
 from penstock.costs import PrefillRate, break_even_tokens
 from penstock.errors import ConfigError
+from penstock.machine import num_cores
 from penstock.plan.sizing import ModelShape, find_shape
 from penstock.units import format_bytes, format_rate, format_seconds, parse_bytes
 
@@ -97,7 +97,7 @@ def probe(
     size_bytes = _size_bytes(size)
     directory = Path(tempfile.gettempdir()) if directory is None else directory
     probes: list[LinkProbe] = [
-        CopyProbe(size_bytes, seconds, threads or min(_num_cores(), _MAX_DEFAULT_THREADS)),
+        CopyProbe(size_bytes, seconds, threads or min(num_cores(), _MAX_DEFAULT_THREADS)),
         ChecksumProbe(seconds),
         DiskProbe(directory, size_bytes, seconds),
     ]
@@ -240,8 +240,3 @@ def _size_bytes(size: str) -> int:
         return parse_bytes(size)
     except ConfigError as error:
         raise ConfigError(f"--size: {error}") from None
-
-
-def _num_cores() -> int:
-    # Those this process may run on: a container often has fewer than the machine.
-    return len(os.sched_getaffinity(0))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from penstock.config import RemoteConfig, without_password
 from penstock.errors import ConfigError, Full, StoreError
+from penstock.machine import remote_threads
 from penstock.plan.links import (
     BLOCK_BYTES,
     Link,
@@ -70,7 +71,7 @@ class RemoteProbe:
         url: str,
         size_bytes: int,
         seconds: float,
-        num_threads: int = RemoteConfig().threads,
+        num_threads: int | None = None,
     ) -> None:
         """Raises ConfigError or StoreError for a store that cannot be asked."""
         check_size(size_bytes)
@@ -87,7 +88,7 @@ class RemoteProbe:
         self._note = "a folder is measured through the page cache" if in_folder else ""
         self._size_bytes = size_bytes
         self._seconds = seconds
-        self._num_threads = num_threads
+        self._num_threads = num_threads or remote_threads(RemoteConfig())
         client = self._open()
         try:
             client.exists([f"{self.prefix}0"])

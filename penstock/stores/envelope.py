@@ -3,7 +3,7 @@
     offset  bytes  field (numbers are little-endian)
     0       8      b"PENSTOCK"
     8       2      format version, 1
-    10      2      flags: 1 = the body is encrypted
+    10      2      flags: 1 = the body is encrypted, 2 = its sum is an XXH3-128
     12      4      0
     16      8      bytes of the body
     24      8      written, in seconds since 1970
@@ -12,14 +12,15 @@
     72      32     key
     104     12     nonce; 0 where nothing is encrypted
     116     12     0
-    128     32     what the body must be: its keyed BLAKE3, or of an encrypted one the GCM tag and 0
+    128     32     what the body must be: its keyed BLAKE3; without a secret its XXH3-128, which is
+                   ten times faster, and 0; of an encrypted one the GCM tag, and 0
     160     32     keyed BLAKE3 of all that stands above
     192            the body
 
 Both sums are keyed by the fleet's secret, so that who can write to the store but does not know the
-secret cannot make a value that is believed. Without a secret the key is a constant: damage is
-found, malice is not. Names of values depend on the secret too; fleets with different secrets do
-not see each other's values, let alone delete them as damaged.
+secret cannot make a value that is believed. Without a secret damage is found, malice is not. Names
+of values depend on the secret too; fleets with different secrets do not see each other's values,
+let alone delete them as damaged.
 
 An encrypted body has as many bytes as a plain one: AES-256-GCM, under a key derived from secret,
 tenant and block key, with a random nonce and bytes 0 to 128 of the head as associated data.
@@ -32,6 +33,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import xxhash
 from blake3 import blake3
 
 from penstock.errors import ConfigError, Corrupt, Missing, StoreError
@@ -43,6 +45,7 @@ MIN_SECRET_BYTES = 16
 _MAGIC = b"PENSTOCK"
 _VERSION = 1
 _ENCRYPTED = 1
+_PLAIN_SUM = 2
 _FIELDS = struct.Struct("<8sHHIQQQ32s32s12s12x")
 _BODY_SUM = slice(128, 160)
 _SEAL = slice(160, 192)
@@ -96,6 +99,7 @@ class Envelope:
                 "make it with: openssl rand -hex 32"
             )
         self._spec = spec
+        self._has_secret = bool(secret)
         self._ttl_seconds = ttl_seconds
         self._key = blake3(secret, derive_key_context="penstock remote sums").digest()
         if not secret:
@@ -112,11 +116,14 @@ class Envelope:
         """What the head keeps of a plain body. Computes only; releases the GIL."""
         if self.encrypts:
             return b""  # the cipher's own tag takes its place
+        if not self._has_secret:
+            return xxhash.xxh3_128_digest(body) + bytes(16)
         return blake3(body, key=self._key).digest()
 
     def pack(self, key: BlockKey, digest: bytes, now: float) -> bytes:
         """The head of a plain body."""
-        return self._sealed(self._fields(key, now, 0, bytes(_NONCE_BYTES)) + digest)
+        flags = 0 if self._has_secret else _PLAIN_SUM
+        return self._sealed(self._fields(key, now, flags, bytes(_NONCE_BYTES)) + digest)
 
     def encrypt(
         self, key: BlockKey, tenant: str, body: memoryview, now: float

@@ -2,7 +2,7 @@
 
     redis://user:password@host:6379/0      rediss:// with TLS; valkey:// and valkeys:// likewise
     unix:///run/redis.sock?db=0
-    redis+sentinel://host:26379,host:26379/service/0
+    redis+sentinel://host:26379,host:26379/service/0?sentinel_password=...
     redis+cluster://host:6379,host:6379    rediss+cluster:// with TLS
 
 redis-py makes the connections: names, passwords, TLS, who is master, which node has which slot.
@@ -369,8 +369,13 @@ def _sentinel(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], R
         raise ConfigError(
             "the remote URL names no service: expected redis+sentinel://host:26379/mymaster/0"
         )
-    login = {**login, "db": int(number or 0), "ssl": scheme.startswith("rediss")}
-    guards = {"socket_timeout": options["socket_timeout"], "ssl": scheme.startswith("rediss")}
+    is_tls = scheme.startswith("rediss")
+    guards: dict[str, Any] = {"socket_timeout": options["socket_timeout"], "ssl": is_tls}
+    guards |= {name: value for name, value in login.items() if name.startswith("ssl_")}
+    for name in ("username", "password"):  # the Sentinels' own
+        if f"sentinel_{name}" in login:
+            guards[name] = login.pop(f"sentinel_{name}")
+    login = {**login, "db": int(number or 0), "ssl": is_tls}
 
     def connect() -> Redis:
         places = [(host, port or 26379) for host, port in hosts]

@@ -72,12 +72,14 @@ class RemoteStore(WholeBlocks):
         envelope: Envelope,
         *,
         ttl_seconds: float | None = None,
+        read_only: bool = False,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.client = client
         self._block_bytes = spec.block_bytes
         self._envelope = envelope
         self._ttl_seconds = ttl_seconds
+        self._read_only = read_only
         self._now = now
         self.prefix = f"penstock/1/{envelope.prefix}/"
 
@@ -123,6 +125,8 @@ class RemoteStore(WholeBlocks):
         return verify
 
     def drop(self, key: BlockKey, slot: Slot) -> None:
+        if self._read_only:
+            return
         try:
             self.client.remove([self.name(key)])
         except StoreError as error:

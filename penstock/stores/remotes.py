@@ -68,4 +68,6 @@ def open_remote(config: RemoteConfig, spec: BlockSpec, *, secret: bytes) -> Remo
     assert config.url is not None
     envelope = Envelope(spec, secret=secret, encrypt=config.encrypt, ttl_seconds=config.ttl_seconds)
     client = open_client(config.url, config.timeout_seconds)
-    return RemoteStore(client, spec, envelope, ttl_seconds=config.ttl_seconds)
+    return RemoteStore(
+        client, spec, envelope, ttl_seconds=config.ttl_seconds, read_only=config.read_only
+    )
