@@ -1,0 +1,158 @@
+"""Decode on a GPU with part of the KV in DRAM, read there; Llama-3.1-8B's shapes, bf16.
+
+    python -m benchmarks.gpu_decode [--quick]
+
+Beside each figure its limit: with nothing cold, vLLM 0.26's step with CUDA graphs on an H200 (5.05,
+6.0 and 9.0 ms at batch 1, 16 and 64, 2,048 tokens); with cold blocks, what one large pinned copy
+takes over the same link in the same run. First it is shown that the logits are the same, bit for
+bit, whatever is cold. Contexts that no GPU holds are made of fewer blocks that come up again and
+again, far more of them than any cache keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_model import BLOCK_TOKENS, Sequence, random_llama
+from benchmarks.harness import seconds_of
+from penstock.engine.triton_runner import TritonRunner
+from penstock.stores.device import DevicePool
+from penstock.stores.host import HostArena
+from penstock.transfer.pinning import PinnedSlots
+from penstock.types import BlockSpec, Slot
+
+VLLM_MS = {1: 5.05, 16: 6.0, 64: 9.0}
+SHARES = (0.0, 0.1, 0.5, 0.9)
+_cuda: Any = torch.cuda
+
+
+class Bench:
+    def __init__(self, pool_gib: float, host_gib: float) -> None:
+        self.loaded = random_llama()
+        shape = (self.loaded.num_layers, BLOCK_TOKENS, self.loaded.num_kv_heads)
+        self.block_bytes = 2 << 20
+        num_blocks = int(pool_gib * (1 << 30)) // self.block_bytes
+        self.pool = DevicePool(num_blocks, *shape, self.loaded.head_dim, torch.bfloat16, "cuda")
+        assert self.pool.block_bytes == self.block_bytes
+        self.pool.tensor.normal_()
+        spec = BlockSpec(bytes(32), self.block_bytes, BLOCK_TOKENS)
+        self.host = HostArena(spec, int(host_gib * (1 << 30)))
+        self._pins = PinnedSlots(self.host, torch.device("cuda", 0))
+        self._pins.start()
+        self._pins.wait_for([Slot(self.host.num_slots - 1)])
+        self._fill_host()
+        self.runner = TritonRunner(self.loaded, self.pool, BLOCK_TOKENS, self.host, max_running=64)
+
+    def _fill_host(self) -> None:
+        """HOST's block i holds what the device's block i holds."""
+        flat = torch.frombuffer(self.host.buffer, dtype=torch.uint8).view(-1, self.block_bytes)
+        blocks = self.pool.tensor.view(self.pool.tensor.shape[0], -1).view(torch.uint8)
+        count = min(len(flat), len(blocks))
+        flat[:count].copy_(blocks[:count])
+        _cuda.synchronize()
+
+    def sequences(self, batch: int, context: int, cold: float, seed: int = 0) -> list[Sequence]:
+        rng = random.Random(seed)
+        num = -(-context // BLOCK_TOKENS)
+        limit = min(self.pool.tensor.shape[0], self.host.num_slots)
+        made = []
+        for _ in range(batch):
+            blocks = [rng.randrange(limit) for _ in range(num)]
+            is_cold = set(rng.sample(range(num - 1), int(cold * num)))
+            places = [~b if i in is_cold else b for i, b in enumerate(blocks)]
+            # The last block is written: it is the sequence's own.
+            made.append(Sequence([5] * context, places))
+        for row, sequence in enumerate(made):
+            sequence.table._places[num - 1] = limit - 1 - row
+        return made
+
+    def step_ms(self, sequences: list[Sequence], rounds: int) -> tuple[float, float]:
+        """Wall time of a step, and the GPU's share of it."""
+        chunks = [sequence.last() for sequence in sequences]
+        for _ in range(3):
+            self.runner.run(chunks)
+        _cuda.synchronize()
+        walls, gpus = [], []
+        for _ in range(rounds):
+            begin, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+
+            def work(begin: Any = begin, end: Any = end) -> None:
+                begin.record()
+                self.runner.run(chunks)
+                end.record()
+                _cuda.synchronize()
+
+            walls.append(seconds_of(work) * 1000)
+            gpus.append(begin.elapsed_time(end))
+        return median(walls), median(gpus)
+
+    def link_gb_per_second(self) -> float:
+        size = 1 << 30
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        on_gpu = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+        def work() -> None:
+            on_gpu.copy_(pinned, non_blocking=True)
+            _cuda.synchronize()
+
+        work()
+        return size / min(seconds_of(work) for _ in range(5)) / 1e9
+
+
+def check_bits(bench: Bench) -> None:
+    """The same blocks, elsewhere: the same logits."""
+    for batch, context in ((1, 3000), (5, 1777)):
+        first = None
+        for cold in (0.0, 0.1, 0.5, 0.9, 0.999):
+            logits = bench.runner.run([s.last() for s in bench.sequences(batch, context, cold)])
+            first = logits.clone() if first is None else first
+            assert torch.equal(logits, first), f"{cold:.0%} cold changed the logits"
+    print("logits are the same, bit for bit, with 0, 10, 50, 90 and 99.9% cold")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_decode", description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--pool-gib", type=float, default=16.0)
+    parser.add_argument("--host-gib", type=float, default=16.0)
+    options = parser.parse_args()
+    bench = Bench(options.pool_gib, options.host_gib)
+    check_bits(bench)
+    link = bench.link_gb_per_second()
+    print(f"link: {link:.1f} GB/s, one pinned copy")
+    rows: list[dict[str, Any]] = []
+
+    def measure(batch: int, context: int, cold: float) -> None:
+        sequences = bench.sequences(batch, context, cold)
+        wall, gpu = bench.step_ms(sequences, 5 if cold else 20)
+        num_cold = sum(sequence.table.num_cold for sequence in sequences)
+        row: dict[str, Any] = {"batch": batch, "context": context, "cold": cold, "ms": wall}
+        row["gpu_ms"] = gpu
+        if num_cold:
+            row["cold_gb_per_second"] = num_cold * bench.block_bytes / gpu / 1e6
+            row["of_link"] = row["cold_gb_per_second"] / link
+        elif context == 2048 and batch in VLLM_MS:
+            row["of_vllm"] = VLLM_MS[batch] / wall
+        rows.append(row)
+        print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
+        if options.out is not None:
+            options.out.write_text(json.dumps({"link": link, "rows": rows}, indent=1))
+
+    for batch in VLLM_MS:
+        measure(batch, 2048, 0.0)
+    for context in (32_768,) if options.quick else (32_768, 131_072):
+        for batch in (1, 4, 16):
+            for cold in SHARES:
+                measure(batch, context, cold)
+
+
+if __name__ == "__main__":
+    main()

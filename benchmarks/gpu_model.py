@@ -1,0 +1,72 @@
+"""A model of Llama-3.1-8B's shapes with random weights, on a GPU, for benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass, field
+from typing import Any, cast
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.vllm_hits import LLAMA
+from penstock.engine.attention.torch import NAME, register
+from penstock.engine.models import LoadedModel
+from penstock.engine.scheduler import Chunk
+from penstock.engine.table import BlockTable
+from penstock.types import Slot
+
+BLOCK_TOKENS = 16
+
+
+def random_llama(device: str = "cuda", **changes: Any) -> LoadedModel:
+    """Weights are small random numbers: what is measured does not depend on them."""
+    given = {k: v for k, v in LLAMA.items() if k not in ("architectures", "torch_dtype")}
+    config = LlamaConfig(**{**given, **changes})
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device=device).eval()
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+    # Buffers hold no weights, and `to_empty` left them undefined.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    register()
+    model.config._attn_implementation = NAME
+    return LoadedModel(
+        model=model,
+        tokenizer=None,
+        name="random-llama",
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_tokens=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        eos_token_ids=frozenset(),
+        dtype=torch.bfloat16,
+        weights_fingerprint="random",
+        rope="",
+        device=device,
+    )
+
+
+@dataclass
+class Sequence:
+    """As much of a request as a runner looks at."""
+
+    tokens: list[int]
+    places: InitVar[list[int]]  # a device slot, or ~ a slot of HOST
+    table: BlockTable = field(init=False)
+
+    def __post_init__(self, places: list[int]) -> None:
+        self.table = BlockTable()
+        for place in places:
+            if place >= 0:
+                self.table.extend([Slot(place)])
+            else:
+                self.table.extend_cold([Slot(~place)])
+
+    def last(self) -> Chunk:
+        """Its last token, as a decode step computes it."""
+        return Chunk(cast(Any, self), len(self.tokens) - 1, 1)
