@@ -184,8 +184,11 @@ def choose_load(
     for index, run in enumerate(match.runs):
         num_blocks += run.num_blocks
         loading = load_seconds(match.runs[: index + 1], block_bytes, rates)
-        if prefill is None or loading is None:
-            return Choice(match.num_blocks)  # to load is how the rates become known
+        if prefill is None:
+            return Choice(match.num_blocks)
+        if loading is None:  # to load is how a link's rate becomes known; but not at any price
+            num_tokens = match.num_blocks * block_tokens
+            return Choice(match.num_blocks, None, prefill.seconds(num_tokens, num_past_tokens))
         computing = prefill.seconds(num_blocks * block_tokens, num_past_tokens)
         computing -= prefill.fixed_seconds
         if computing - loading > best_gain:

@@ -176,3 +176,23 @@ def test_a_request_may_end_at_any_moment(engines: Engines, filled: Any) -> None:
         assert engine.offloader is not None
         engine.offloader.empty_host()
         engine.pool.forget()
+
+
+def test_a_store_slower_than_computing_is_used_no_more(
+    loaded: LoadedModel, store: MemoryClient, filled: Any
+) -> None:
+    """By the engine's own measure."""
+    prompts, answers = filled
+    tiers = Config(
+        HostConfig(size_bytes=256 * BLOCK_BYTES),
+        remote=RemoteConfig(url="memory://meetings", lookup_deadline_seconds=10.0),
+    )
+    engine = Engine(loaded, EngineConfig(256 * BLOCK_BYTES, BLOCK_TOKENS, 32), tiers)
+    store.bytes_per_second = 8 * BLOCK_BYTES  # a second for eight blocks that take a millisecond
+    run(engine, [some_prompts(1, seed=9)[0]])  # what computing takes is known by now
+    assert run(engine, [prompts[0]])[0].output_ids == answers[0]
+    for prompt, answer in zip(prompts[1:], answers[1:], strict=True):
+        request = run(engine, [prompt])[0]
+        assert request.output_ids == answer
+        assert not request.num_loaded_tokens
+    engine.close()
