@@ -134,7 +134,7 @@ class Books:
         if answer.error:
             self.fault(question.tier, Direction.LOAD, answer.error)
         elif not is_late and self._health[question.tier, Direction.LOAD].well():
-            self._events.append(TierRevived(question.tier))
+            self._events.append(TierRevived(question.tier, Direction.LOAD))
 
     def tick(self) -> None:
         """End the rests of failing tiers whose time is over."""
@@ -144,7 +144,7 @@ class Books:
     def fault(self, tier: Tier, direction: Direction, error: str) -> None:
         seconds = self._health[tier, direction].fault(self.now)
         if seconds:
-            self._events.append(TierRested(tier, seconds, error))
+            self._events.append(TierRested(tier, direction, seconds, error))
 
     def report(self, transfer: Transfer, outcome: Outcome) -> None:
         """Enter into the journal how a transfer ended, and what it says of the tier's health."""
@@ -164,7 +164,7 @@ class Books:
             if Verdict.FAILED in outcome.verdicts:
                 self.fault(transfer.link, direction, outcome.error)
             elif num_ok and self._health[transfer.link, direction].well():
-                self._events.append(TierRevived(transfer.link))
+                self._events.append(TierRevived(transfer.link, direction))
 
     def _link_seconds(self, transfer: Transfer, outcome: Outcome) -> float | None:
         if outcome.ended is None:

@@ -90,9 +90,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TierRested:
-    """A tier failed so often that it is left alone for a while."""
+    """A tier failed so often that it is left alone for a while, in one direction."""
 
     tier: Tier
+    direction: Direction
     seconds: float
     error: str
 
@@ -102,6 +103,7 @@ class TierRevived:
     """A tier that had been left alone answers again."""
 
     tier: Tier
+    direction: Direction
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,10 +214,10 @@ class Offloader:
             if isinstance(event, Moved) and event.direction is Direction.LOAD:
                 self._meters.setdefault(event.source, LinkMeter()).observe(event)
             elif isinstance(event, TierRested):
-                rest = f"{event.seconds:.0f} s"
-                log.warning("%s is left alone for %s: %s", event.tier.name, rest, event.error)
+                what = f"{event.direction.value}s, for {event.seconds:.0f} s"
+                log.warning("%s is left alone with %s: %s", event.tier.name, what, event.error)
             elif isinstance(event, TierRevived):
-                log.warning("%s serves again", event.tier.name)
+                log.warning("%s serves %ss again", event.tier.name, event.direction.value)
         if self._observers:
             events += self._stack.take_usage(self._engine.depth)
             events += [

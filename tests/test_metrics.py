@@ -83,12 +83,12 @@ def test_losses_are_counted_by_what_became_of_them() -> None:
 
 def test_a_resting_tier_shows() -> None:
     metrics = Metrics()
-    metrics(TierRested(Tier.DISK, 1.0, "I/O error"))
-    assert samples(metrics)["penstock_tier_resting", (("tier", "disk"),)] == 1
-    metrics(TierRevived(Tier.DISK))
+    metrics(TierRested(Tier.DISK, Direction.SAVE, 1.0, "I/O error"))
+    assert samples(metrics)["penstock_tier_resting", (("direction", "save"), ("tier", "disk"))] == 1
+    metrics(TierRevived(Tier.DISK, Direction.SAVE))
     found = samples(metrics)
-    assert found["penstock_tier_resting", (("tier", "disk"),)] == 0
-    assert found["penstock_tier_rests_total", (("tier", "disk"),)] == 1
+    assert found["penstock_tier_resting", (("direction", "save"), ("tier", "disk"))] == 0
+    assert found["penstock_tier_rests_total", (("direction", "save"), ("tier", "disk"))] == 1
 
 
 def test_a_host_reports_its_own_pool_as_the_device_tier() -> None:

@@ -368,7 +368,7 @@ def test_a_tier_that_keeps_failing_rests_and_is_tried_again() -> None:
         rig.load(key)
         (fill,) = rig.transfers()
         rig.settle(fill, Verdict.FAILED, error="I/O error")
-    assert TierRested(Tier.DISK, MIN_REST_SECONDS, "I/O error") in rig.events()
+    assert TierRested(Tier.DISK, Direction.LOAD, MIN_REST_SECONDS, "I/O error") in rig.events()
     assert rig.stack.is_resting(Tier.DISK, Direction.LOAD)
     assert not rig.stack.is_resting(Tier.DISK, Direction.SAVE)
     assert rig.stack.match([K[4]]).num_blocks == 0
@@ -377,7 +377,7 @@ def test_a_tier_that_keeps_failing_rests_and_is_tried_again() -> None:
     assert rig.stack.match([K[4]]).num_blocks == 1
     rig.load(K[4])
     rig.run()
-    assert TierRevived(Tier.DISK) in rig.events()
+    assert TierRevived(Tier.DISK, Direction.LOAD) in rig.events()
 
 
 def test_a_full_disk_stops_writes_but_not_reads() -> None:

@@ -73,10 +73,14 @@ class TierMetrics:
             ("tier", "direction"),
         )
         self._resting = make.gauge(
-            "penstock_tier_resting", "1 while a failing tier is left alone.", ("tier",)
+            "penstock_tier_resting",
+            "1 while a failing tier is left alone.",
+            ("tier", "direction"),
         )
         self._faults = make.counter(
-            "penstock_tier_rests", "Times a failing tier was left alone.", ("tier",)
+            "penstock_tier_rests",
+            "Times a failing tier was left alone.",
+            ("tier", "direction"),
         )
         self._scanned = make.gauge(
             "penstock_recovered_ratio", "Share of a tier's index read.", ("tier",)
@@ -124,11 +128,11 @@ class TierMetrics:
                 self._leased.labels(tier.label).set(num_leased)
                 self._queued.labels(tier.label, "load").set(num_loads)
                 self._queued.labels(tier.label, "save").set(num_saves)
-            case TierRested(tier):
-                self._resting.labels(tier.label).set(1)
-                self._faults.labels(tier.label).inc()
-            case TierRevived(tier):
-                self._resting.labels(tier.label).set(0)
+            case TierRested(tier, direction):
+                self._resting.labels(tier.label, direction.value).set(1)
+                self._faults.labels(tier.label, direction.value).inc()
+            case TierRevived(tier, direction):
+                self._resting.labels(tier.label, direction.value).set(0)
             case Recovered(tier, num_scanned, num_slots):
                 self._scanned.labels(tier.label).set(num_scanned / max(1, num_slots))
             case Decided(load_seconds=load_seconds, compute_seconds=compute_seconds):

@@ -40,8 +40,8 @@ events = st.one_of(
     st.builds(Removed, tiers, st.integers(0, 9).map(lambda n: tuple(keys_of(n))), st.booleans()),
     st.builds(Usage, tiers, counts, counts, counts, counts, counts),
     st.builds(TicketDone, ways, counts, counts, seconds),
-    st.builds(TierRested, tiers, seconds, st.text(max_size=9)),
-    st.builds(TierRevived, tiers),
+    st.builds(TierRested, tiers, ways, seconds, st.text(max_size=9)),
+    st.builds(TierRevived, tiers, ways),
     st.builds(Recovered, tiers, counts, counts, counts),
     st.builds(Decided, counts, counts, st.none() | seconds, st.none() | seconds),
 )

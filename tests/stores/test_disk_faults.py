@@ -378,7 +378,7 @@ def test_a_disk_that_keeps_failing_is_left_alone_and_comes_back(
     faulty = break_call(monkeypatch, "pwritev", fail_with(errno.EIO))
     for turn in range(10):
         assert rig.save([key_of(turn)]) == [Verdict.OK]
-    assert rig.gauge("penstock_tier_resting", tier="disk") == 1
+    assert rig.gauge("penstock_tier_resting", tier="disk", direction="save") == 1
     num_tried = faulty.num_faults
     rig.save([key_of("while it rests")])
     assert faulty.num_faults == num_tried
@@ -388,7 +388,7 @@ def test_a_disk_that_keeps_failing_is_left_alone_and_comes_back(
     faulty.on = False
     rig.clock.advance(REST_IS_OVER_SECONDS)
     rig.prove_sound([*(key_of(turn) for turn in range(10)), key_of("while it rests")])
-    assert rig.gauge("penstock_tier_resting", tier="disk") == 0
+    assert rig.gauge("penstock_tier_resting", tier="disk", direction="save") == 0
 
 
 # A full disk.
@@ -472,7 +472,7 @@ def test_enospc_for_long_and_saving_works_again_once_space_is_back(
     keys = keys_of(20)
     for key in keys:
         assert rig.save([key]) == [Verdict.OK]
-    assert rig.gauge("penstock_tier_resting", tier="disk") == 1
+    assert rig.gauge("penstock_tier_resting", tier="disk", direction="save") == 1
     assert rig.load_cold(keys) == [Verdict.MISSING] * 20
     assert rig.num_never_written == 20
     ballast.unlink()

@@ -97,10 +97,10 @@ def to_plain(event: Event) -> Plain:
             ]
         case TicketDone(direction, num_blocks, num_ok, seconds):
             return ["ticket", direction.value, num_blocks, num_ok, seconds]
-        case TierRested(tier, seconds, error):
-            return ["rested", tier, seconds, error]
-        case TierRevived(tier):
-            return ["revived", tier]
+        case TierRested(tier, direction, seconds, error):
+            return ["rested", tier, direction.value, seconds, error]
+        case TierRevived(tier, direction):
+            return ["revived", tier, direction.value]
         case Recovered(tier, num_scanned, num_slots, num_blocks):
             return ["recovered", tier, num_scanned, num_slots, num_blocks]
         case Decided(num_matched, num_loaded, load_seconds, compute_seconds):
@@ -146,8 +146,8 @@ _READERS: dict[str, Callable[..., Event]] = {
     "removed": lambda tier, count, evicted: Removed(Tier(tier), (BlockKey(b""),) * count, evicted),
     "usage": lambda tier, *rest: Usage(Tier(tier), *rest),
     "ticket": lambda way, *rest: TicketDone(Direction(way), *rest),
-    "rested": lambda tier, *rest: TierRested(Tier(tier), *rest),
-    "revived": lambda tier: TierRevived(Tier(tier)),
+    "rested": lambda tier, way, *rest: TierRested(Tier(tier), Direction(way), *rest),
+    "revived": lambda tier, way: TierRevived(Tier(tier), Direction(way)),
     "recovered": lambda tier, *rest: Recovered(Tier(tier), *rest),
     "decided": Decided,
 }
