@@ -33,6 +33,7 @@ _cuda: Any = torch.cuda  # much of it has no types
 
 _POLL_SECONDS = 0.0002
 
+_STAGED_BYTES = 128 << 20
 _MAX_PARTS = 8192  # of one step: two million tokens are attended to
 _PROGRAMS_PER_PROCESSOR = 4
 
@@ -100,6 +101,32 @@ class _Decode:
         return attended
 
 
+class _Stage:
+    """Room on the device for cold blocks that several sequences of a step read.
+
+    Each of them crosses the link once, before the step, instead of once for every reader.
+    """
+
+    def __init__(self, host: HostArena, device: torch.device) -> None:
+        flat = torch.frombuffer(host.buffer, dtype=torch.uint8)
+        self._host = flat.view(host.num_slots, host.stride_bytes)[:, : host.block_bytes]
+        size = (max(1, _STAGED_BYTES // host.block_bytes), host.block_bytes)
+        self._blocks = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def fill(self, tables: Sequence[Places]) -> tuple[Places, NDArray[np.int64]]:
+        """Places that are staged, in ascending order, and the addresses to read in their stead."""
+        cold = [table[table < 0] for table in tables]
+        # A sequence names a block once: what comes up again is another's.
+        places, counts = np.unique(np.concatenate(cold), return_counts=True)
+        places, counts = places[counts > 1], counts[counts > 1]
+        most = np.sort(np.argsort(-counts, kind="stable")[: len(self._blocks)])
+        places = places[most]
+        for block, place in zip(self._blocks, places.tolist(), strict=False):
+            block.copy_(self._host[~place], non_blocking=True)
+        first, size = self._blocks.data_ptr(), self._blocks.shape[1]
+        return places, first + size * np.arange(len(places), dtype=np.int64)
+
+
 class TritonRunner:
     """On a GPU; in Triton's interpreter, without graphs, on a CPU."""
 
@@ -114,6 +141,7 @@ class TritonRunner:
         use_graphs: bool = True,
     ) -> None:
         register()
+        self.num_staged = 0  # cold blocks that were brought for several readers at once
         self._device = pool.tensor.device
         self._model = loaded.model
         self._shape = _Shape(block_tokens, loaded.num_kv_heads, loaded.head_dim, loaded.dtype)
@@ -133,6 +161,7 @@ class TritonRunner:
         self._fused = None
         if can_fuse(loaded.model):
             self._fused = FusedDecoder(loaded.model, loaded.max_tokens, block_tokens)
+        self._stage = None if host is None else _Stage(host, self._device)
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
@@ -206,7 +235,15 @@ class TritonRunner:
 
     def _reads(self, singles: Sequence[Chunk]) -> tuple[list[Places], list[int]]:
         block_tokens = self._shape.block_tokens
-        tables = [self._addresses.of(places_of(chunk, block_tokens)) for chunk in singles]
+        places = [places_of(chunk, block_tokens) for chunk in singles]
+        tables = [self._addresses.of(mine) for mine in places]
+        if self._stage is not None and sum(c.request.table.num_cold > 0 for c in singles) > 1:
+            staged, addresses = self._stage.fill(places)
+            self.num_staged += len(staged)
+            for mine, table in zip(places, tables, strict=True) if len(staged) else ():
+                found = np.minimum(np.searchsorted(staged, mine), len(staged) - 1)
+                is_staged = staged[found] == mine
+                table[is_staged] = addresses[found[is_staged]]
         return tables, [chunk.start + 1 for chunk in singles]
 
     def _inputs(self, row: Row) -> NDArray[np.int64]:

@@ -123,3 +123,30 @@ def test_known_decoders_take_the_faster_way() -> None:
         if can_fuse(transformers.AutoModelForCausalLM.from_config(config))
     }
     assert able == {"llama", "mistral", "qwen2", "qwen3"}
+
+
+def test_cold_blocks_that_several_read_are_brought_once(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from penstock.engine.triton_runner import TritonRunner
+
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(MODELS["llama"]).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="float32")
+    shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
+    pool = DevicePool(32, *shape, torch.float32)
+    pool.tensor.normal_()
+    host = HostArena(BlockSpec(bytes(32), pool.block_bytes, BLOCK_TOKENS), 1 << 20)
+    runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_running=4)
+    tokens = [(i * 7 + 3) % 60 + 3 for i in range(33)]
+    sequences = [Sequence(tokens, [1, 2, 3, 4, last]) for last in (5, 6, 7)]
+    expected = runner.run([each.chunk(32, 33) for each in sequences])
+    assert not runner.num_staged
+    # The first block is cold for all, the second for two, the third for one.
+    for index, pin, readers in ((0, 9, 3), (1, 4, 2), (2, 11, 1)):
+        for each in sequences[:readers]:
+            slot = each.table.chill(index, Slot(pin))
+            host.view(Slot(pin))[: pool.block_bytes] = bytes(pool.view(slot))
+    assert torch.equal(runner.run([each.chunk(32, 33) for each in sequences]), expected)
+    assert runner.num_staged == 2
+    runner.run([sequences[0].chunk(32, 33)])
+    assert runner.num_staged == 2, "alone it reads where they lie"
