@@ -54,7 +54,7 @@ ALLOWED = {
     "transformers": {"engine"},
     "numba": {"engine"},
     "vllm": {"connectors/vllm"},
-    "redis": {"stores/redis"},
+    "redis": {"stores/redis", "stores/redis_urls"},
     "obstore": {"stores/s3"},
     "mooncake": {"stores/mooncake_library"},
     "cryptography": {"stores/envelope"},

@@ -12,8 +12,11 @@ from penstock.types import Answer, BlockKey, Question
 Exists = Callable[[Sequence[BlockKey]], list[bool]]
 
 _NUM_THREADS = 2
-# Blocks are saved from the front: behind a stretch that lacks one, the rest is hardly there.
-_STRETCH_BLOCKS = 512
+# Blocks are saved from the front: behind a stretch that lacks one, the rest is hardly there. The
+# first is short, since most prompts are new, and some stores are paid for every name.
+_FIRST_BLOCKS = 32
+_GROWTH = 4
+_MAX_BLOCKS = 512
 
 
 class Asker:
@@ -33,10 +36,12 @@ class Asker:
         started = time.perf_counter()
         present: list[bool] = []
         error = ""
+        num_blocks = _FIRST_BLOCKS
         try:
             while len(present) < len(question.keys) and all(present):
-                stretch = question.keys[len(present) :][:_STRETCH_BLOCKS]
+                stretch = question.keys[len(present) :][:num_blocks]
                 present += self._exists(stretch)
+                num_blocks = min(_GROWTH * num_blocks, _MAX_BLOCKS)
         except StoreError as fault:
             error = str(fault)
         except Exception as bug:  # it costs the answer, never the thread
