@@ -189,7 +189,12 @@ class TierStack:
         return 0 if self._looks is None else len(self._looks)
 
     def used(self, keys: Sequence[BlockKey], now: float, tenant: str = "") -> None:
-        """Blocks were used where they lie on the device: their copies below are of use, too."""
+        """Blocks were used where they lie on the device: what others would use should be shared.
+
+        Without a shared tier it does nothing, since it is in the way of a request.
+        """
+        if self._looks is None:
+            return
         self._books.now = now
         ready = [key for key in keys if self._host.is_ready(key)]
         for key in ready:
