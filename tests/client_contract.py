@@ -71,8 +71,8 @@ class ClientContract:
     ) -> None:
         wrong = item(f"{prefix}wrong", os.urandom(num_bytes))
         (held,) = put = items([f"{prefix}held"])
-        client.put([wrong], None)
-        client.put(put, None)
+        assert client.put([wrong], None) == [None]
+        assert client.put(put, None) == [None]
         got = [item(wrong.name), item(held.name)]
         answers = client.get(got)
         assert isinstance(answers[0], Corrupt)
