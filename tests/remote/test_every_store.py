@@ -56,7 +56,7 @@ def instances(url: str) -> Iterator[Callable[[], Instance]]:
     made: list[Instance] = []
 
     def make() -> Instance:
-        made.append(Instance(url, timeout_seconds=20.0))
+        made.append(Instance(url, timeout_seconds=8.0))
         return made[-1]
 
     yield make
