@@ -68,9 +68,8 @@ class Books:
         claim = self.of(tier).claim(keys)
         if claim is None:
             raise BookError(f"{tier.name} had room for {len(keys)} blocks and has none")
-        if (
-            tier is not Tier.REMOTE
-        ):  # of REMOTE the book is a memory: what it forgets is still there
+        # REMOTE's book is a memory: what it forgets is still there.
+        if tier is not Tier.REMOTE:
             self._tell_removed(tier, claim.evicted, evicted=True)
         return claim.slots
 

@@ -56,9 +56,7 @@ class LoadOrCompute:
                 rates=rates,
                 prefill=self._meter.rate,
             )
-        if choice.num_meeting:
-            return choice
-        if choice.num_blocks or not match.num_blocks:
+        if choice.num_blocks or choice.num_meeting or not match.num_blocks:
             return choice
         self._num_spurned += 1
         if self._num_spurned % _LOOK_AGAIN:

@@ -1,8 +1,8 @@
 """Prompts that are computed from the front while their back is loaded (see `penstock.meeting`).
 
-The back is loaded in pieces, the last one first. A piece that has come waits outside
-the sequence's table until the front has reached it; then all that has come is its end. The front
-never waits: what it overtakes is given up.
+The back is loaded in pieces, the last one first. A piece that has come waits outside the sequence's
+table until the front has reached it; then all that has come is its end. The front never waits: what
+it overtakes is given up.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class Meetings:
             request.table.extend(meeting.slots)
             request.num_loaded_tokens += len(meeting.slots) * self._block_tokens
             meeting.slots = []
-        if is_met:
             self.leave(request)
             return True
         for ticket, piece in meeting.under_way.items():

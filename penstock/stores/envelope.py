@@ -101,9 +101,9 @@ class Envelope:
         self._spec = spec
         self._has_secret = bool(secret)
         self._ttl_seconds = ttl_seconds
-        self._key = blake3(secret, derive_key_context="penstock remote sums").digest()
-        if not secret:
-            self._key = _PUBLIC_KEY
+        self._key = _PUBLIC_KEY
+        if secret:
+            self._key = blake3(secret, derive_key_context="penstock remote sums").digest()
         self._new_cipher = _cipher_maker(secret) if encrypt else None
         purpose = b"penstock remote names 1" + bytes([encrypt])
         self.prefix = blake3(purpose + spec.namespace, key=self._key).hexdigest()[:32]

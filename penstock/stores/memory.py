@@ -142,13 +142,12 @@ class MemoryClient:
     def __init__(self, faults: Faults | None = None, *, bytes_per_second: float = math.inf) -> None:
         self.faults = faults or Faults()
         self.values: dict[str, bytes] = {}
-        self.num_calls = 0  # round trips that a real one would make
         self.bytes_per_second = bytes_per_second
         self._link_is_free = 0.0
         self._link = threading.Lock()
 
     def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers:
-        self._call()
+        self.faults.gate.wait()
         if self.faults.failing or self.faults.full:
             error = Full("asked to be full") if self.faults.full else StoreError("asked to fail")
             return [error] * len(items)
@@ -157,23 +156,23 @@ class MemoryClient:
         return [None] * len(items)
 
     def get(self, items: Sequence[Item]) -> Answers:
-        self._call()
+        self.faults.gate.wait()
         self._cross(sum(item.num_bytes for item in items if item.name in self.values))
         return [self._get(item) for item in items]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        self._call()
+        self.faults.gate.wait()
         if self.faults.failing:
             raise StoreError("asked to fail")
         return [name in self.values for name in names]
 
     def remove(self, names: Sequence[str]) -> None:
-        self._call()
+        self.faults.gate.wait()
         for name in names:
             self.values.pop(name, None)
 
     def find(self, prefix: str) -> Iterator[list[Listed]]:
-        self._call()
+        self.faults.gate.wait()
         yield [Listed(n, len(v)) for n, v in self.values.items() if n.startswith(prefix)]
 
     def register(self, arena: Arena) -> None:
@@ -202,7 +201,3 @@ class MemoryClient:
         if self.faults.corrupting:
             item.body[len(item.body) // 2] ^= 1
         return None
-
-    def _call(self) -> None:
-        self.num_calls += 1
-        self.faults.gate.wait()

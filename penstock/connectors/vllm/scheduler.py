@@ -146,7 +146,8 @@ class SchedulerSide:
             keys = tracked.keys.first(request.num_tokens)
             self._offloader.used(keys[:start], tenant=tracked.tenant)
             tracked.look = self._offloader.look(keys[start:])
-            self._ticker.wake()
+            if tracked.look is not None:
+                self._ticker.wake()
         if tracked.look is not None:
             self._settle()
             if self._offloader.is_looking(tracked.look):
