@@ -1,12 +1,16 @@
-"""A model of Llama-3.1-8B's shapes with random weights, on a GPU, for benchmarks."""
+"""A model of Llama-3.1-8B's shapes with random weights, on a GPU, for benchmarks.
+
+A small one of the same kind for a CPU shows that a benchmark runs; its figures mean nothing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.vllm_hits import LLAMA
 from penstock.engine.attention.torch import NAME, register
@@ -33,9 +37,11 @@ def random_llama(device: str = "cuda", **changes: Any) -> LoadedModel:
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     register()
     model.config._attn_implementation = NAME
+    words = {f"w{i}": i for i in range(100)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     return LoadedModel(
         model=model,
-        tokenizer=None,
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0"),
         name="random-llama",
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
@@ -49,6 +55,28 @@ def random_llama(device: str = "cuda", **changes: Any) -> LoadedModel:
         rope="",
         device=device,
     )
+
+
+def tiny_llama() -> LoadedModel:
+    loaded = random_llama(
+        "cpu",
+        num_hidden_layers=3,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=100,
+        bos_token_id=None,
+        eos_token_id=None,
+        max_position_embeddings=16384,
+    )
+    loaded.model.float()
+    return replace(loaded, dtype=torch.float32)
+
+
+def token_bytes(loaded: LoadedModel) -> int:
+    return 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * loaded.dtype.itemsize
 
 
 @dataclass

@@ -3,11 +3,11 @@
     python -m benchmarks.sessions                       a GPU: Llama-3.1-8B's shapes, 28,000 tokens
     python -m benchmarks.sessions --tiny                a CPU: a small model, the same proportions
 
-Sessions share a template, come at a given rate (the peak of a month's end), and each asks for some
+Sessions share a template, come in bursts (the peak of a month's end), and each asks for some
 tokens. A pool for 2.8 of them, DRAM for the rest. Three systems see the same arrivals: the device
 alone; naive residency, which lets the oldest blocks of anybody go, whatever they are; and prefix,
-tail and budget. A session that finds the queue full is turned away. Answers of all three are
-compared with each other.
+tail and budget. A session that finds the queue full is turned away. The next burst comes when the
+last has been served. Answers of all three are compared with each other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
-
-from benchmarks.gpu_model import random_llama
+from benchmarks.gpu_model import random_llama, tiny_llama, token_bytes
 from penstock.config import Config, HostConfig
 from penstock.engine.admission import Busy, TooLong
 from penstock.engine.engine import Engine, EngineConfig
@@ -36,10 +32,11 @@ class Load:
     session_tokens: int
     template_tokens: int
     output_tokens: int
-    num_sessions: int
-    per_second: float
+    num_bursts: int
+    burst_sessions: int
+    burst_seconds: float
     pool_sessions: float = 2.8
-    max_waiting: int = 2
+    max_waiting: int = 3
 
 
 @dataclass
@@ -65,29 +62,50 @@ class Result:
             "token_ms_p50": percentile(self.token_seconds, 0.5),
             "token_ms_p99": percentile(self.token_seconds, 0.99),
             "first_token_ms_p50": percentile(self.first_token_seconds, 0.5),
+            "first_token_ms_p99": percentile(self.first_token_seconds, 0.99),
             "seconds": round(self.seconds, 1),
         }
 
 
-def run(engine: Engine, load: Load) -> Result:
+def bursts(load: Load) -> list[list[tuple[float, int, list[int]]]]:
+    """When, which session, what it asks."""
     rng = random.Random(0)
-    result = Result()
     template = [rng.randrange(5, 90) for _ in range(load.template_tokens)]
-    arrivals, at = [], 0.0
-    for number in range(load.num_sessions):
-        own = random.Random(number)
-        rest = load.session_tokens - load.template_tokens - load.output_tokens
-        arrivals.append((at, template + [own.randrange(5, 90) for _ in range(rest)]))
-        at += rng.expovariate(load.per_second)
+    num_own = load.session_tokens - load.template_tokens - load.output_tokens
+    made = []
+    for burst in range(load.num_bursts):
+        times = sorted(rng.uniform(0, load.burst_seconds) for _ in range(load.burst_sessions))
+        sessions = []
+        for place, at in enumerate(times):
+            number = burst * load.burst_sessions + place
+            own = random.Random(number)
+            prompt = template + [own.randrange(5, 90) for _ in range(num_own)]
+            sessions.append((at, number, prompt))
+        made.append(sessions)
+    return made
+
+
+def run(engine: Engine, load: Load) -> Result:
+    result = Result()
+    started = time.monotonic()
+    for burst in bursts(load):
+        _serve(engine, burst, load, result)
+    result.seconds = time.monotonic() - started
+    engine.check()
+    return result
+
+
+def _serve(
+    engine: Engine, waiting: list[tuple[float, int, list[int]]], load: Load, result: Result
+) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=load.output_tokens, ignore_eos=True)
     started = time.monotonic()
     last_token: dict[str, float] = {}
     came: dict[str, float] = {}
-    waiting = list(enumerate(arrivals))
     while waiting or engine.has_work:
         now = time.monotonic() - started
-        while waiting and waiting[0][1][0] <= now:
-            number, (_, prompt) = waiting.pop(0)
+        while waiting and waiting[0][0] <= now:
+            _, number, prompt = waiting.pop(0)
             try:
                 engine.add(str(number), prompt, params)
                 came[str(number)] = time.monotonic()
@@ -95,7 +113,7 @@ def run(engine: Engine, load: Load) -> Result:
             except (Busy, TooLong):
                 result.num_rejected += 1
         if not engine.has_work:
-            time.sleep(max(0.0, min(0.01, waiting[0][1][0] - now)))
+            time.sleep(max(0.0, min(0.01, waiting[0][0] - now)))
             continue
         for progress in engine.step():
             request, then = progress.request, time.monotonic()
@@ -107,9 +125,6 @@ def run(engine: Engine, load: Load) -> Result:
             last_token[request.id] = then
             result.answers[int(request.id)] = list(request.output_ids)
         result.most_at_once = max(result.most_at_once, engine.scheduler.num_running)
-    result.seconds = time.monotonic() - started
-    engine.check()
-    return result
 
 
 def systems(load: Load) -> dict[str, tuple[ResidencyConfig, bool]]:
@@ -131,36 +146,18 @@ def systems(load: Load) -> dict[str, tuple[ResidencyConfig, bool]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sessions", description=__doc__)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--sessions", type=int, default=40)
-    parser.add_argument("--per-second", type=float, default=0.5)
-    parser.add_argument("--host-gib", type=float, default=48.0)
+    parser.add_argument("--bursts", type=int, default=1)
+    parser.add_argument("--burst", type=int, default=7, help="sessions in one")
+    parser.add_argument("--output", type=int, default=128, help="tokens that each asks for")
+    parser.add_argument("--host-gib", type=float, default=28.0)
     options = parser.parse_args()
     if options.tiny:
-        load = Load(448, 64, 32, options.sessions, 4 * options.per_second)
-        loaded = random_llama(
-            "cpu",
-            num_hidden_layers=3,
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            vocab_size=100,
-            max_position_embeddings=16384,
-        )
-        loaded.model.float()
-        loaded = type(loaded)(**{**_fields(loaded), "dtype": torch.float32})
+        load = Load(448, 64, 32, options.bursts, options.burst, 0.15)
+        loaded = tiny_llama()
     else:
-        load = Load(28_000, 3_800, 200, options.sessions, options.per_second)
+        load = Load(28_000, 3_800, options.output, options.bursts, options.burst, 3.0)
         loaded = random_llama("cuda")
-    words = {f"w{i}": i for i in range(100)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), unk_token="w0"
-    )
-    loaded = type(loaded)(**{**_fields(loaded), "tokenizer": tokenizer})
-    token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
-    token_bytes *= loaded.dtype.itemsize
-    pool_bytes = int(load.pool_sessions * load.session_tokens * token_bytes)
+    pool_bytes = int(load.pool_sessions * load.session_tokens * token_bytes(loaded))
     answers: dict[int, list[int]] = {}
     for name, (residency, has_host) in systems(load).items():
         tiers = None
@@ -179,15 +176,9 @@ def main() -> None:
         engine.runner.warm_up(lambda _: None)
         result = run(engine, load)
         engine.close()
-        for number, answer in result.answers.items():
-            same = answers.setdefault(number, answer) == answer
-            if not same:
-                print(f"session {number}: {name} answered otherwise")
-        print(json.dumps(result.row(name)), flush=True)
-
-
-def _fields(loaded: Any) -> dict[str, Any]:
-    return {name: getattr(loaded, name) for name in loaded.__dataclass_fields__}
+        others = [n for n, found in result.answers.items() if answers.setdefault(n, found) != found]
+        row = result.row(name) | {"answered_otherwise": len(others)}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

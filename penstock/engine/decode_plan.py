@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.table import Places
+
+_cuda: Any = torch.cuda  # carries no types
+
+_NONE: Places = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,8 @@ class PartRoom:
 class DecodePlan:
     """For up to `max_sequences` with `max_blocks` blocks among them. All of it is one buffer:
 
-        num_items | token ids | positions | addresses | lengths | starts | first items
-        | sequences of items | parts of items | table
+        num_items | num_fetched | token ids | positions | addresses | lengths | starts
+        | first items | sequences of items | parts of items | table | fetched
 
     The rows of a step that is replayed are in it too: their ids, positions, and where their keys
     go in the first layer.
@@ -48,54 +53,68 @@ class DecodePlan:
         block_tokens: int,
         part_tokens: int,
         device: torch.device,
+        max_fetched: int = 0,
     ) -> None:
+        """`max_fetched`: so many blocks may be brought to the device beside the step."""
+        self.max_fetched = max_fetched
         self._part_tokens = part_tokens
         # A sequence's last part may be short, and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
-        sizes = [1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
+        sizes = [1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
+        sizes.append(max_fetched)
         ends = np.cumsum(sizes).tolist()
         begins = [0, *ends[:-1]]
         on_gpu = device.type == "cuda"
         self._staged = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=on_gpu)
         self._sent = torch.zeros(ends[-1], dtype=torch.int64, device=device)
-        self._small_end = begins[7]
-        self._large_begins = begins[7:]
+        self._small_end = begins[8]
+        self._large_begins = begins[8:]
         host = self._staged.numpy()
         parts = [host[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        self._num_items, *self._rows = parts[:4]
-        self._lengths, self._starts, self._first_items = parts[4:7]
-        self._item_sequences, self._item_parts, self._table = parts[7:]
+        self._num_items, self._num_fetched, *self._rows = parts[:5]
+        self._lengths, self._starts, self._first_items = parts[5:8]
+        self._item_sequences, self._item_parts, self._table, self._fetched = parts[8:]
         sent = [self._sent[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        self.num_items, self.ids, self.positions, self.addresses = sent[:4]
-        self.lengths, self.starts, self.first_items = sent[4:7]
-        self.item_sequences, self.item_parts, self.table = sent[7:]
+        self.num_items, self.num_fetched, self.ids, self.positions, self.addresses = sent[:5]
+        self.lengths, self.starts, self.first_items = sent[5:8]
+        self.item_sequences, self.item_parts, self.table, self.fetched = sent[8:]
+        self._arrived: Any = _cuda.Event() if on_gpu else None
 
     def fill(
         self,
-        tables: Sequence[Places],
+        table: Places,
+        num_blocks: Sequence[int],
         lengths: Sequence[int],
         rows: Sequence[NDArray[np.int64]] | None = None,
+        fetched: Places = _NONE,
     ) -> None:
-        """Addresses and number of tokens of each sequence, and the rows; on the current stream."""
-        count = len(tables)
+        """Addresses of all sequences' blocks, how many blocks and tokens each has, the rows, the
+        addresses of blocks to fetch; on the current stream."""
+        if self._arrived is not None:
+            self._arrived.synchronize()  # what was staged last may still be on its way
+        count = len(lengths)
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
         first_items = np.concatenate([[0], np.cumsum(num_parts)])
-        starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
-        num_items, num_blocks = int(first_items[-1]), int(starts[-1])
+        num_items = int(first_items[-1])
         self._num_items[0] = num_items
+        self._num_fetched[0] = len(fetched)
+        self._fetched[: len(fetched)] = fetched
         for target, source in zip(self._rows, rows or (), strict=False):
             target[: len(source)] = source
             target[len(source) : count] = 0
         self._lengths[:count] = lengths
-        self._starts[:count] = starts[:-1]
+        self._starts[:count] = np.cumsum(num_blocks) - num_blocks
         self._first_items[:count] = first_items[:-1]
         sequences = np.repeat(np.arange(count), num_parts)
         self._item_sequences[:num_items] = sequences
         self._item_parts[:num_items] = np.arange(num_items) - first_items[sequences]
-        np.concatenate(tables, out=self._table[:num_blocks])
+        self._table[: len(table)] = table
         self._send(0, self._small_end)
-        for begin, size in zip(self._large_begins, (num_items, num_items, num_blocks), strict=True):
+        sizes = (num_items, num_items, len(table), len(fetched))
+        for begin, size in zip(self._large_begins, sizes, strict=True):
             self._send(begin, begin + size)
+        if self._arrived is not None:
+            self._arrived.record()
 
     def _send(self, begin: int, end: int) -> None:
         self._sent[begin:end].copy_(self._staged[begin:end], non_blocking=True)

@@ -5,6 +5,7 @@ They round as transformers' own modules do, so that both compute the same to the
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
@@ -71,6 +72,7 @@ def _turn_and_store(
     HALF_PAD: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     HAS_NORM: tl.constexpr,  # noqa: N803
+    ALIGN: tl.constexpr,  # noqa: N803
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -100,7 +102,7 @@ def _turn_and_store(
         tl.store(mine + half + places, high, mask=mask)
     address = tl.load(addresses + row)
     if (head >= HEADS) & (address != 0):
-        target = (address + layer_bytes).to(tl.pointer_type(kind))
+        target = tl.multiple_of((address + layer_bytes).to(tl.pointer_type(kind)), ALIGN)
         target += (head - HEADS) % KV_HEADS * DIM
         target += (head - HEADS) // KV_HEADS * (BLOCK_TOKENS * KV_HEADS * DIM)
         tl.store(target + places, low, mask=mask)
@@ -166,5 +168,6 @@ def turn_and_store(
         HALF_PAD=triton.next_power_of_2(dim // 2),
         BLOCK_TOKENS=block_tokens,
         HAS_NORM=norms is not None,
+        ALIGN=math.gcd(16, dim // 2 * qkv.element_size()),
         num_warps=1,
     )

@@ -109,7 +109,13 @@ def _load(
     model = weights.read_weights(source, config, dtype)
     tokenizer = weights.read_tokenizer(source)
     fingerprint = weights.fingerprint(model)
-    model.eval().requires_grad_(False).to(device)
+    try:
+        model.eval().requires_grad_(False).to(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the weights of {name} do not fit {device} ({weights.first_line(error)}): expected "
+            "room for all of them; free its memory, or choose a smaller model or dtype"
+        ) from None
     model.config._attn_implementation = ATTENTION
     return LoadedModel(
         model=model,

@@ -48,28 +48,32 @@ class Row:
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], block_tokens: int) -> Row:
-        # `sorted` keeps the order among equals.
-        order = sorted(range(len(chunks)), key=lambda index: chunks[index].num_tokens > 1)
-        token_ids: list[int] = []
-        positions: list[NDArray[np.int64]] = []
-        places: list[Places] = []
-        is_written: list[NDArray[np.bool_]] = []
-        singles: list[Chunk] = []
+        # A decode step is all singles, and short: a list each beats an array a sequence.
+        singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
+        token_ids = [chunk.request.tokens[chunk.start] for chunk in singles]
+        starts = [chunk.start for chunk in singles]
+        blocks = [chunk.request.table.place(chunk.start // block_tokens) for chunk in singles]
+        positions = [np.array(starts, np.int64)]
+        places: list[Places] = [np.array(blocks, np.int64)]
+        is_written = [np.array([chunk.num_present == 0 for chunk in singles], np.bool_)]
         longer: list[tuple[int, Chunk]] = []
-        last_rows: dict[int, int] = {}
-        for index in order:
-            chunk = chunks[index]
-            end = chunk.start + chunk.num_tokens
+        sampled: list[int] = []
+        num_singles = 0
+        for chunk in chunks:
             if chunk.num_tokens == 1:
-                singles.append(chunk)
+                num_singles += 1
+                last = num_singles - 1
             else:
+                end = chunk.start + chunk.num_tokens
                 longer.append((len(token_ids), chunk))
-            mine = np.arange(chunk.start, end)
-            positions.append(mine)
-            places.append(chunk.request.table.places[mine // block_tokens])
-            is_written.append(mine >= chunk.start + chunk.num_present)
-            token_ids += chunk.request.tokens[chunk.start : end]
-            last_rows[index] = len(token_ids) - 1
+                mine = np.arange(chunk.start, end)
+                positions.append(mine)
+                places.append(chunk.request.table.places[mine // block_tokens])
+                is_written.append(mine >= chunk.start + chunk.num_present)
+                token_ids += chunk.request.tokens[chunk.start : end]
+                last = len(token_ids) - 1
+            if chunk.samples:
+                sampled.append(last)
         return cls(
             token_ids,
             np.concatenate(positions),
@@ -77,7 +81,7 @@ class Row:
             longer,
             np.concatenate(places),
             np.concatenate(is_written),
-            [last_rows[index] for index, chunk in enumerate(chunks) if chunk.samples],
+            sampled,
         )
 
 

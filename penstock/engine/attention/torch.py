@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "penstock"
 _LONG_PAST = 1024  # tokens: from here on two passes beat one with a mask
+_CUDNN_PAIRS = 1 << 24  # of a new token and one before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float)
     mask = None
     if span.num_new > 1 and span.num_past and _is_better_in_two(query, span):
         return _attend_in_two(query, key, value, span.num_past, scale)
+    if span.num_new > 1 and not span.num_past and _suits_cudnn(query, key):
+        return _flash(query, key, value, True, scale)[0]
     if span.num_past and span.num_new > 1:
         positions = torch.arange(span.num_past, span.num_past + span.num_new, device=query.device)
         mask = torch.arange(key.shape[2], device=query.device)[None] <= positions[:, None]
@@ -146,10 +150,34 @@ def _flash(
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, logsum = kernel(query, key, value, is_causal=is_causal, scale=scale)
+    elif _suits_cudnn(query, key):
+        kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, logsum = kernel(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[:2]
+        logsum = logsum.reshape(query.shape[:3])
     else:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         out, logsum = kernel(query, key, value, is_causal=is_causal, scale=scale)[:2]
     return out, logsum
+
+
+def _suits_cudnn(query: Tensor, key: Tensor) -> bool:
+    """Whether cuDNN's kernel can be had and is worth it: it makes a plan for every new shape.
+
+    On an H200 it takes half the time of torch's own.
+    """
+    return (
+        query.is_cuda
+        and query.dtype is not torch.float32
+        and query.shape[3] in (64, 128)
+        and query.shape[2] * key.shape[2] >= _CUDNN_PAIRS
+        and _has_cudnn(query.device)
+    )
+
+
+@cache
+def _has_cudnn(device: torch.device) -> bool:
+    cuda: Any = torch.backends.cuda  # carries no types
+    return bool(cuda.cudnn_sdp_enabled()) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def register() -> None:

@@ -11,6 +11,7 @@ replays whatever has moved.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
@@ -18,6 +19,8 @@ import triton.language as tl
 
 PART_TOKENS = 256
 _TILE_TOKENS = 64
+_NUM_WARPS = 4
+_NUM_STAGES = 3
 _MERGED_PARTS = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -25,7 +28,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _attend_parts(
     query,  # [sequences, heads, DIM]
-    table,  # addresses of blocks, one sequence behind the other
+    table,  # addresses of blocks, one sequence behind the other; ~n: the n-th in `fetched`
     starts,  # where each sequence begins in it
     lengths,
     item_sequences,  # the parts of all sequences, one behind the other
@@ -35,6 +38,7 @@ def _attend_parts(
     largest,  # [items, heads]
     totals,  # [items, heads]
     layer_bytes,
+    fetched,  # where blocks lie that were brought here, this layer of them; see `table`
     scale,
     num_programs,
     row_stride,
@@ -47,9 +51,11 @@ def _attend_parts(
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     PART: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
+    ALIGN: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
 ):
     kind: tl.constexpr = query.dtype.element_ty
+    fetched_bytes: tl.constexpr = 2 * BLOCK_TOKENS * KV_HEADS * DIM * (kind.primitive_bitwidth // 8)
     members = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     is_member = members < GROUP
@@ -73,7 +79,10 @@ def _attend_parts(
             tokens = first + tl.arange(0, TILE)
             inside = tokens < end
             address = tl.load(places + tokens // BLOCK_TOKENS, mask=inside, other=0)
-            keys = (address + layer_bytes).to(tl.pointer_type(kind))
+            here = fetched + (-1 - address) * fetched_bytes
+            keys = tl.where(address < 0, here, address + layer_bytes).to(tl.pointer_type(kind))
+            # Not known from an address: without it every element is read by itself.
+            keys = tl.multiple_of(keys, [ALIGN])
             keys += (tokens % BLOCK_TOKENS * KV_HEADS + head) * DIM
             there = inside[:, None] & is_dim[None, :]
             k = tl.load(keys[:, None] + dims[None, :], mask=there, other=0.0)
@@ -152,6 +161,7 @@ def _store_tokens(
     DIM: tl.constexpr,  # noqa: N803
     DIM_PAD: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    ALIGN: tl.constexpr,  # noqa: N803
 ):
     row = tl.program_id(0).to(tl.int64)
     address = tl.load(addresses + row)
@@ -160,11 +170,35 @@ def _store_tokens(
     mask = (heads < KV_HEADS) & (dims < DIM)
     kind: tl.constexpr = key.dtype.element_ty
     if address != 0:
-        keys = (address + layer_bytes).to(tl.pointer_type(kind)) + heads * DIM + dims
+        first = tl.multiple_of((address + layer_bytes).to(tl.pointer_type(kind)), ALIGN)
+        keys = first + heads * DIM + dims
         k = tl.load(key + row * key_row + heads * key_head + dims, mask=mask)
         v = tl.load(value + row * value_row + heads * value_head + dims, mask=mask)
         tl.store(keys, k, mask=mask)
         tl.store(keys + BLOCK_TOKENS * KV_HEADS * DIM, v, mask=mask)
+
+
+@triton.jit
+def _fetch_layer(
+    sources,  # addresses of blocks
+    num_sources,
+    out,  # [blocks, SIZE]
+    layer_bytes,
+    num_programs,
+    SIZE: tl.constexpr,  # noqa: N803
+    STEP: tl.constexpr,  # noqa: N803
+    ALIGN: tl.constexpr,  # noqa: N803
+):
+    num_steps: tl.constexpr = (SIZE + STEP - 1) // STEP
+    total_work = tl.load(num_sources) * num_steps
+    for work in range(tl.program_id(0), total_work, num_programs):
+        block = work // num_steps
+        places = work % num_steps * STEP + tl.arange(0, STEP)
+        inside = places < SIZE
+        address = tl.load(sources + block) + layer_bytes
+        source = tl.multiple_of(address.to(tl.pointer_type(out.dtype.element_ty)), ALIGN)
+        copied = tl.load(source + places, mask=inside)
+        tl.store(out + block * SIZE + places, copied, mask=inside)
 
 
 @triton.jit
@@ -175,16 +209,23 @@ def _copy_layer(
     num_blocks,
     SIZE: tl.constexpr,  # noqa: N803
     STEP: tl.constexpr,  # noqa: N803
+    ALIGN: tl.constexpr,  # noqa: N803
 ):
     block = tl.program_id(0).to(tl.int64)
     half = tl.program_id(1)
     address = tl.load(table + block) + layer_bytes
-    source = address.to(tl.pointer_type(out.dtype.element_ty)) + half * SIZE
+    source = tl.multiple_of(address.to(tl.pointer_type(out.dtype.element_ty)), ALIGN)
+    source += half * SIZE
     target = out + (half * num_blocks + block) * SIZE
     for start in range(0, SIZE, STEP):
         places = start + tl.arange(0, STEP)
         inside = places < SIZE
         tl.store(target + places, tl.load(source + places, mask=inside), mask=inside)
+
+
+def aligned_bytes(heads: Any) -> int:
+    """What the address of every head's vector is a multiple of: [..., dim] of one kind."""
+    return math.gcd(16, heads.shape[-1] * heads.element_size())
 
 
 def attend(
@@ -196,10 +237,12 @@ def attend(
     kv_heads: int,
     block_tokens: int,
     num_programs: int,
+    fetched: int = 0,
 ) -> Any:
     """query [sequences, heads, dim] over what `plan` (see `DecodePlan`) names; the same out.
 
-    `room` (see `PartRoom`) is scratch memory. Nothing here looks at a tensor's content.
+    `room` (see `PartRoom`) is scratch memory; `fetched` the address of what `fetch_layer` brought.
+    Nothing here looks at a tensor's content.
     """
     heads, dim = query.shape[1:]
     group = heads // kv_heads
@@ -216,6 +259,7 @@ def attend(
         room.largest,
         room.totals,
         layer_bytes,
+        fetched,
         scale,
         num_programs,
         query.stride(0),
@@ -228,9 +272,10 @@ def attend(
         BLOCK_TOKENS=block_tokens,
         PART=PART_TOKENS,
         TILE=_TILE_TOKENS,
+        ALIGN=aligned_bytes(query),
         PRECISION=precision,
-        num_warps=4,
-        num_stages=3,
+        num_warps=_NUM_WARPS,
+        num_stages=_NUM_STAGES,
     )
     out = query.new_empty(query.shape)
     _merge_parts[(query.shape[0], heads)](
@@ -267,7 +312,24 @@ def store_tokens(key: Any, value: Any, addresses: Any, layer_bytes: int, block_t
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
         BLOCK_TOKENS=block_tokens,
+        ALIGN=aligned_bytes(key),
         num_warps=4,
+    )
+
+
+def fetch_layer(plan: Any, layer_bytes: int, out: Any, num_programs: int) -> None:
+    """Bring a layer of the blocks that `plan` says are fetched: out [blocks, ...]."""
+    size = out[0].numel()
+    _fetch_layer[(num_programs,)](
+        plan.fetched,
+        plan.num_fetched,
+        out,
+        layer_bytes,
+        num_programs,
+        SIZE=size,
+        STEP=min(16384, triton.next_power_of_2(size)),
+        ALIGN=aligned_bytes(out),
+        num_warps=8,
     )
 
 
@@ -284,5 +346,6 @@ def copy_layer(table: Any, layer_bytes: int, out: Any) -> None:
         num_blocks,
         SIZE=out[0, 0].numel(),
         STEP=2048,
+        ALIGN=aligned_bytes(out),
         num_warps=8,
     )

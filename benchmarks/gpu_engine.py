@@ -1,0 +1,257 @@
+"""The embedded engine on a GPU, Llama-3.1-8B's shapes in bf16: what tiers gain and cost.
+
+    python -m benchmarks.gpu_engine ttft       time to the first token: computed, and from DRAM
+    python -m benchmarks.gpu_engine cache      tokens a second over sizes of the DRAM tier
+    python -m benchmarks.gpu_engine larger     one sequence larger than the device pool
+    python -m benchmarks.gpu_engine beside     a decode step while blocks are loaded and saved
+
+With `--tiny` each runs in small on a CPU, to show that it runs. A prompt that comes from DRAM
+faster than the link carries its bytes ends the run: it cannot have been loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_model import Sequence, random_llama, tiny_llama, token_bytes
+from benchmarks.harness import fresh_keys, seconds_of
+from penstock.config import Config, HostConfig
+from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.models import LoadedModel
+from penstock.engine.params import SamplingParams
+from penstock.engine.request import Request
+from penstock.engine.residency import ResidencyConfig
+from penstock.types import Slot
+
+BLOCK_TOKENS = 16
+GIB = 1 << 30
+_cuda: Any = torch.cuda
+
+
+class Scale:
+    """Sizes for a GPU, or a thousandth of them."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.tiny = tiny
+        self.loaded: LoadedModel = tiny_llama() if tiny else random_llama()
+        self.token_bytes = token_bytes(self.loaded)
+
+    def tokens(self, count: int) -> int:
+        return max(64, count // 64) if self.tiny else count
+
+    def link_bytes_per_second(self) -> float | None:
+        if self.tiny:
+            return None
+        pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
+        on_gpu = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+
+        def work() -> None:
+            on_gpu.copy_(pinned, non_blocking=True)
+            _cuda.synchronize()
+
+        work()
+        return GIB / min(seconds_of(work) for _ in range(5))
+
+    @contextmanager
+    def engine(
+        self, pool_tokens: int, host_tokens: int, residency: ResidencyConfig | None = None
+    ) -> Iterator[Engine]:
+        tiers = None
+        if host_tokens:
+            tiers = Config(HostConfig(size_bytes=host_tokens * self.token_bytes))
+        config = EngineConfig(
+            pool_tokens * self.token_bytes,
+            BLOCK_TOKENS,
+            128 if self.tiny else 4096,
+            32,
+            residency=residency or ResidencyConfig(),
+        )
+        engine = Engine(self.loaded, config, tiers)
+        engine.runner.warm_up(lambda _: None)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(5, 90) for _ in range(num_tokens)]
+
+
+def serve(
+    engine: Engine, prompts: list[list[int]], max_tokens: int = 1
+) -> tuple[float, list[Request]]:
+    """How long all of them took, and what became of them."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    started = time.perf_counter()
+    requests = [engine.add(f"{started}-{n}", prompt, params) for n, prompt in enumerate(prompts)]
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - started, requests
+
+
+def forget(engine: Engine) -> None:
+    """All that the device holds, once it has been saved."""
+    assert engine.offloader is not None
+    engine.offloader.drain()
+    engine.step()
+    engine.pool.forget()
+
+
+def say(row: dict[str, Any]) -> None:
+    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
+
+
+def ttft(scale: Scale, rounds: int) -> None:
+    link = scale.link_bytes_per_second()
+    lengths = [scale.tokens(n) for n in (512, 2_048, 8_192, 32_768, 131_072)]
+    lengths[-1] -= 64  # room for an answer
+    with scale.engine(sum(lengths) * 11 // 10, sum(lengths) * 11 // 10) as engine:
+        serve(engine, [prompt_of(n, -n) for n in lengths[:2]])  # kernels are compiled
+        serve(engine, [prompt_of(lengths[2], -1)])
+        for length in lengths:
+            prompt = prompt_of(length, length)
+            computed = [serve(engine, [prompt])[0]]
+            for seed in range(1, rounds if length <= 40_000 else 1):
+                computed.append(serve(engine, [prompt_of(length, length + seed)])[0])
+            answer = serve(engine, [prompt])[1][0].output_ids
+            loaded = []
+            for _ in range(max(3, rounds)):
+                forget(engine)
+                seconds, found = serve(engine, [prompt])
+                loaded.append(seconds)
+                if found[0].output_ids != answer:
+                    raise SystemExit(f"{length} tokens: another answer from DRAM")
+            row: dict[str, Any] = {"tokens": length, "computed_ms": median(computed) * 1e3}
+            row |= {"dram_ms": median(loaded) * 1e3, "loaded_tokens": found[0].num_loaded_tokens}
+            row["gain"] = row["computed_ms"] / row["dram_ms"]
+            if link is not None:
+                row["link_ms"] = found[0].num_loaded_tokens * scale.token_bytes / link * 1e3
+                if row["link_ms"] > 1.05 * row["dram_ms"]:
+                    raise SystemExit(f"{row}: more than the link carries")
+            say(row)
+
+
+def cache(scale: Scale) -> None:
+    """Prompts come back in a random order; all of them together are 24 GiB."""
+    num, length = 24, scale.tokens(8_192)
+    prompts = [prompt_of(length, seed) for seed in range(num)]
+    asked = random.Random(0).choices(prompts, k=36)
+    for gib in (0, 16, 64):
+        host_tokens = gib * GIB // 131_072 // (64 if scale.tiny else 1)
+        with scale.engine(4 * length, host_tokens) as engine:
+            serve(engine, prompts)
+            if engine.offloader is not None:
+                engine.offloader.drain()
+            seconds, requests = serve(engine, asked)
+            cached = sum(request.num_cached_tokens for request in requests)
+            total = len(asked) * length
+            say({"dram_gib": gib, "tokens_per_second": total / seconds, "cached": cached / total})
+
+
+def larger(scale: Scale) -> None:
+    pool, length, answer = scale.tokens(16_384), scale.tokens(49_152), 32
+    prompt = prompt_of(length, 1)
+    with scale.engine(4 * pool, 0) as engine:
+        serve(engine, [prompt_of(pool, 2)])
+        seconds, whole = serve(engine, [prompt], answer)
+    say({"pool_tokens": 4 * pool, "prompt_tokens": length, "seconds": seconds})
+    with scale.engine(pool, 4 * pool) as engine:
+        serve(engine, [prompt_of(pool // 2, 2)])
+        seconds, part = serve(engine, [prompt], answer)
+        left = engine.scheduler.placement.num_left
+    is_same = part[0].output_ids == whole[0].output_ids
+    row: dict[str, Any] = {"pool_tokens": pool, "prompt_tokens": length, "seconds": seconds}
+    came, ended = part[0].first_token_time, part[0].finished_time
+    assert came is not None
+    assert ended is not None
+    row["first_token_seconds"] = came - part[0].arrival
+    row["token_ms"] = (ended - came) / (answer - 1) * 1e3
+    say(row | {"blocks_left": left, "same_tokens": is_same})
+    if not is_same:
+        raise SystemExit("the tokens differ")
+
+
+def beside(scale: Scale) -> None:
+    """Decode of 16 sequences of 2,048 tokens, alone and while 512 blocks a time come and go."""
+    batch, context, num = (2, 128, 8) if scale.tiny else (16, 2_048, 512)
+    blocks = batch * context // BLOCK_TOKENS
+    with scale.engine((blocks + 2 * num) * BLOCK_TOKENS, 8 * num * BLOCK_TOKENS) as engine:
+        offloader = engine.offloader
+        assert offloader is not None
+        per = context // BLOCK_TOKENS
+        chunks = [
+            Sequence([5] * context, list(range(row * per, (row + 1) * per))).last()
+            for row in range(batch)
+        ]
+        sources = [Slot(slot) for slot in range(blocks, blocks + num)]
+        targets = [Slot(slot) for slot in range(blocks + num, blocks + 2 * num)]
+        keys = fresh_keys(num, 0)
+        offloader.wait([offloader.save(keys, sources)])
+        made = iter(range(1, 10_000))
+
+        def load() -> Any:
+            return offloader.load(keys, targets)
+
+        def save() -> Any:
+            return offloader.save(fresh_keys(num, next(made)), sources)
+
+        def step_ms(starts: list[Callable[[], Any]]) -> tuple[float, float]:
+            """Of a step, with these always under way; and the GB/s they move."""
+            pending = {start: start() for start in starts}
+            taken, moved, began = [], 0, time.perf_counter()
+            while time.perf_counter() - began < (0.2 if scale.tiny else 2.0):
+                taken.append(seconds_of(lambda: engine.runner.run(chunks).argmax(-1).tolist()))
+                for done in offloader.step():
+                    for start, ticket in list(pending.items()):
+                        if done.ticket == ticket:
+                            moved += num
+                            pending[start] = start()
+            seconds = time.perf_counter() - began
+            offloader.wait(list(pending.values()))
+            block_bytes = scale.token_bytes * BLOCK_TOKENS
+            return median(taken) * 1e3, moved * block_bytes / seconds / 1e9
+
+        step_ms([])
+        alone = step_ms([])[0]
+        for name, starts in (("load", [load]), ("save", [save]), ("both", [load, save])):
+            ms, rate = step_ms(list(starts))
+            again = step_ms([])[0]
+            base = (alone + again) / 2
+            say({"beside": name, "alone_ms": base, "ms": ms, "slower": ms / base - 1, "gb_s": rate})
+
+
+PARTS: dict[str, Callable[[Scale], None]] = {
+    "cache": cache,
+    "larger": larger,
+    "beside": beside,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_engine", description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=["ttft", *PARTS])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    scale = Scale(options.tiny)
+    for part in options.parts:
+        print(f"# {part}", flush=True)
+        if part == "ttft":
+            ttft(scale, options.rounds)
+        else:
+            PARTS[part](scale)
+
+
+if __name__ == "__main__":
+    main()
