@@ -60,18 +60,17 @@ class Bench:
         _cuda.synchronize()
 
     def sequences(self, batch: int, context: int, cold: float, seed: int = 0) -> list[Sequence]:
-        rng = random.Random(seed)
+        """The same blocks for every share of cold ones: what is cold lies elsewhere, no more."""
         num = -(-context // BLOCK_TOKENS)
         limit = min(self.pool.tensor.shape[0], self.host.num_slots)
         made = []
-        for _ in range(batch):
-            blocks = [rng.randrange(limit) for _ in range(num)]
-            # The last block is written to, and never cold.
+        for row in range(batch):
+            rng = random.Random(f"{seed}-{row}")
+            blocks = [rng.randrange(limit - batch) for _ in range(num - 1)]
             is_cold = set(rng.sample(range(num - 1), min(num - 1, int(cold * num))))
-            places = [~b if i in is_cold else b for i, b in enumerate(blocks)]
+            places = [~block if i in is_cold else block for i, block in enumerate(blocks)]
+            places.append(limit - 1 - row)  # is written to: the sequence's own, and never cold
             made.append(Sequence([5] * context, places))
-        for row, sequence in enumerate(made):
-            sequence.table._places[num - 1] = limit - 1 - row
         return made
 
     def cold_bytes(self, sequences: list[Sequence]) -> int:

@@ -30,7 +30,7 @@ from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
-from penstock.types import Slot
+from penstock.types import Slot, Verdict
 
 BLOCK_TOKENS = 16
 GIB = 1 << 30
@@ -186,7 +186,7 @@ def beside(scale: Scale) -> None:
     """Decode of 16 sequences of 2,048 tokens, alone and while 512 blocks a time come and go."""
     batch, context, num = (2, 128, 8) if scale.tiny else (16, 2_048, 512)
     blocks = batch * context // BLOCK_TOKENS
-    with scale.engine((blocks + 2 * num) * BLOCK_TOKENS, 8 * num * BLOCK_TOKENS) as engine:
+    with scale.engine((blocks + 2 * num) * BLOCK_TOKENS, 16 * num * BLOCK_TOKENS) as engine:
         offloader = engine.offloader
         assert offloader is not None
         per = context // BLOCK_TOKENS
@@ -197,26 +197,27 @@ def beside(scale: Scale) -> None:
         sources = [Slot(slot) for slot in range(blocks, blocks + num)]
         targets = [Slot(slot) for slot in range(blocks + num, blocks + 2 * num)]
         keys = fresh_keys(num, 0)
-        offloader.wait([offloader.save(keys, sources)])
-        made = iter(range(1, 10_000))
+        made = [fresh_keys(num, number) for number in range(1, 2_000 if scale.tiny else 400)]
 
         def load() -> Any:
             return offloader.load(keys, targets)
 
         def save() -> Any:
-            return offloader.save(fresh_keys(num, next(made)), sources)
+            return offloader.save(made.pop(), sources)
 
         def step_ms(starts: list[Callable[[], Any]]) -> tuple[float, float]:
             """Of a step, with these always under way; and the GB/s they move."""
-            pending = {start: start() for start in starts}
+            pending = {start: start() for start in starts if made}
             taken, moved, began = [], 0, time.perf_counter()
             while time.perf_counter() - began < (0.2 if scale.tiny else 2.0):
                 taken.append(seconds_of(lambda: engine.runner.run(chunks).argmax(-1).tolist()))
                 for done in offloader.step():
                     for start, ticket in list(pending.items()):
                         if done.ticket == ticket:
-                            moved += num
-                            pending[start] = start()
+                            moved += done.verdicts.count(Verdict.OK)
+                            del pending[start]
+                            if made:
+                                pending[start] = start()
             seconds = time.perf_counter() - began
             offloader.wait(list(pending.values()))
             block_bytes = scale.token_bytes * BLOCK_TOKENS
@@ -225,6 +226,7 @@ def beside(scale: Scale) -> None:
         step_ms([])
         alone = step_ms([])[0]
         for name, starts in (("load", [load]), ("save", [save]), ("both", [load, save])):
+            offloader.wait([offloader.save(keys, sources)])  # new ones may have pushed them out
             ms, rate = step_ms(list(starts))
             again = step_ms([])[0]
             base = (alone + again) / 2

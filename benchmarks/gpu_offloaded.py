@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_offloaded --context 32768
 
 transformers keeps the KV of all layers but one in DRAM and brings each layer's back at every step.
-Ours reads cold blocks where they lie; here all but the first 1,024 and last 512 tokens are cold.
+Ours keeps on the device what there is room for: here nothing but the first 1,024 and last 512
+tokens, then a tenth, a half, and nine tenths of the context.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ PREFIX, TAIL = 1024 // BLOCK_TOKENS, 512 // BLOCK_TOKENS
 _cuda: Any = torch.cuda
 
 
-def ours(bench: Bench, context: int, num_tokens: int) -> float:
+def ours(bench: Bench, context: int, num_tokens: int, resident: float) -> float:
     num = -(-context // BLOCK_TOKENS)
     limit = min(bench.pool.tensor.shape[0], bench.host.num_slots)
+    prefix = max(PREFIX, int(resident * num))
     places = [
-        block % limit if block < PREFIX or block >= num - TAIL else ~(block % limit)
+        block % limit if block < prefix or block >= num - TAIL else ~(block % limit)
         for block in range(num)
     ]
     sequence = Sequence([5] * context, places)
@@ -70,14 +72,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8)
     options = parser.parse_args()
     bench = Bench(16.0, 16.0)
-    mine = ours(bench, options.context, options.tokens)
+    mine = {
+        share: ours(bench, options.context, options.tokens, share) for share in (0.0, 0.1, 0.5, 0.9)
+    }
     try:
         other: float | None = theirs(bench, options.context, options.tokens)
     except Exception as error:
         print(f"transformers' offloaded cache failed: {error!r}")
         other = None
-    ratio = None if other is None else round(mine / other, 2)
-    print(json.dumps({"context": options.context, "ours": mine, "theirs": other, "ratio": ratio}))
+    for share, rate in mine.items():
+        row = {"context": options.context, "resident": share, "ours": rate, "theirs": other}
+        print(json.dumps(row | {"ratio": None if other is None else round(rate / other, 2)}))
 
 
 if __name__ == "__main__":

@@ -181,6 +181,8 @@ class Done:
     @property
     def num_leading_ok(self) -> int:
         """Leading blocks that arrived: what a prefix cache can use."""
+        if self.verdicts.count(Verdict.OK) == len(self.verdicts):
+            return len(self.verdicts)
         for index, verdict in enumerate(self.verdicts):
             if verdict is not Verdict.OK:
                 return index

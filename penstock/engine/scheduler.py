@@ -193,18 +193,21 @@ class Scheduler:
             self.placement.release_load(into, pins)
             self._drop_blocks(request)
             return None
-        for key, slot, pin in zip(done.keys[: done.num_leading_ok], into, pins, strict=False):
+        num_arrived = done.num_leading_ok
+        places = []
+        for key, slot, pin in zip(done.keys[:num_arrived], into, pins, strict=False):
             if slot is not None:
                 self._pool.name(slot, key)
-                request.table.extend([slot])
+                places.append(int(slot))
             elif pin is not None:
-                request.table.extend_cold([pin])
-        self.placement.release_load(into[done.num_leading_ok :], pins[done.num_leading_ok :])
+                places.append(~pin)
+        request.table.extend_places(places)
+        self.placement.release_load(into[num_arrived:], pins[num_arrived:])
         arrived = len(request.table)
         request.num_named = arrived
         self._have(request, arrived * self._block_tokens)
         request.max_computed = max(request.max_computed, request.num_computed)
-        request.num_loaded_tokens += done.num_leading_ok * self._block_tokens
+        request.num_loaded_tokens += num_arrived * self._block_tokens
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
         self._run(request, arrived)

@@ -68,6 +68,11 @@ class BlockTable:
         self._append([~pin for pin in pins])
         self._num_cold += len(pins)
 
+    def extend_places(self, places: Sequence[int]) -> None:
+        """Blocks come to the end, some resident, some pinned in HOST."""
+        self._append(places)
+        self._num_cold += sum(place < 0 for place in places)
+
     def chill(self, index: int, pin: Slot) -> Slot:
         """A resident block is read from HOST from now on; returns the device slot it leaves."""
         slot = self.slot(index)

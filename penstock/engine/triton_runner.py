@@ -8,8 +8,10 @@ Steps with chunks of prompts run kernel by kernel.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.attention import triton as kernels
-from penstock.engine.attention.torch import Span, Step, attend, register
+from penstock.engine.attention.torch import Span, Step, attend, prepare, register
 from penstock.engine.decode_plan import DecodePlan, PartRoom
 from penstock.engine.fetching import Fetcher, num_fetched_at_once
 from penstock.engine.fused import FusedDecoder, can_fuse
@@ -122,6 +124,8 @@ class TritonRunner:
         register()
         self.num_fetched = 0  # cold blocks that were brought beside a step
         self._num_layers = loaded.num_layers
+        self._num_heads = loaded.num_heads
+        self._like = pool.tensor
         self._device = pool.tensor.device
         self._model = loaded.model
         self._shape = _Shape(block_tokens, loaded.num_kv_heads, loaded.head_dim, loaded.dtype)
@@ -188,6 +192,7 @@ class TritonRunner:
         """Compile the kernels and capture the graphs, so that no request waits for that."""
         if self._graphs is not None:
             self._graphs.capture_all(progress)
+            prepare(self._num_heads, self._shape.kv_heads, self._shape.head_dim, self._like)
 
     def _run_anew(self, row: Row) -> Tensor:
         """Kernel by kernel, without a graph."""
@@ -281,6 +286,23 @@ class TritonRunner:
         return spans
 
 
+# Other threads go on: they pin memory, and wait for copies.
+_IN_THIS_THREAD = {"capture_error_mode": "thread_local"}
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Nothing is swept up meanwhile: a graph or tensor that is freed would end the capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class _Graphs:
     """Captured steps of single tokens, by the number of rows and whether cold blocks are fetched.
 
@@ -341,8 +363,7 @@ class _Graphs:
             step()  # compiles what is new
         _cuda.current_stream().wait_stream(stream)
         graph = _cuda.CUDAGraph()
-        # Other threads go on: they pin memory, and wait for copies.
-        with _cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with _undisturbed(), _cuda.graph(graph, pool=self._memory, **_IN_THIS_THREAD):
             logits = step()
         self._memory = graph.pool()
         self._captured[size, fetches] = (graph, logits)

@@ -1,8 +1,9 @@
 """HOST to and from a GPU's memory: one batch of asynchronous copies a transfer.
 
 Each transfer thread has a stream for loads and one for saves. Before it copies, a stream waits for
-all that compute had been given by then: a block is never saved before it is written, nor loaded
-over while a step still reads what lay there. The thread then waits for its own copies alone.
+all that compute had been given when the transfer was queued: a block is never saved before it is
+written, nor loaded over while a step still reads what lay there; but the steps that follow run
+beside the copy. The thread then waits for its own copies alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
-from penstock.transfer.io import Moved
+from penstock.transfer.io import Moved, Mover
 from penstock.transfer.pinning import PinnedSlots
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Slot, Transfer, Verdict
@@ -42,7 +43,7 @@ class Memory(NamedTuple):
         return np.uint64(self.address) + np.asarray(slots, np.uint64) * np.uint64(self.stride_bytes)
 
 
-class CudaMover:
+class CudaMover(Mover):
     def __init__(
         self, device: DevicePool, host: HostArena, seals: Seals, copy_all: CopyAll | None = None
     ) -> None:
@@ -55,6 +56,13 @@ class CudaMover:
         self._seals = seals
         self._copy_all = copy_all or best_copy()
         self._streams = threading.local()
+        self._computed: Any = None  # all that compute had been given when one was last queued
+
+    def queued(self, transfer: Transfer) -> None:
+        with _cuda.device(self._gpu):
+            event = _cuda.Event()
+            event.record(_cuda.default_stream())
+        self._computed = event
 
     def move(self, transfer: Transfer) -> Moved:
         keys, sources, targets = transfer.keys, transfer.source_slots, transfer.target_slots
@@ -81,7 +89,7 @@ class CudaMover:
     ) -> None:
         with _cuda.device(self._gpu):
             stream = self._stream(direction)
-            stream.wait_stream(_cuda.default_stream())
+            stream.wait_event(self._computed)
             lengths = np.full(len(sources), self._block_bytes, np.uint64)
             try:
                 self._copy_all(

@@ -147,6 +147,7 @@ class _Lane:
         with self._ready:
             if not self.has_room(transfer.direction):
                 return False
+            self._mover.queued(transfer)
             self._queues[transfer.direction].append(transfer)
             self._ready.notify()
         return True

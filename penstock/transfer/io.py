@@ -23,6 +23,10 @@ class Moved(NamedTuple):
 
 
 class Mover(Protocol):
+    def queued(self, transfer: Transfer) -> None:
+        """On the owner's thread: what it has computed by now is to be done before the transfer."""
+        return
+
     def move(self, transfer: Transfer) -> Moved | Future[Moved]:
         """Carry the blocks. A future says that the rest needs this thread no more."""
         ...
@@ -30,7 +34,7 @@ class Mover(Protocol):
     def close(self) -> None: ...
 
 
-class CopyMover:
+class CopyMover(Mover):
     """HOST to and from a device pool that the processor can address, by memcpy."""
 
     def __init__(self, device: Arena, host: Arena, seals: Seals) -> None:
@@ -70,7 +74,7 @@ class CopyMover:
             )
 
 
-class StoreMover:
+class StoreMover(Mover):
     """HOST to and from a store. Checksums have threads of their own, beside those that do I/O."""
 
     def __init__(

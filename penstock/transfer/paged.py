@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from penstock.errors import ConfigError
 from penstock.stores.base import Arena
-from penstock.transfer.io import Moved
+from penstock.transfer.io import Moved, Mover
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Transfer, Verdict
 
@@ -71,7 +71,7 @@ class Part:
         self.host = host
 
 
-class PagedMover:
+class PagedMover(Mover):
     """Copies by memcpy, for a device that the processor can address."""
 
     def __init__(self, part: Part, seals: Seals) -> None:

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from penstock.keys import Namespace
 from penstock.stores.host import HostArena
-from penstock.transfer.io import Moved
+from penstock.transfer.io import Moved, Mover
 from penstock.transfer.paged import PagedMemory, PagedMover, Part, Stretch
 from penstock.transfer.seals import Seals
 from penstock.types import KEY_BYTES, BlockKey, Direction, Slot, Transfer
@@ -147,7 +147,7 @@ def _slot_of(key: BlockKey, host: HostArena) -> Slot | None:
     return None
 
 
-class SlowMover:
+class SlowMover(Mover):
     """Takes its time, and fails now and then."""
 
     def __init__(self, part: Part, seals: Seals, seed: int) -> None:

@@ -13,7 +13,7 @@ from penstock.connectors.vllm.orders import Load, Orders, Reports
 from penstock.connectors.vllm.worker import Results, WorkerSide
 from penstock.stores.host import HostArena
 from penstock.transfer.copiers import NoCopier, ThreadCopier
-from penstock.transfer.io import Moved
+from penstock.transfer.io import Moved, Mover
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
 
@@ -38,7 +38,7 @@ def save(*blocks: int) -> Transfer:
     )
 
 
-class GatedMover:
+class GatedMover(Mover):
     """Ends loads or saves only while their gate is open; blocks named `missing` do not arrive."""
 
     def __init__(self) -> None:

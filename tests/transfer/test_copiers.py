@@ -10,7 +10,7 @@ import pytest
 from tools import TIMEOUT_SECONDS, key_of
 
 from penstock.transfer.copiers import Copier, NoCopier, ThreadCopier
-from penstock.transfer.io import Moved
+from penstock.transfer.io import Moved, Mover
 from penstock.types import Outcome, Slot, Tier, Transfer, TransferId, Verdict
 
 _ids = count(1)
@@ -23,7 +23,7 @@ def transfer(num: int = 1, *, deadline: float | None = None) -> Transfer:
     return Transfer(TransferId(number), Tier.DEVICE, Tier.HOST, keys, places, places, deadline)
 
 
-class HeldMover:
+class HeldMover(Mover):
     """Begins everything, and ends each transfer only when the test lets it."""
 
     def __init__(self) -> None:

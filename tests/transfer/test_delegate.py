@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
 from penstock.transfer.delegate import DelegatingEngine
 from penstock.transfer.engine import LaneSpec, TransferEngine
-from penstock.transfer.io import Moved
+from penstock.transfer.io import Moved, Mover
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
 
@@ -42,7 +42,7 @@ def transfer(
     return Transfer(TransferId(number), above, link, keys, upper, lower)
 
 
-class WholeMover:
+class WholeMover(Mover):
     """Moves everything at once."""
 
     def move(self, transfer: Transfer) -> Moved:

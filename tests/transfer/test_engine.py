@@ -31,7 +31,7 @@ def transfer(
     return Transfer(TransferId(number), source, target, keys, slots, slots, deadline)
 
 
-class GatedMover:
+class GatedMover(Mover):
     """Notes what it is given, and lets nothing end before the gate opens."""
 
     def __init__(self, *, is_open: bool = False) -> None:
@@ -54,7 +54,7 @@ class GatedMover:
         assert self._begins.acquire(timeout=TIMEOUT_SECONDS), "no transfer was begun"
 
 
-class Script:
+class Script(Mover):
     """A mover that does for each transfer what a test says."""
 
     def __init__(self, move: Callable[[Transfer], Moved]) -> None:

@@ -201,7 +201,7 @@ def _fetch_layer(
         tl.store(out + block * SIZE + places, copied, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _copy_layer(
     table,
     out,  # [2, blocks, a layer's keys or values of a block]
