@@ -196,3 +196,24 @@ class LinkMeter:
         if is_new or self._seconds >= self._MIN_SECONDS:
             self._meter.observe(self._num_bytes, self._seconds)
             self._num_bytes, self._seconds = 0, 0.0
+
+
+class WaitMeter:
+    """What loads take, as those see it who wait for them, several at once perhaps.
+
+    The last of many waited for all the others; still each cost only the time since the ones before
+    it ended.
+    """
+
+    def __init__(self) -> None:
+        self._meter = RateMeter(of_whole_loads=True)
+        self._last_end = -math.inf
+
+    @property
+    def rate(self) -> LinkRate | None:
+        return self._meter.rate
+
+    def observe(self, num_bytes: int, started: float, ended: float) -> None:
+        """So many bytes, of one load or of several, the first of which began then, ended now."""
+        self._meter.observe(num_bytes, ended - max(started, self._last_end))
+        self._last_end = ended

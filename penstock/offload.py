@@ -154,7 +154,7 @@ class Offloader:
         """Bring blocks to device slots. Past the deadline, what has not arrived is given up.
 
         The deadline is that of the settings, or `deadline_seconds`; whoever has less patience
-        says so.
+        says so, and waits so long once its turn has come: others may have asked before.
 
         None in place of a slot brings a block as far as HOST and pins it there; `Done.pins` says
         where, and whoever takes the `Done` has to unpin it some day.
@@ -163,7 +163,7 @@ class Offloader:
         now = self._clock.now()
         seconds = self._load_deadline_seconds if deadline_seconds is None else deadline_seconds
         if patience_seconds is not None:
-            seconds = min(seconds, patience_seconds)
+            seconds = min(seconds, patience_seconds + self._seconds_ahead())
         ticket = self._stack.load(keys, into, now, now + seconds, tenant)
         self._submit()
         return ticket
@@ -295,6 +295,17 @@ class Offloader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _seconds_ahead(self) -> float:
+        """How long the links are busy with loads that were asked for before."""
+        rates = self.rates
+        return max(
+            (
+                rates[tier].seconds(count * self._block_bytes) if tier in rates else 0.0
+                for tier, count in self._stack.num_loading.items()
+            ),
+            default=0.0,
+        )
 
     def _checked(self, done: Done) -> Done:
         """What was pinned on arrival is looked at here: nobody else copies it."""

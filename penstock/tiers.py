@@ -292,6 +292,18 @@ class TierStack:
         """Enter what a restart found on a lower tier; returns how many blocks are new."""
         return self._books.adopt(tier, found)
 
+    @property
+    def num_loading(self) -> dict[Tier, int]:
+        """Blocks that loads still have to bring over each link."""
+        counts: Counter[Tier] = Counter()
+        for flight in self._flights:
+            if flight.transfer.direction is Direction.LOAD:
+                counts[flight.transfer.link] += len(flight.transfer.keys)
+        for ticket in self._tickets:
+            if ticket.direction is Direction.LOAD:
+                counts[Tier.HOST] += len(ticket.keys) - ticket.num_planned + len(ticket.waiting)
+        return counts
+
     # What observers ask for.
 
     def take_dones(self) -> list[Done]:

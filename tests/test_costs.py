@@ -17,7 +17,7 @@ from penstock.costs import (
     load_seconds,
 )
 from penstock.errors import ConfigError
-from penstock.meters import PrefillMeter, RateMeter
+from penstock.meters import PrefillMeter, RateMeter, WaitMeter
 from penstock.types import Match, Run, Tier
 
 LLAMA_8B_BYTES_PER_TOKEN = 131_072
@@ -380,3 +380,15 @@ def test_one_small_load_that_stalled_says_nothing_of_large_ones() -> None:
         prefill=PrefillRate(40_000),
     )
     assert choice.num_blocks == 100  # tried, and so learnt
+
+
+def test_the_last_of_many_loads_does_not_make_the_link_look_slow() -> None:
+    """All begin together; each waits for those before it. Some end in one step."""
+    meter, gigabyte = WaitMeter(), 10**9
+    for number in range(1, 49):
+        meter.observe(gigabyte, started=0.0, ended=0.02 * number)
+    meter.observe(8 * gigabyte, started=0.0, ended=0.02 * (48 + 8))
+    assert meter.rate is not None
+    assert meter.rate.seconds(gigabyte) == pytest.approx(0.02, rel=0.01)
+    meter.observe(gigabyte, started=100.0, ended=100.02)  # the link lay idle meanwhile
+    assert meter.rate.seconds(gigabyte) == pytest.approx(0.02, rel=0.01)

@@ -12,6 +12,7 @@ from tools import TIMEOUT_SECONDS, Rig, content, key_of, keys_of, spec
 
 from penstock import build
 from penstock.clock import ManualClock
+from penstock.costs import LinkRate
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.events import Event, LookedUp, Recovered, TicketDone, TierRested
 from penstock.ledger import Ledger
@@ -210,6 +211,28 @@ def test_a_store_that_hangs_delays_a_load_by_its_deadline_and_no_more(hung: Hung
     assert hung.offloader.drain(TIMEOUT_SECONDS)
     hung.offloader.check()
     assert hung.end_load(hung.start_load(keys)) == (Verdict.OK,) * 4
+
+
+def test_patience_begins_when_ones_turn_has_come(
+    hung: Hung, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = keys_of(4, "first"), keys_of(2, "second")
+    hung.save(first)
+    hung.save(second)
+    hung.offloader.empty_host()
+    block_a_second = LinkRate(hung.spec.block_bytes)
+    monkeypatch.setattr(Offloader, "rates", property(lambda _: {Tier.DISK: block_a_second}))
+    hung.faults.gate.clear()
+    before = hung.start_load(first)
+    hung.offloader.step()
+    ticket = hung.offloader.load(second, [Slot(8), Slot(9)], patience_seconds=0.5)
+    hung.clock.advance(4.0)  # as long as the others need
+    assert hung.offloader.step() == []
+    hung.clock.advance(0.6)
+    (late,) = hung.offloader.wait([ticket], TIMEOUT_SECONDS)
+    assert late.verdicts == (Verdict.EXPIRED,) * 2
+    hung.faults.gate.set()
+    hung.end_load(before)
 
 
 def test_a_store_that_keeps_failing_is_left_alone_and_tried_again(hung: Hung) -> None:

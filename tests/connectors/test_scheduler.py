@@ -14,13 +14,15 @@ from connectors.vllm_model import Vllm
 from tools import flip_bit
 
 from penstock.connectors.vllm.kv_events import BlockNews
+from penstock.connectors.vllm.offers import Offers
+from penstock.connectors.vllm.tracked import Loading
 from penstock.connectors.vllm.worker import WorkerSide
 from penstock.errors import BookError
 from penstock.events import Decided, Event, LookedUp
 from penstock.meters import RateMeter
 from penstock.stores import slab
 from penstock.transfer.copiers import NoCopier
-from penstock.types import Slot, Tier
+from penstock.types import Match, Run, Slot, TicketId, Tier
 
 Models = Callable[..., Vllm]
 PROMPT = list(range(1, 23))  # five full blocks, and two tokens
@@ -713,3 +715,20 @@ def test_a_load_within_the_step_that_ends_before_it_is_told_is_bad(models: Model
     assert not orders.complete
     vllm.side.finished(request)
     vllm.waiting.remove(request)
+
+
+def test_many_loads_at_once_do_not_make_loading_look_slow() -> None:
+    """48 prompts of a gigabyte: the last waits for a second, and loading is still the better."""
+    offers = Offers(2 << 20, 16, always_load=False, may_load_now=False)
+    offers.computed([(8192, 0)], 0.2)
+    match = Match(512, (Run(Tier.HOST, 512),))
+    size = 512 * (2 << 20)
+
+    def loading(started: float) -> Loading:
+        return Loading("a", TicketId(1), 0, (), 0, Tier.HOST, size, started, False)
+
+    for number in range(48):
+        offers.waited([loading(0.0)], 0.022 * (number + 1))
+    offers.waited([loading(2.0) for _ in range(48)], 3.1)  # all seen to end in one step
+    offer = offers.make(0, match, 8192, 4.0, is_alone=False, num_bytes_now=0)
+    assert offer.choice.num_blocks == 512

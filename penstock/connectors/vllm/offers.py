@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.choosing import LoadOrCompute
 from penstock.connectors.vllm.tracked import Loading, Offer
 from penstock.costs import Choice, LinkRate
-from penstock.meters import RateMeter
+from penstock.meters import RateMeter, WaitMeter
 from penstock.types import Match, Tier
 
 # For so long a step may wait for a load that it needs: where others compute too, where nobody does.
@@ -27,7 +27,7 @@ class Offers:
         self._may_load_now = may_load_now
         self.costs = LoadOrCompute(block_bytes, block_tokens)
         self.copies = RateMeter(of_whole_loads=True)  # what the copy alone takes, from DRAM
-        self._waits: dict[Tier, RateMeter] = {}  # what a request sees, vLLM's steps included
+        self._waits: dict[Tier, WaitMeter] = {}  # what requests see, vLLM's steps included
 
     def make(
         self,
@@ -58,10 +58,13 @@ class Offers:
         """A step computed these (tokens, past tokens)."""
         self.costs.observe(chunks, seconds)
 
-    def waited(self, loading: Loading, now: float) -> None:
-        """A request that waited for its load can go on."""
-        meter = self._waits.setdefault(loading.slowest, RateMeter(of_whole_loads=True))
-        meter.observe(loading.num_bytes, now - loading.started)
+    def waited(self, loadings: Sequence[Loading], now: float) -> None:
+        """Requests that waited for their loads can go on."""
+        for tier in {loading.slowest for loading in loadings}:
+            mine = [loading for loading in loadings if loading.slowest is tier]
+            num_bytes = sum(loading.num_bytes for loading in mine)
+            started = min(loading.started for loading in mine)
+            self._waits.setdefault(tier, WaitMeter()).observe(num_bytes, started, now)
 
     def copied(self, loading: Loading) -> None:
         """All of a load has arrived."""
@@ -76,8 +79,9 @@ class Offers:
         return seconds <= (_ALONE_SECONDS if is_alone else _SHORT_SECONDS)
 
     def _rates(self, is_now: bool) -> dict[Tier, LinkRate]:
-        meters = {Tier.HOST: self.copies} if is_now else self._waits
-        known = {tier: meter.rate for tier, meter in meters.items()}
+        known = {Tier.HOST: self.copies.rate}
+        if not is_now:
+            known = {tier: meter.rate for tier, meter in self._waits.items()}
         return {tier: rate for tier, rate in known.items() if rate is not None}
 
 

@@ -220,10 +220,9 @@ class SchedulerSide:
         """What the workers had to say, and the requests whose load vLLM has seen end."""
         with self._lock:
             now = self._clock.now()
-            for request_id in ready:
-                tracked = self._tracked.get(request_id)
-                if tracked is not None and (ended := tracked.loading) is not None:
-                    self._offers.waited(ended, now)
+            tracked = [self._tracked.get(request_id) for request_id in ready]
+            loadings = [each.loading for each in tracked if each is not None]
+            self._offers.waited([each for each in loadings if each is not None], now)
             for step, seconds in reports.step_seconds.items():
                 if (chunks := self._timed.pop(step, None)) is not None:
                     self._offers.computed(chunks, seconds)
