@@ -77,6 +77,9 @@ class Scale:
         )
         engine = Engine(self.loaded, config, tiers)
         engine.runner.warm_up(lambda _: None)
+        host = None if engine.offloader is None else engine.offloader.host
+        while host is not None and host.num_for_device < host.num_slots:
+            time.sleep(0.1)  # DRAM is pinned in the background
         try:
             yield engine
         finally:
@@ -205,12 +208,15 @@ def beside(scale: Scale) -> None:
         def save() -> Any:
             return offloader.save(made.pop(), sources)
 
+        def step() -> None:
+            engine.runner.read(engine.runner.run(chunks).argmax(-1))
+
         def step_ms(starts: list[Callable[[], Any]]) -> tuple[float, float]:
             """Of a step, with these always under way; and the GB/s they move."""
             pending = {start: start() for start in starts if made}
             taken, moved, began = [], 0, time.perf_counter()
             while time.perf_counter() - began < (0.2 if scale.tiny else 2.0):
-                taken.append(seconds_of(lambda: engine.runner.run(chunks).argmax(-1).tolist()))
+                taken.append(seconds_of(step))
                 for done in offloader.step():
                     for start, ticket in list(pending.items()):
                         if done.ticket == ticket:

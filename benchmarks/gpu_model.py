@@ -58,7 +58,7 @@ def random_llama(device: str = "cuda", **changes: Any) -> LoadedModel:
 
 
 def tiny_llama() -> LoadedModel:
-    loaded = random_llama(
+    return _in_float32(
         "cpu",
         num_hidden_layers=3,
         hidden_size=64,
@@ -66,11 +66,25 @@ def tiny_llama() -> LoadedModel:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        vocab_size=100,
-        bos_token_id=None,
-        eos_token_id=None,
         max_position_embeddings=16384,
     )
+
+
+def small_llama() -> LoadedModel:
+    """For a GPU: its answers do not depend on how a batch is rounded."""
+    return _in_float32(
+        "cuda",
+        num_hidden_layers=6,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+
+
+def _in_float32(device: str, **shape: Any) -> LoadedModel:
+    loaded = random_llama(device, vocab_size=100, bos_token_id=None, eos_token_id=None, **shape)
     loaded.model.float()
     return replace(loaded, dtype=torch.float32)
 

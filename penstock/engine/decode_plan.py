@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.engine.attention.triton import pull_plan
 from penstock.engine.table import Places
-
-_cuda: Any = torch.cuda  # carries no types
 
 _NONE: Places = np.zeros(0, np.int64)
 
@@ -39,11 +37,11 @@ class PartRoom:
 class DecodePlan:
     """For up to `max_sequences` with `max_blocks` blocks among them. All of it is one buffer:
 
-        num_items | num_fetched | token ids | positions | addresses | lengths | starts
-        | first items | sequences of items | parts of items | table | fetched
+        num_items | num_blocks | num_fetched | token ids | positions | addresses | lengths
+        | starts | first items | sequences of items | parts of items | table | fetched
 
     The rows of a step that is replayed are in it too: their ids, positions, and where their keys
-    go in the first layer.
+    go in the first layer. A step that was sent must have ended before the next is filled in.
     """
 
     def __init__(
@@ -60,25 +58,25 @@ class DecodePlan:
         self._part_tokens = part_tokens
         # A sequence's last part may be short, and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
-        sizes = [1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
+        sizes = [1, 1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
         sizes.append(max_fetched)
         ends = np.cumsum(sizes).tolist()
         begins = [0, *ends[:-1]]
         on_gpu = device.type == "cuda"
         self._staged = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=on_gpu)
         self._sent = torch.zeros(ends[-1], dtype=torch.int64, device=device)
-        self._small_end = begins[8]
-        self._large_begins = begins[8:]
+        self._on_gpu = on_gpu
+        self._small_end = begins[9]
+        self._large_begins = begins[9:]
         host = self._staged.numpy()
         parts = [host[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        self._num_items, self._num_fetched, *self._rows = parts[:5]
-        self._lengths, self._starts, self._first_items = parts[5:8]
-        self._item_sequences, self._item_parts, self._table, self._fetched = parts[8:]
+        self._num_items, self._num_blocks, self._num_fetched, *self._rows = parts[:6]
+        self._lengths, self._starts, self._first_items = parts[6:9]
+        self._item_sequences, self._item_parts, self._table, self._fetched = parts[9:]
         sent = [self._sent[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        self.num_items, self.num_fetched, self.ids, self.positions, self.addresses = sent[:5]
-        self.lengths, self.starts, self.first_items = sent[5:8]
-        self.item_sequences, self.item_parts, self.table, self.fetched = sent[8:]
-        self._arrived: Any = _cuda.Event() if on_gpu else None
+        self.num_items, _, self.num_fetched, self.ids, self.positions, self.addresses = sent[:6]
+        self.lengths, self.starts, self.first_items = sent[6:9]
+        self.item_sequences, self.item_parts, self.table, self.fetched = sent[9:]
 
     def fill(
         self,
@@ -89,14 +87,13 @@ class DecodePlan:
         fetched: Places = _NONE,
     ) -> None:
         """Addresses of all sequences' blocks, how many blocks and tokens each has, the rows, the
-        addresses of blocks to fetch; on the current stream."""
-        if self._arrived is not None:
-            self._arrived.synchronize()  # what was staged last may still be on its way
+        addresses of blocks to fetch."""
         count = len(lengths)
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
         first_items = np.concatenate([[0], np.cumsum(num_parts)])
         num_items = int(first_items[-1])
         self._num_items[0] = num_items
+        self._num_blocks[0] = len(table)
         self._num_fetched[0] = len(fetched)
         self._fetched[: len(fetched)] = fetched
         for target, source in zip(self._rows, rows or (), strict=False):
@@ -109,12 +106,10 @@ class DecodePlan:
         self._item_sequences[:num_items] = sequences
         self._item_parts[:num_items] = np.arange(num_items) - first_items[sequences]
         self._table[: len(table)] = table
-        self._send(0, self._small_end)
-        sizes = (num_items, num_items, len(table), len(fetched))
-        for begin, size in zip(self._large_begins, sizes, strict=True):
-            self._send(begin, begin + size)
-        if self._arrived is not None:
-            self._arrived.record()
 
-    def _send(self, begin: int, end: int) -> None:
-        self._sent[begin:end].copy_(self._staged[begin:end], non_blocking=True)
+    def send(self) -> None:
+        """Queue what was filled in, on the current stream; a graph may hold this, and replay it."""
+        if self._on_gpu:
+            pull_plan(self._staged.data_ptr(), self._sent, self._small_end, self._large_begins)
+        else:
+            self._sent.copy_(self._staged)

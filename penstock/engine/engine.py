@@ -280,7 +280,7 @@ class Engine:
         rows = [self._row(live) for live in lives]
         return [
             self._take(live, sampled)
-            for live, sampled in zip(lives, sample(logits, rows), strict=True)
+            for live, sampled in zip(lives, sample(logits, rows, self.runner.read), strict=True)
         ]
 
     def _row(self, live: _Live) -> Row:

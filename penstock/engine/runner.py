@@ -29,6 +29,10 @@ class Runner(Protocol):
         """
         ...
 
+    def read(self, numbers: Tensor) -> list[int]:
+        """One row of 64-bit whole numbers from the device."""
+        ...
+
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Do what can be done before the first request."""
         ...
@@ -175,6 +179,10 @@ class TorchRunner:
         )
         logits: Tensor = output.logits[0, : len(row.sampled)].float()
         return logits
+
+    def read(self, numbers: Tensor) -> list[int]:
+        found: list[int] = numbers.tolist()
+        return found
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Nothing: what numba compiles it keeps on disk."""

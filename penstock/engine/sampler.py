@@ -11,7 +11,7 @@ logits as the model gave them, before all of these.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,8 +62,13 @@ def make_generator(seed: int | None, request_index: int = 0) -> torch.Generator:
     return generator.manual_seed(int.from_bytes(digest, "little"))
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
-    """One token a row. The logits are not changed; only the rows' generators are."""
+def sample(
+    logits: Tensor, rows: Sequence[Row], read: Callable[[Tensor], list[int]] = Tensor.tolist
+) -> list[Sampled]:
+    """One token a row. The logits are not changed; only the rows' generators are.
+
+    `read` brings numbers from the device.
+    """
     if logits.dim() != 2 or logits.shape[0] != len(rows):
         raise BookError(
             f"logits of shape {tuple(logits.shape)} for {len(rows)} rows: expected "
@@ -80,7 +85,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
         if not plain[index]:
             chosen[index] = _choose(logits[index], row)
     # The one place that waits for the device, unless filters or logprobs were asked for.
-    token_ids: list[int] = chosen.tolist()
+    token_ids = read(chosen)
     return [
         Sampled(token_id)
         if row.params.logprobs is None

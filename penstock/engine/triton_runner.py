@@ -25,6 +25,7 @@ from penstock.engine.attention.torch import Span, Step, attend, prepare, registe
 from penstock.engine.decode_plan import DecodePlan, PartRoom
 from penstock.engine.fetching import Fetcher, num_fetched_at_once
 from penstock.engine.fused import FusedDecoder, can_fuse
+from penstock.engine.mailbox import Mailbox
 from penstock.engine.models import LoadedModel
 from penstock.engine.runner import Row, places_of
 from penstock.engine.scheduler import Chunk
@@ -154,6 +155,7 @@ class TritonRunner:
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
+        self._mailbox = Mailbox(max_running) if on_gpu else None
         self._graphs = None
         if on_gpu and use_graphs:
             self._graphs = _Graphs(
@@ -188,6 +190,9 @@ class TritonRunner:
             done.synchronize()
         return logits
 
+    def read(self, numbers: Tensor) -> list[int]:
+        return numbers.tolist() if self._mailbox is None else self._mailbox.read(numbers)
+
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Compile the kernels and capture the graphs, so that no request waits for that."""
         if self._graphs is not None:
@@ -200,6 +205,7 @@ class TritonRunner:
         if row.singles:
             table, num_blocks, lengths, fetched = self._reads(row.singles)
             self._plan.fill(table, num_blocks, lengths, fetched=fetched)
+            self._plan.send()
             fetches = len(fetched) > 0
         kept = torch.tensor(row.sampled or [0], device=self._device)
         ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
@@ -355,6 +361,7 @@ class _Graphs:
         self._runner.fill(None, size)
 
         def step() -> Tensor:
+            plan.send()
             return self._runner.forward(*rows, self._kept[:size], None, fetches=fetches)
 
         stream: Any = _cuda.Stream()

@@ -56,6 +56,7 @@ def attend(
     plan = DecodePlan(8, 64, block_tokens, kernels.PART_TOKENS, DEVICE)
     everything = np.concatenate([np.array(table) for table in tables])
     plan.fill(addresses.of(everything), [len(table) for table in tables], lengths)
+    plan.send()
     room = PartRoom.make(plan.max_items, query.shape[1], dim, DEVICE)
     layer_bytes = layer * 2 * block_tokens * kv_heads * dim * pool.itemsize
     return kernels.attend(
@@ -153,3 +154,28 @@ def test_a_layer_is_brought_together_from_wherever_its_blocks_lie(dtype: torch.d
     for row, place in enumerate(places):
         source = pool[place] if place >= 0 else host[~place].to(DEVICE)
         assert torch.equal(out[:, row], source[1])
+
+
+def test_a_plan_is_pulled_as_far_as_it_is_filled() -> None:
+    staged = torch.arange(100, 100 + 4000)
+    staged[:3] = torch.tensor([5, 700, 3])  # items, blocks, fetched
+    if DEVICE.type == "cuda":
+        staged = staged.pin_memory()
+    sent = torch.zeros(4000, dtype=torch.int64, device=DEVICE)
+    begins = (50, 500, 1000, 3000)
+    kernels.pull_plan(staged.data_ptr(), sent, 40, begins)
+    wanted = torch.zeros(4000, dtype=torch.int64)
+    for begin, size in ((0, 40), (50, 5), (500, 5), (1000, 700), (3000, 3)):
+        wanted[begin : begin + size] = staged[begin : begin + size]
+    assert torch.equal(sent.cpu(), wanted)
+
+
+def test_numbers_are_put_where_they_are_wanted_and_not_beyond() -> None:
+    numbers = torch.randint(1 << 40, (130,), device=DEVICE)
+    box = torch.full((200,), -1)
+    if DEVICE.type == "cuda":
+        box = box.pin_memory()
+    kernels.push_numbers(numbers, box.data_ptr())
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert box.tolist() == numbers.tolist() + [-1] * 70

@@ -223,6 +223,44 @@ def _copy_layer(
         tl.store(target + places, tl.load(source + places, mask=inside), mask=inside)
 
 
+@triton.jit
+def _pull_part(source, target, begin, size, num_programs, WIDTH: tl.constexpr):  # noqa: N803
+    for start in range(tl.program_id(0) * WIDTH, size, num_programs * WIDTH):
+        places = start + tl.arange(0, WIDTH)
+        inside = places < size
+        numbers = tl.load(source + begin + places, mask=inside)
+        tl.store(target + begin + places, numbers, mask=inside)
+
+
+@triton.jit
+def _pull_plan(
+    staged,  # its address in pinned DRAM
+    sent,
+    small_end,
+    sequences,
+    parts,
+    table,
+    fetched,
+    num_programs,
+    WIDTH: tl.constexpr,  # noqa: N803
+):
+    source = staged.to(tl.pointer_type(tl.int64))
+    num_items, num_blocks, num_fetched = tl.load(source), tl.load(source + 1), tl.load(source + 2)
+    _pull_part(source, sent, 0, small_end, num_programs, WIDTH)
+    _pull_part(source, sent, sequences, num_items, num_programs, WIDTH)
+    _pull_part(source, sent, parts, num_items, num_programs, WIDTH)
+    _pull_part(source, sent, table, num_blocks, num_programs, WIDTH)
+    _pull_part(source, sent, fetched, num_fetched, num_programs, WIDTH)
+
+
+@triton.jit
+def _push_numbers(numbers, target, count, WIDTH: tl.constexpr):  # noqa: N803
+    places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    inside = places < count
+    there = target.to(tl.pointer_type(tl.int64)) + places
+    tl.store(there, tl.load(numbers + places, mask=inside), mask=inside)
+
+
 def aligned_bytes(heads: Any) -> int:
     """What the address of every head's vector is a multiple of: [..., dim] of one kind."""
     return math.gcd(16, heads.shape[-1] * heads.element_size())
@@ -349,3 +387,18 @@ def copy_layer(table: Any, layer_bytes: int, out: Any) -> None:
         ALIGN=aligned_bytes(out),
         num_warps=8,
     )
+
+
+def pull_plan(staged: int, sent: Any, small_end: int, begins: Any) -> None:
+    """Bring a step's plan from pinned DRAM (see `DecodePlan`), as much of it as is filled.
+
+    A copy would wait behind what is being loaded: a GPU's copy engines take turns.
+    """
+    num_programs = 32
+    _pull_plan[(num_programs,)](staged, sent, small_end, *begins, num_programs, WIDTH=256)
+
+
+def push_numbers(numbers: Any, target: int) -> None:
+    """Put 64-bit numbers into pinned DRAM, past the copy engines."""
+    count, width = numbers.numel(), 128
+    _push_numbers[(triton.cdiv(count, width),)](numbers, target, count, WIDTH=width)
