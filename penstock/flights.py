@@ -55,6 +55,7 @@ class Flights:
         ticket: Ticket | None = None,
         positions: Sequence[int] = (),
         tenants: Sequence[str] = (),
+        follows: Sequence[bool] = (),
     ) -> None:
         """Queue a hop. Where nothing follows it, `spread` it over all of the link's threads."""
         by_host = max(source, target) is Tier.HOST
@@ -70,6 +71,7 @@ class Flights:
                 tuple(target_slots[part]),
                 deadline,
                 tuple(tenants[part]),
+                tuple(follows[part]),
             )
             self._open[transfer.id] = Flight(transfer, ticket, tuple(positions[part]))
             self._outbox.setdefault((transfer.link, transfer.direction), deque()).append(transfer)

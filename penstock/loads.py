@@ -65,8 +65,9 @@ class Loads:
             else:
                 ticket.judge([position], Verdict.MISSING)
                 num_missing += 1
-        leased = [ticket.keys[position] for position, _ in ticket.leased]
-        self._write_down.offer(leased, ticket.tenant)
+        at = [position for position, _ in ticket.leased]
+        leased = [ticket.keys[position] for position in at]
+        self._write_down.offer(leased, ticket.tenant, ticket.before(at))
         for tier, wanted in below.items():
             room = self._host.num_claimable
             self._fetch(tier, ticket, wanted[:room])

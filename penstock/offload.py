@@ -150,6 +150,7 @@ class Offloader:
         deadline_seconds: float | None = None,
         patience_seconds: float | None = None,
         tenant: str = "",
+        heads: Collection[int] = (),
     ) -> TicketId:
         """Bring blocks to device slots. Past the deadline, what has not arrived is given up.
 
@@ -157,26 +158,33 @@ class Offloader:
         says so, and waits so long once its turn has come: others may have asked before.
 
         None in place of a slot brings a block as far as HOST and pins it there; `Done.pins` says
-        where, and whoever takes the `Done` has to unpin it some day.
+        where, and whoever takes the `Done` has to unpin it some day. `heads`: see `save`.
         """
         self._require_open()
         now = self._clock.now()
         seconds = self._load_deadline_seconds if deadline_seconds is None else deadline_seconds
         if patience_seconds is not None:
             seconds = min(seconds, patience_seconds + self._seconds_ahead())
-        ticket = self._stack.load(keys, into, now, now + seconds, tenant)
+        ticket = self._stack.load(keys, into, now, now + seconds, tenant, heads)
         self._submit()
         return ticket
 
     def save(
-        self, keys: Sequence[BlockKey], source: Sequence[Slot], *, tenant: str = ""
+        self,
+        keys: Sequence[BlockKey],
+        source: Sequence[Slot],
+        *,
+        tenant: str = "",
+        heads: Collection[int] = (),
     ) -> TicketId:
         """Copy device slots into HOST, and from there down. What finds no room is dropped.
 
         All blocks of a `tenant` are in its name: it is part of their keys, and its budget theirs.
+        Blocks follow each other in a chain, but for those at the positions `heads`: what does may
+        be kept together where a store likes large values.
         """
         self._require_open()
-        ticket = self._stack.save(keys, source, self._clock.now(), tenant)
+        ticket = self._stack.save(keys, source, self._clock.now(), tenant, heads)
         self._submit()
         return ticket
 

@@ -37,10 +37,10 @@ class Saves:
         if len(fresh) < len(positions):
             there = [position for position in positions if ticket.keys[position] in held]
             ticket.judge(there, Verdict.OK)
-            ready = [key for p in there if self._host.is_ready(key := ticket.keys[p])]
-            for key in ready:
-                self._host.touch(key)
-            self._write_down.offer(ready, ticket.tenant)
+            ready = [p for p in there if self._host.is_ready(ticket.keys[p])]
+            for position in ready:
+                self._host.touch(ticket.keys[position])
+            self._offer(ticket, ready)
         room = min(self._host.num_claimable, self._max_pending_blocks - self.num_pending)
         taken, refused = fresh[:room], fresh[room:]  # leading blocks are worth more
         if refused:
@@ -70,7 +70,9 @@ class Saves:
         for position, verdict in zip(flight.positions, verdicts, strict=True):
             ticket.judge([position], verdict)
         self._arrive(keys, verdicts)
-        self._write_down.offer(
-            [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is Verdict.OK],
-            ticket.tenant,
-        )
+        pairs = zip(flight.positions, verdicts, strict=True)
+        self._offer(ticket, [position for position, verdict in pairs if verdict is Verdict.OK])
+
+    def _offer(self, ticket: Ticket, positions: Sequence[int]) -> None:
+        keys = [ticket.keys[position] for position in positions]
+        self._write_down.offer(keys, ticket.tenant, ticket.before(positions))

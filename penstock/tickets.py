@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -21,6 +21,7 @@ class Ticket:
     started: float
     deadline: float | None = None
     tenant: str = ""
+    heads: Collection[int] = ()  # positions that do not follow the one before in a chain
     num_planned: int = 0  # leading positions that have been looked at
     num_flying: int = 0  # blocks whose device slot a transfer may touch right now
     waiting: list[int] = field(default_factory=list)  # planned, and found no room in HOST yet
@@ -50,6 +51,10 @@ class Ticket:
             if verdicts[position] is None:
                 self._num_open -= 1
             verdicts[position] = verdict
+
+    def before(self, positions: Iterable[int]) -> list[BlockKey | None]:
+        """The block that each of these follows in its chain, where that is known."""
+        return [self.keys[p - 1] if p and p not in self.heads else None for p in positions]
 
     def comes_from(self, position: int, tier: Tier) -> None:
         """Blocks come from HOST unless it is said otherwise."""
@@ -103,6 +108,7 @@ class Tickets:
         now: float,
         deadline: float | None,
         tenant: str,
+        heads: Collection[int] = (),
     ) -> Ticket:
         if len(keys) != len(device_slots):
             raise BookError(f"{len(keys)} blocks were named for {len(device_slots)} device slots")
@@ -110,7 +116,7 @@ class Tickets:
             raise BookError(f"a {direction.value} names a block twice")
         ticket_id = TicketId(next(self._ids))
         ticket = Ticket(
-            ticket_id, direction, tuple(keys), tuple(device_slots), now, deadline, tenant
+            ticket_id, direction, tuple(keys), tuple(device_slots), now, deadline, tenant, heads
         )
         self._open[ticket_id] = ticket
         return ticket

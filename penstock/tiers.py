@@ -15,7 +15,7 @@ Pure: no I/O, no threads, no clock; time is an argument. `loads`, `saves`, `writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.books import Books
@@ -142,14 +142,16 @@ class TierStack:
         now: float,
         deadline: float | None = None,
         tenant: str = "",
+        heads: Collection[int] = (),
     ) -> TicketId:
         """Start bringing blocks to device slots; each ends with a verdict of its own.
 
-        None in place of a slot brings a block as far as HOST and pins it there.
+        None in place of a slot brings a block as far as HOST and pins it there. `heads` are the
+        positions of blocks that do not follow the one before them in a chain.
         """
         self._books.now = now
         num_loads = self._tickets.num_open(Direction.LOAD)
-        ticket = self._tickets.open(Direction.LOAD, keys, into, now, deadline, tenant)
+        ticket = self._tickets.open(Direction.LOAD, keys, into, now, deadline, tenant, heads)
         if num_loads >= self._limits.max_pending_loads:
             ticket.num_planned = len(keys)
             ticket.judge(range(len(keys)), Verdict.DROPPED)
@@ -158,11 +160,16 @@ class TierStack:
         return ticket.id
 
     def save(
-        self, keys: Sequence[BlockKey], source: Sequence[Slot], now: float, tenant: str = ""
+        self,
+        keys: Sequence[BlockKey],
+        source: Sequence[Slot],
+        now: float,
+        tenant: str = "",
+        heads: Collection[int] = (),
     ) -> TicketId:
         """Start copying device slots into HOST. What is there, or coming, is not copied again."""
         self._books.now = now
-        ticket = self._tickets.open(Direction.SAVE, keys, source, now, None, tenant)
+        ticket = self._tickets.open(Direction.SAVE, keys, source, now, None, tenant, heads)
         self._plan(ticket)
         return ticket.id
 
@@ -196,10 +203,12 @@ class TierStack:
         if self._looks is None:
             return
         self._books.now = now
-        ready = [key for key in keys if self._host.is_ready(key)]
+        positions = [place for place, key in enumerate(keys) if self._host.is_ready(key)]
+        ready = [keys[position] for position in positions]
         for key in ready:
             self._host.touch(key)
-        self._write_down.offer(ready, tenant)
+        before = [keys[position - 1] if position else None for position in positions]
+        self._write_down.offer(ready, tenant, before)
 
     def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
         """Where in HOST these blocks can be read until unpinned; None for what is not there."""

@@ -101,6 +101,8 @@ class Transfer:
     target_slots: tuple[Slot, ...]
     deadline: float | None = None  # on the Clock that books and transfers share
     tenants: tuple[str, ...] = ()  # per block, whose it is; empty: nobody's in particular
+    # Per block, whether it is the next of its chain behind the one before it; empty: none is.
+    follows: tuple[bool, ...] = ()
 
     @property
     def direction(self) -> Direction:

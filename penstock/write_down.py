@@ -21,6 +21,7 @@ from penstock.write_gate import WriteGate
 class _Queued(NamedTuple):
     slot: Slot
     tenant: str
+    before: BlockKey | None  # the block that it follows in its chain
 
 
 class WriteDown:
@@ -43,14 +44,20 @@ class WriteDown:
         self._queued: dict[Tier, OrderedDict[BlockKey, _Queued]] = {
             tier: OrderedDict() for tier in self.tiers
         }
-        self._later: dict[Tier, OrderedDict[BlockKey, str]] = {
+        self._later: dict[Tier, OrderedDict[BlockKey, tuple[str, BlockKey | None]]] = {
             tier: OrderedDict() for tier in self.tiers
         }
         self._num_flying = dict.fromkeys(self.tiers, 0)
         books.on_host_removed = self._forget
 
-    def offer(self, keys: Sequence[BlockKey], tenant: str = "") -> None:
-        """Queue READY blocks of HOST for every tier below that lacks and wants them."""
+    def offer(
+        self, keys: Sequence[BlockKey], tenant: str = "", before: Sequence[BlockKey | None] = ()
+    ) -> None:
+        """Queue READY blocks of HOST for every tier below that lacks and wants them.
+
+        `before` names the block that each of them follows in its chain, where that is known.
+        """
+        followed = dict(zip(keys, before, strict=False))
         for tier in self.tiers:
             ledger, queued, later = self._books.lower[tier], self._queued[tier], self._later[tier]
             wanted = [
@@ -62,8 +69,8 @@ class WriteDown:
             room = self._room(tier)
             now = wanted[:room]
             leased = zip(now, self._books.host.lease(now), strict=True)
-            queued.update((key, _Queued(slot, tenant)) for key, slot in leased)
-            later.update(dict.fromkeys(wanted[room:], tenant))
+            queued.update((key, _Queued(slot, tenant, followed.get(key))) for key, slot in leased)
+            later.update((key, (tenant, followed.get(key))) for key in wanted[room:])
 
     def can_plan(self, tier: Tier) -> bool:
         """Whether there is something to write, and a slot to write it to."""
@@ -76,9 +83,9 @@ class WriteDown:
         max_blocks = self._max_transfer_blocks
         num_more = min(len(later), max_blocks - len(queued), self._room(tier))
         for _ in range(num_more):
-            key, tenant = later.popitem(last=False)
+            key, (tenant, previous) = later.popitem(last=False)
             (slot,) = self._books.host.lease([key])
-            queued[key] = _Queued(slot, tenant)
+            queued[key] = _Queued(slot, tenant, previous)
         num_blocks = min(len(queued), self._books.lower[tier].num_claimable, max_blocks)
         batch = [queued.popitem(last=False) for _ in range(num_blocks)]
         # Another instance may have been seen to write it meanwhile.
@@ -96,6 +103,10 @@ class WriteDown:
             [entry.slot for _, entry in batch],
             slots,
             tenants=tenants if any(tenants) else (),
+            follows=[
+                index > 0 and entry.before == keys[index - 1]
+                for index, (_, entry) in enumerate(batch)
+            ],
         )
 
     def settle(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:

@@ -125,20 +125,29 @@ class _Auditor:
             return "it has no head that can be read"
         if facts.encrypted and not self._secret:
             return "it is encrypted, and there is no secret"
-        spec = BlockSpec(facts.namespace, len(item.body), 1)
+        num_bytes = len(item.body)
+        # Several blocks may lie in one value (see `stores.packs`), each behind a head of its own.
+        is_whole = (HEAD_BYTES + num_bytes) % (HEAD_BYTES + facts.block_bytes) == 0
+        size = facts.block_bytes if is_whole else num_bytes
+        spec = BlockSpec(facts.namespace, size, 1)
         envelope = Envelope(spec, secret=self._secret, encrypt=facts.encrypted)
         if envelope.prefix != parts[1]:
             return "its head is damaged, or of another namespace"
         self._ours.add(parts[1])  # under no other secret does this namespace have this prefix
-        key = BlockKey(bytes.fromhex(parts[2]))
-        if facts.block_bytes != len(item.body):
-            return f"it has {len(item.body):,} bytes where its head says {facts.block_bytes:,}"
-        if facts.encrypted:
-            error = envelope.judge_head(key, head, now=0.0)
-        else:
-            error = envelope.open(key, "", head, item.body, now=0.0)
-        if error is not None:
-            return str(error)
+        if not is_whole:
+            return f"it has {num_bytes:,} bytes where its head says {facts.block_bytes:,}"
+        values = [item, *_more_values(item, size)]
+        for number, value in enumerate(values, 1):
+            mine = bytes(value.head)
+            key = facts.key if (found := read_head(mine)) is None else found.key
+            if number == len(values):
+                key = BlockKey(bytes.fromhex(parts[2]))  # the last one gives it its name
+            if facts.encrypted:
+                error = envelope.judge_head(key, mine, now=0.0)
+            else:
+                error = envelope.open(key, "", mine, value.body[:size], now=0.0)
+            if error is not None:
+                return str(error)
         if facts.expires is not None and facts.expires <= self._now:
             self._found.num_expired += 1
         elif facts.encrypted:
@@ -157,6 +166,14 @@ class _Auditor:
 def _new_items(batch: Sequence[tuple[str, int]]) -> list[Item]:
     whole = [(name, memoryview(bytearray(num_bytes))) for name, num_bytes in batch]
     return [Item(name, value[:HEAD_BYTES], value[HEAD_BYTES:]) for name, value in whole]
+
+
+def _more_values(pack: Item, block_bytes: int) -> Iterator[Item]:
+    """Those behind the first."""
+    rest = pack.body[block_bytes:]
+    while rest:
+        yield Item(pack.name, rest[:HEAD_BYTES], rest[HEAD_BYTES : HEAD_BYTES + block_bytes])
+        rest = rest[HEAD_BYTES + block_bytes :]
 
 
 def _get(client: Client, items: Sequence[Item]) -> list[bool]:

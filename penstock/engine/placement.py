@@ -36,9 +36,15 @@ class Tiers(Protocol):
         *,
         patience_seconds: float | None = None,
         tenant: str = "",
+        heads: Collection[int] = (),
     ) -> TicketId: ...
     def save(
-        self, keys: Sequence[BlockKey], source: Sequence[Slot], *, tenant: str = ""
+        self,
+        keys: Sequence[BlockKey],
+        source: Sequence[Slot],
+        *,
+        tenant: str = "",
+        heads: Collection[int] = (),
     ) -> TicketId: ...
     def cancel(self, ticket: TicketId) -> None: ...
     def is_in_host(self, key: BlockKey) -> bool: ...
@@ -155,13 +161,22 @@ class Placement:
 
     # Saves.
 
-    def save(self, keys: Sequence[BlockKey], slots: Sequence[Slot], tenant: str = "") -> None:
-        """Copy complete blocks to HOST; they are held until that has ended."""
+    def save(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        tenant: str = "",
+        heads: Collection[int] = (),
+    ) -> None:
+        """Copy complete blocks to HOST; they are held until that has ended.
+
+        `heads` are the positions of those that do not follow the one before them in a chain.
+        """
         if self._tiers is None or not keys:
             return
         self._pool.hold(slots)
         self._being_saved.update(keys)
-        self._saving[self._tiers.save(keys, slots, tenant=tenant)] = list(slots)
+        self._saving[self._tiers.save(keys, slots, tenant=tenant, heads=heads)] = list(slots)
 
     def settle(self, done: Done) -> bool:
         """Whether it was a save or a migration that has ended, and not a sequence's load."""
@@ -224,7 +239,7 @@ class Placement:
         for request, index in victims:
             self._chill(running, request, index)
         if len(victims) < count:  # HOST lost them, or had no room: once more
-            self.save(list(unsaved), list(unsaved.values()))
+            self.save(list(unsaved), list(unsaved.values()), heads=range(len(unsaved)))
 
     def _chill(self, running: Sequence[Request], request: Request, index: int) -> None:
         assert self._tiers is not None
@@ -258,7 +273,9 @@ class Placement:
                 wanted.setdefault(request.tenant, {})[key] = (index, taken[0])
         for tenant, targets in wanted.items():
             slots = [slot for _, slot in targets.values()]
-            ticket = self._tiers.load(list(targets), slots, tenant=tenant)
+            ticket = self._tiers.load(
+                list(targets), slots, tenant=tenant, heads=range(len(targets))
+            )
             self._returning[ticket] = targets
 
     def _returned(self, done: Done, targets: dict[BlockKey, tuple[int, Slot]]) -> None:

@@ -165,6 +165,7 @@ class Scheduler:
     def computed(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' KV is on the device: name and save the blocks that became complete."""
         complete: dict[str, dict[BlockKey, Slot]] = {}  # by tenant
+        heads: dict[str, set[int]] = {}  # where in these another request's begin
         for chunk in chunks:
             request = chunk.request
             if request.phase is not Phase.RUNNING:
@@ -173,13 +174,16 @@ class Scheduler:
             again = min(request.num_computed, request.max_computed) - chunk.start
             request.num_recomputed_tokens += max(0, again)
             request.max_computed = max(request.max_computed, request.num_computed)
+            blocks = complete.setdefault(request.tenant, {})
+            heads.setdefault(request.tenant, set()).add(len(blocks))
             for index in range(request.num_named, request.num_computed // self._block_tokens):
                 key, slot = request.chain.keys[index], request.table.slot(index)
                 self._pool.name(slot, key)
-                complete.setdefault(request.tenant, {}).setdefault(key, slot)
+                if blocks.setdefault(key, slot) != slot:  # another has just computed the same
+                    heads[request.tenant].add(len(blocks))
             request.num_named = request.num_computed // self._block_tokens
         for tenant, blocks in complete.items():
-            self.placement.save(list(blocks), list(blocks.values()), tenant)
+            self.placement.save(list(blocks), list(blocks.values()), tenant, heads[tenant])
 
     def settle(self, done: Done) -> Request | None:
         """A load or save has ended; of a load, the request that goes on."""

@@ -19,6 +19,7 @@ class Block(NamedTuple):
     slot: Slot
     memory: memoryview
     tenant: str = ""
+    follows: bool = False  # it is the next of its chain behind the one before it in the batch
 
 
 Found = tuple[Slot, BlockKey | None]

@@ -86,14 +86,21 @@ class RemoteStore(WholeBlocks):
     def name(self, key: BlockKey) -> str:
         return self.prefix + key.hex()
 
-    def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which of these are there, in as few round trips as the store can. Raises StoreError."""
-        return self.client.exists([self.name(key) for key in keys])
+    def exists(self, keys: Sequence[BlockKey], limit: int) -> list[bool]:
+        """Which of the first `limit` are there, in as few round trips as the store can.
+
+        The keys are those of a prompt, in order. Raises StoreError.
+        """
+        return self.client.exists([self.name(key) for key in keys[:limit]])
 
     def digest(self, memory: memoryview) -> bytes:
         return self._envelope.digest(memory[: self._block_bytes])
 
     def write(self, blocks: Sequence[Block], digests: Digests) -> Answers:
+        return self.client.put(self._sealed(blocks, digests), self._ttl_seconds)
+
+    def _sealed(self, blocks: Sequence[Block], digests: Digests) -> list[Item]:
+        """The values to be written."""
         now = self._now()
         items = []
         for block, digest in zip(blocks, digests(), strict=True):
@@ -103,26 +110,27 @@ class RemoteStore(WholeBlocks):
             else:
                 head = self._envelope.pack(block.key, digest, now)
             items.append(Item(self.name(block.key), memoryview(head), body))
-        return self.client.put(items, self._ttl_seconds)
+        return items
 
     def read(self, blocks: Sequence[Block]) -> Verify:
-        heads = [bytearray(HEAD_BYTES) for _ in blocks]
-        items = [
-            Item(self.name(block.key), memoryview(head), block.memory[: self._block_bytes])
-            for block, head in zip(blocks, heads, strict=True)
-        ]
+        items = [self._empty(block) for block in blocks]
         answers = self.client.get(items)
+        return lambda: self._opened(blocks, items, answers)
 
-        def verify() -> Answers:
-            now = self._now()
-            return [
-                self._envelope.open(block.key, block.tenant, bytes(item.head), item.body, now)
-                if answer is None
-                else answer
-                for block, item, answer in zip(blocks, items, answers, strict=True)
-            ]
+    def _empty(self, block: Block) -> Item:
+        """A value to be filled."""
+        head = memoryview(bytearray(HEAD_BYTES))
+        return Item(self.name(block.key), head, block.memory[: self._block_bytes])
 
-        return verify
+    def _opened(self, blocks: Sequence[Block], items: Sequence[Item], answers: Answers) -> Answers:
+        """Judge what came."""
+        now = self._now()
+        return [
+            self._envelope.open(block.key, block.tenant, bytes(item.head), item.body, now)
+            if answer is None
+            else answer
+            for block, item, answer in zip(blocks, items, answers, strict=True)
+        ]
 
     def drop(self, key: BlockKey, slot: Slot) -> None:
         if self._read_only:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from penstock.config import RemoteConfig, without_password
 from penstock.errors import ConfigError
 from penstock.stores.envelope import Envelope
+from penstock.stores.packs import PackedStore
 from penstock.stores.remote import Client, RemoteStore
 from penstock.types import BlockSpec
 
@@ -68,6 +69,12 @@ def open_remote(config: RemoteConfig, spec: BlockSpec, *, secret: bytes) -> Remo
     assert config.url is not None
     envelope = Envelope(spec, secret=secret, encrypt=config.encrypt, ttl_seconds=config.ttl_seconds)
     client = open_client(config.url, config.timeout_seconds)
-    return RemoteStore(
-        client, spec, envelope, ttl_seconds=config.ttl_seconds, read_only=config.read_only
+    likes_large = hasattr(client, "put_packs")
+    make = PackedStore if likes_large else RemoteStore
+    return make(
+        cast(Any, client),
+        spec,
+        envelope,
+        ttl_seconds=config.ttl_seconds,
+        read_only=config.read_only,
     )

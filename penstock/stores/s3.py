@@ -34,6 +34,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena
+from penstock.stores.packs import Stretch
 from penstock.stores.remote import Item, Listed
 
 SCHEMES = ("s3", "gs", "az", "file")
@@ -58,6 +59,7 @@ _SHAPES = {
 _ENDPOINT_VARIABLE = re.compile(r"AWS_ENDPOINT(_URL(_S3)?)?|AZURE_(STORAGE_)?ENDPOINT")
 _EXPECTED = "expected s3://bucket/prefix, gs://bucket, az://container or file:///existing/folder"
 _FULL = re.compile("507 Insufficient Storage|QuotaExceeded|StorageFull|No space left|Disk quota")
+_NO_RANGE = re.compile("416 Range Not Satisfiable|InvalidRange|[Rr]ange.*(larger|invalid|past)")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 
 _Thing = TypeVar("_Thing")
@@ -74,8 +76,7 @@ class ObjectClient:
 
     def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers:
         # Object stores expire by rules of the bucket; when a value does is said by its head.
-        with _Gate() as gate:
-            return self._each(self._values, lambda item: self._put(item, gate), items)
+        return self.put_packs([[item] for item in items])
 
     def get(self, items: Sequence[Item]) -> Answers:
         with _Gate() as gate:
@@ -86,6 +87,18 @@ class ObjectClient:
         # the fleet holds, so it is cheaper only if those are few more than the names asked for.
         found = self._each(self._heads, partial(obstore.head, self._store), names)
         return [not isinstance(one, Missing) and bool(_sound(one)) for one in found]
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        found = self._each(self._heads, partial(obstore.head, self._store), names)
+        return [None if isinstance(one, Missing) else int(_sound(one)["size"]) for one in found]
+
+    def put_packs(self, packs: Sequence[Sequence[Item]]) -> Answers:
+        with _Gate() as gate:
+            return self._each(self._values, lambda pack: self._put(pack, gate), packs)
+
+    def get_stretches(self, stretches: Sequence[Stretch]) -> Answers:
+        with _Gate() as gate:
+            return self._each(self._values, lambda some: self._get_stretch(some, gate), stretches)
 
     def remove(self, names: Sequence[str]) -> None:
         # Elsewhere than on S3 a bulk request ends at the first name that is not there.
@@ -107,10 +120,23 @@ class ObjectClient:
         for pool in (self._values, self._heads):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _put(self, item: Item, gate: _Gate) -> None:
+    def _put(self, pack: Sequence[Item], gate: _Gate) -> None:
         with gate.passed():
-            value = b"".join((item.head, item.body))
-        obstore.put(self._store, item.name, value, use_multipart=False)
+            value = b"".join(part for item in pack for part in (item.head, item.body))
+        obstore.put(self._store, pack[-1].name, value, use_multipart=False)
+
+    def _get_stretch(self, stretch: Stretch, gate: _Gate) -> None:
+        length = stretch.num_bytes
+        value = memoryview(
+            obstore.get_range(self._store, stretch.name, start=stretch.start, length=length)
+        )
+        if len(value) != length:
+            raise Corrupt(f"a remote value ends after {len(value)} of {length} bytes")
+        with gate.passed():
+            for item in stretch.items:
+                body = len(item.head)
+                item.head[:], item.body[:] = value[:body], value[body : item.num_bytes]
+                value = value[item.num_bytes :]
 
     def _get(self, item: Item, gate: _Gate) -> None:
         found = obstore.get(self._store, item.name)
@@ -183,6 +209,8 @@ def _told(error: BaseException) -> StoreError:
     text = str(error)
     if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(text):
         return Missing("the remote store does not hold this block (any more)")
+    if _NO_RANGE.search(text):
+        return Corrupt("a remote value is shorter than it should be")
     # The first line is for people, and a query in it may be a signature.
     line = re.sub(r"\?\S*", "", text.partition("\n")[0])
     kind = Full if _FULL.search(text) else StoreError

@@ -9,7 +9,8 @@ from penstock.errors import StoreError
 from penstock.transfer.pool import DaemonPool
 from penstock.types import Answer, BlockKey, Question
 
-Exists = Callable[[Sequence[BlockKey]], list[bool]]
+Exists = Callable[[Sequence[BlockKey], int], list[bool]]
+"""(blocks of a prompt in order, how many of them to look for) to which of those are there."""
 
 _NUM_THREADS = 2
 # Blocks are saved from the front: behind a stretch that lacks one, the rest is hardly there. The
@@ -39,8 +40,7 @@ class Asker:
         num_blocks = _FIRST_BLOCKS
         try:
             while len(present) < len(question.keys) and all(present):
-                stretch = question.keys[len(present) :][:num_blocks]
-                present += self._exists(stretch)
+                present += self._exists(question.keys[len(present) :], num_blocks)
                 num_blocks = min(_GROWTH * num_blocks, _MAX_BLOCKS)
         except StoreError as fault:
             error = str(fault)

@@ -128,10 +128,11 @@ class StoreMover(Mover):
     ) -> list[Block]:
         keys = transfer.keys
         tenants = transfer.tenants or ("",) * len(keys)
+        follows = transfer.follows or (False,) * len(keys)
         return [
-            Block(key, slot, self._host.view(host_slot), tenant)
-            for key, slot, host_slot, tenant in zip(
-                keys, store_slots, host_slots, tenants, strict=True
+            Block(key, slot, self._host.view(host_slot), tenant, is_next)
+            for key, slot, host_slot, tenant, is_next in zip(
+                keys, store_slots, host_slots, tenants, follows, strict=True
             )
         ]
 

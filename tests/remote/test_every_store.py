@@ -10,6 +10,8 @@ import pytest
 from instance import Instance
 from tools import keys_of
 
+from penstock.stores.envelope import HEAD_BYTES
+from penstock.stores.packs import PackedStore
 from penstock.stores.remote import Item, RemoteStore
 from penstock.types import Tier, Verdict
 from servers import is_skipped
@@ -85,14 +87,20 @@ def test_a_damaged_value_is_a_miss_and_is_replaced(instances: Callable[[], Insta
     a, b, c = instances(), instances(), instances()
     a.save(keys)
     store = store_of(a)
-    head, body = memoryview(bytearray(192)), memoryview(bytearray(a.spec.block_bytes))
-    value = Item(store.name(keys[2]), head, body)
+    is_packed = isinstance(store, PackedStore)
+    value_bytes = HEAD_BYTES + a.spec.block_bytes
+    whole = memoryview(bytearray(4 * value_bytes if is_packed else value_bytes))
+    name = store.name(keys[3 if is_packed else 2])
+    value = Item(name, whole[:HEAD_BYTES], whole[HEAD_BYTES:])
     assert store.client.get([value]) == [None]
-    body[1000] ^= 1
+    whole[(2 * value_bytes if is_packed else 0) + HEAD_BYTES + 1000] ^= 1  # in the third block
     assert store.client.put([value], None) == [None]
     assert b.look(keys) == 4
     verdicts = b.load(keys).verdicts
-    assert verdicts == (Verdict.OK, Verdict.OK, Verdict.CORRUPT, Verdict.OK)
+    if is_packed:
+        assert verdicts == (Verdict.CORRUPT,) * 4, "nothing of a damaged pack is believed"
+    else:
+        assert verdicts == (Verdict.OK, Verdict.OK, Verdict.CORRUPT, Verdict.OK)
     b.save(keys)
     assert c.look(keys) == 4
     assert c.load(keys).ok
