@@ -33,7 +33,7 @@ class DevicePool:
             size = format_bytes(math.prod(shape) * dtype.itemsize)
             raise ConfigError(
                 f"the device pool of {size} does not fit {device} ({str(error).splitlines()[0]}); "
-                "make it smaller, or free the device's memory."
+                "lower device_kv_gib, or free the device's memory."
             ) from None
         self.num_slots = num_blocks
         self.block_bytes = self.tensor[0].numel() * self.tensor.element_size()

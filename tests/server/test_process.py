@@ -65,7 +65,7 @@ def test_stopped_while_it_loads(tiny: Path) -> None:
     [
         ({"dtype": "int3"}, "dtype is 'int3'"),
         ({"device_kv_gib": 1e-6}, "holds not one block"),
-        ({"device_kv_gib": 1e6}, "cannot be opened"),
+        ({"device_kv_gib": 1e6}, "does not fit"),
     ],
     ids=str,
 )
