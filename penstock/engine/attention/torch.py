@@ -7,20 +7,23 @@ together where there is a kernel for that.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+log = logging.getLogger(__name__)
+
 NAME = "penstock"
 _LONG_PAST = 1024  # tokens: from here on two passes beat one with a mask
 # cuDNN makes a plan for every new shape, in 60 ms: it gets large ones, of few lengths.
 _CUDNN_TOKENS = 1024
 _CUDNN_PAIRS = 1 << 24  # of a new token and one before it
+_without_cudnn: set[torch.device] = set()  # those that were seen to lack it
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +178,10 @@ def _suits_cudnn(query: Tensor, key: Tensor) -> bool:
     )
 
 
-@cache
 def _has_cudnn(device: torch.device) -> bool:
     cuda: Any = torch.backends.cuda  # carries no types
+    if device in _without_cudnn:
+        return False
     return bool(cuda.cudnn_sdp_enabled()) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -187,8 +191,12 @@ def prepare(num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor) -> N
     query = like.new_zeros((1, num_heads, tokens, head_dim))
     key = like.new_zeros((1, num_kv_heads, tokens, head_dim))
     if _suits_cudnn(query, key):
-        for is_causal in (True, False):
-            _flash(query, key, key, is_causal, 1.0)
+        try:
+            for is_causal in (True, False):
+                _flash(query, key, key, is_causal, 1.0)
+        except RuntimeError as error:
+            log.info("cuDNN's attention cannot be had, torch's own is used: %s", error)
+            _without_cudnn.add(like.device)
 
 
 def register() -> None:
