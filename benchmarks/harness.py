@@ -74,9 +74,10 @@ def block_spec(block_bytes: int) -> BlockSpec:
     return BlockSpec(bytes(32), block_bytes, 16)
 
 
-def filled_arena(spec: BlockSpec, num_slots: int) -> HostArena:
+def filled_arena(spec: BlockSpec, num_slots: int, headroom_bytes: int = 0) -> HostArena:
     """Every slot different and none compressible to a constant: zeros run faster than data."""
-    arena = HostArena(spec, num_slots * spec.stride_bytes)
+    size_bytes = num_slots * (spec.stride_bytes + headroom_bytes)
+    arena = HostArena(spec, size_bytes, headroom_bytes=headroom_bytes)
     pattern = bytes((i * 131 + i // 251) % 256 for i in range(4096))
     for number in range(num_slots):
         view = arena.view(Slot(number))

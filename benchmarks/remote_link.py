@@ -36,7 +36,7 @@ from penstock.config import RemoteConfig
 from penstock.machine import remote_threads
 from penstock.stores.host import HostArena
 from penstock.stores.remote import Client
-from penstock.stores.remotes import open_remote
+from penstock.stores.remotes import headroom_bytes, open_remote
 from penstock.types import Slot, Tier
 
 TOTAL_BYTES = 192 * MIB
@@ -76,7 +76,8 @@ def _measure_with(
     for label, block_bytes in SIZES.items():
         spec = block_spec(block_bytes)
         num = TOTAL_BYTES // spec.stride_bytes
-        host, raw_memory = filled_arena(spec, num), filled_arena(spec, num)
+        host = filled_arena(spec, num, headroom_bytes(url))
+        raw_memory = filled_arena(spec, num)
         remote = open_remote(RemoteConfig(url=url, timeout_seconds=60.0), spec, secret=secret)
         remote.client.register(host)
         with ExitStack() as opened:

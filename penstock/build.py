@@ -19,7 +19,7 @@ from penstock.policies import POLICIES
 from penstock.stores.base import Arena
 from penstock.stores.disk import DiskStore
 from penstock.stores.host import ArenaHandle, HostArena
-from penstock.stores.remotes import open_remote
+from penstock.stores.remotes import headroom_bytes, open_remote
 from penstock.tiers import Limits, TierStack
 from penstock.transfer.delegate import DelegatingEngine, Engine
 from penstock.transfer.engine import LaneSpec, TransferEngine
@@ -103,6 +103,7 @@ def _host(config: Config, spec: BlockSpec, *, shared: bool = False) -> HostArena
         huge_pages=config.host.huge_pages,
         numa_node=config.host.numa_node,
         shared=shared,
+        headroom_bytes=headroom_bytes(config.remote.url),
     )
 
 

@@ -210,7 +210,7 @@ class DiskStore(WholeBlocks):
         descriptor = self._open_slab(number, grow_to=offset + num_bytes)
         empty = slab.empty_record(next(self._generations))
         self._write_records(first, [empty] * len(run))
-        written = os.pwritev(descriptor, [block.memory for block in run], offset)
+        written = os.pwritev(descriptor, self._memory(run), offset)
         if written != num_bytes:
             raise OSError(errno.ENOSPC, f"only {written} of {num_bytes} bytes were written")
         self._write_records(first, [self._pack(block, digest(block)) for block in run])
@@ -229,12 +229,16 @@ class DiskStore(WholeBlocks):
             descriptor = self._open_slab(number)
         except FileNotFoundError:
             return [Missing(f"slab {number} of {self.directory} is gone")] * len(run)
-        num_read = os.preadv(descriptor, [block.memory for block in run], offset)
+        num_read = os.preadv(descriptor, self._memory(run), offset)
         if num_read != num_bytes:
             if len(run) > 1:
                 raise OSError(errno.EIO, "short read")  # each block is tried by itself
             return [Corrupt(f"slot {first} of {self.directory} is cut off")]
         return answers
+
+    def _memory(self, run: Sequence[Block]) -> list[memoryview]:
+        """As much of each slot as is kept here: in DRAM there may be room behind."""
+        return [block.memory[: self._geometry.stride_bytes] for block in run]
 
     def _judge(self, block: Block, record: Record | None) -> StoreError | Record:
         """The record, if it vouches for the block that is asked for."""

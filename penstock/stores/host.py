@@ -52,9 +52,11 @@ class HostArena:
         huge_pages: bool = True,
         numa_node: int | None = None,
         shared: bool = False,
+        headroom_bytes: int = 0,
     ) -> None:
+        """`headroom_bytes`, in whole pages, are left free behind each block."""
         self.block_bytes = spec.block_bytes
-        self.stride_bytes = spec.stride_bytes
+        self.stride_bytes = spec.stride_bytes + headroom_bytes
         self.num_slots = size_bytes // self.stride_bytes
         if self.num_slots < 1:
             raise ConfigError(

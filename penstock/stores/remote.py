@@ -107,9 +107,12 @@ class RemoteStore(WholeBlocks):
             body = block.memory[: self._block_bytes]
             if self._envelope.encrypts:
                 head, body = self._envelope.encrypt(block.key, block.tenant, body, now)
-            else:
-                head = self._envelope.pack(block.key, digest, now)
-            items.append(Item(self.name(block.key), memoryview(head), body))
+                items.append(Item(self.name(block.key), memoryview(head), body))
+                continue
+            # Right behind the block, if there is room: then both are one piece of memory.
+            room = self._head_room(block)
+            room[:] = self._envelope.pack(block.key, digest, now)
+            items.append(Item(self.name(block.key), room, body))
         return items
 
     def read(self, blocks: Sequence[Block]) -> Verify:
@@ -119,8 +122,12 @@ class RemoteStore(WholeBlocks):
 
     def _empty(self, block: Block) -> Item:
         """A value to be filled."""
-        head = memoryview(bytearray(HEAD_BYTES))
+        head = self._head_room(block)
         return Item(self.name(block.key), head, block.memory[: self._block_bytes])
+
+    def _head_room(self, block: Block) -> memoryview:
+        room = block.memory[self._block_bytes : self._block_bytes + HEAD_BYTES]
+        return room if len(room) == HEAD_BYTES else memoryview(bytearray(HEAD_BYTES))
 
     def _opened(self, blocks: Sequence[Block], items: Sequence[Item], answers: Answers) -> Answers:
         """Judge what came."""

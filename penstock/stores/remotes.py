@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
@@ -38,6 +39,12 @@ _KINDS = (
     _Kind("penstock.stores.memory", "open_shared", "", "", ("memory",)),  # for trials
 )
 SCHEMES = tuple(scheme for kind in _KINDS for scheme in kind.schemes)
+
+
+def headroom_bytes(url: str | None) -> int:
+    """What a store would like to have free behind each block in DRAM, for the head."""
+    wants = url is not None and url.lower().startswith("mooncake://")
+    return mmap.PAGESIZE if wants else 0
 
 
 def open_client(url: str, timeout_seconds: float) -> Client:

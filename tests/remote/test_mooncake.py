@@ -17,7 +17,7 @@ from client_contract import BODY_BYTES, ClientContract, item, items
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.envelope import HEAD_BYTES
 from penstock.stores.mooncake import MooncakeClient
-from penstock.stores.mooncake_cargo import address_of
+from penstock.stores.mooncake_cargo import Cargo, address_of
 from penstock.stores.remote import Item
 from servers import is_skipped
 from servers.mooncake_master import MooncakeMaster, why_not
@@ -343,3 +343,32 @@ def _put_at_last(client: MooncakeClient, name: str) -> None:
     while client.put(items([name]), None) != [None]:
         assert time.monotonic() < end
         time.sleep(0.2)
+
+
+def test_a_block_with_its_head_behind_it_crosses_in_one_piece() -> None:
+    body_bytes, memory = 5000, memoryview(bytearray(2 * (5000 + 192)))
+    start = address_of(memory)
+
+    def address(part: memoryview) -> int:
+        inside = start <= (place := address_of(part)) < start + len(memory)
+        return place if inside else 0
+
+    def item(number: int) -> Item:
+        slot = memory[number * (body_bytes + 192) :][: body_bytes + 192]
+        return Item(f"{number}", slot[body_bytes:], slot[:body_bytes])
+
+    alone = Item("alone", memoryview(bytearray(192)), memoryview(bytearray(b"b" * body_bytes)))
+    apart = Item("apart", memoryview(bytearray(b"h" * 192)), memory[:body_bytes])
+    taken: list[memoryview] = []
+
+    def take(num_bytes: int) -> memoryview:
+        taken.append(memoryview(bytearray(num_bytes)))
+        return taken[-1]
+
+    cargo = Cargo([item(0), item(1), alone, apart], address, take)
+    assert cargo.sizes == [[5192], [5192], [5192], [5000, 192]]
+    assert cargo.addresses[:2] == [[start], [start + 5192]]
+    assert len(taken[0]) == 5192 + 192, "what lies elsewhere is copied"
+    cargo.load()
+    assert taken[0][:5000] == b"b" * 5000
+    assert taken[0][5192:] == b"h" * 192

@@ -39,8 +39,10 @@ from penstock.errors import (
     StoreError,
 )
 from penstock.stores import disk, slab
+from penstock.stores.base import Block
 from penstock.stores.directory import remove_store_files
 from penstock.stores.disk import DiskStore
+from penstock.stores.host import HostArena
 from penstock.types import BlockKey, BlockSpec, Slot
 
 Stores = Callable[..., DiskStore]
@@ -814,3 +816,21 @@ def test_a_start_without_room_serves_or_is_refused_and_leaves_nothing_open(
             stores().close()
     assert len(os.listdir("/proc/self/fd")) == before
     stores()
+
+
+def test_room_behind_a_block_in_dram_stays_there(stores: Stores) -> None:
+    """Some stores want a head right behind the block: a disk keeps the block alone."""
+    store, keys = stores(), keys_of(6)
+    arena = HostArena(spec(), 6 * (spec().stride_bytes + 4096), headroom_bytes=4096)
+    assert arena.num_slots == 6
+    blocks = [Block(key, Slot(n), arena.view(Slot(n))) for n, key in enumerate(keys)]
+    for block in blocks:
+        block.memory[: spec().block_bytes] = content(block.key)
+        block.memory[spec().stride_bytes :] = b"\x55" * 4096
+    assert store.put(blocks) == [None] * 6
+    for block in blocks:
+        block.memory[: spec().stride_bytes] = bytes(spec().stride_bytes)
+    assert store.get(blocks) == [None] * 6
+    for block in blocks:
+        assert block.memory[: spec().block_bytes] == content(block.key)
+        assert block.memory[spec().stride_bytes :] == b"\x55" * 4096
