@@ -16,14 +16,22 @@ from penstock.types import Tier, Transfer, TransferId, Verdict
 class Hop:
     """Checksums, heads or records, and verification included."""
 
-    def __init__(self, store: Store, host: HostArena, tier: Tier, num_threads: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        host: HostArena,
+        tier: Tier,
+        num_threads: int,
+        batch_bytes: int | None = None,
+    ) -> None:
         self._store = store
         self._tier = tier
         seals = Seals(host)
-        self._keys, self._slots = fresh_keys(host.num_slots, 0), slots_up_to(host.num_slots)
-        seals.seal(self._keys, self._slots)
+        self.keys, self._slots = fresh_keys(host.num_slots, 0), slots_up_to(host.num_slots)
+        seals.seal(self.keys, self._slots)
         mover = StoreMover(host, store, seals)
-        self._step = max(1, TransferConfig().batch_bytes // 2 // host.block_bytes)
+        batch_bytes = batch_bytes or TransferConfig().batch_bytes // 2
+        self._step = max(1, batch_bytes // host.block_bytes)
         self._engine = TransferEngine({tier: LaneSpec(mover, num_threads)}, SystemClock())
 
     def __enter__(self) -> Hop:
@@ -40,10 +48,10 @@ class Hop:
         return seconds_of(lambda: self._run(self._tier, Tier.HOST))
 
     def _run(self, source: Tier, target: Tier) -> None:
-        starts = range(0, len(self._keys), self._step)
+        starts = range(0, len(self.keys), self._step)
         for start in starts:
             part = slice(start, start + self._step)
-            keys, slots = tuple(self._keys[part]), tuple(self._slots[part])
+            keys, slots = tuple(self.keys[part]), tuple(self._slots[part])
             follows = (False, *[True] * (len(keys) - 1))  # as a prompt's blocks do
             transfer = Transfer(
                 TransferId(start), source, target, keys, slots, slots, follows=follows

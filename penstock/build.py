@@ -19,7 +19,7 @@ from penstock.policies import POLICIES
 from penstock.stores.base import Arena
 from penstock.stores.disk import DiskStore
 from penstock.stores.host import ArenaHandle, HostArena
-from penstock.stores.remotes import headroom_bytes, open_remote
+from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote
 from penstock.tiers import Limits, TierStack
 from penstock.transfer.delegate import DelegatingEngine, Engine
 from penstock.transfer.engine import LaneSpec, TransferEngine
@@ -49,7 +49,7 @@ def build_offloader(
     seals = Seals(host, checksums=config.host.verify, memory=host.seals)
     mover = CopyMover(device, host, seals) if device_mover is None else device_mover(host, seals)
     lanes = {Tier.HOST: LaneSpec(mover, config.transfer.copy_threads)}
-    limits = _limits(config.transfer, spec)
+    limits = _limits(config.transfer, config.remote, spec)
     return _assemble(
         config, spec, host, seals, lanes, lambda engine: engine, limits, clock, observers
     )
@@ -91,7 +91,7 @@ def build_delegated(
         delegates.append(DelegatingEngine(below, seals, num_workers))
         return delegates[0]
 
-    limits = _in_one(_limits(config.transfer, spec))
+    limits = _in_one(_limits(config.transfer, config.remote, spec))
     offloader = _assemble(config, spec, host, seals, {}, delegate, limits, clock, observers)
     return Delegated(offloader, delegates[0], host.handle)
 
@@ -186,10 +186,16 @@ def _secret() -> bytes:
     return os.environ.get(ENV_REMOTE_SECRET, "").strip().encode()
 
 
-def _limits(transfer: TransferConfig, spec: BlockSpec) -> Limits:
+def _remote_blocks(remote: RemoteConfig, spec: BlockSpec) -> int | None:
+    size = None if remote.url is None else batch_bytes(remote.url)
+    return None if size is None else max(1, size // spec.block_bytes)
+
+
+def _limits(transfer: TransferConfig, remote: RemoteConfig, spec: BlockSpec) -> Limits:
     return Limits(
         max_host_blocks=max(1, transfer.batch_bytes // spec.block_bytes),
         max_lower_blocks=max(1, transfer.batch_bytes // 2 // spec.block_bytes),
+        max_remote_blocks=_remote_blocks(remote, spec),
         max_pending_loads=transfer.max_pending_loads,
         max_pending_saves=max(1, transfer.max_pending_save_bytes // spec.block_bytes),
     )

@@ -27,11 +27,17 @@ class Flights:
     """Cuts hops into transfers, queues them by link and direction, and keeps them until settled."""
 
     def __init__(
-        self, max_host_blocks: int, max_lower_blocks: int, *, spread_host: bool = True
+        self,
+        max_host_blocks: int,
+        max_lower_blocks: int,
+        max_remote_blocks: int | None = None,
+        *,
+        spread_host: bool = True,
     ) -> None:
         self._max_host_blocks = max_host_blocks
         self._spread_host = spread_host
         self._max_lower_blocks = max_lower_blocks
+        self._max_remote_blocks = max_remote_blocks or max_lower_blocks
         self._ids = count(1)
         self._open: dict[TransferId, Flight] = {}
         self._outbox: dict[tuple[Tier, Direction], deque[Transfer]] = {}
@@ -58,8 +64,9 @@ class Flights:
         follows: Sequence[bool] = (),
     ) -> None:
         """Queue a hop. Where nothing follows it, `spread` it over all of the link's threads."""
-        by_host = max(source, target) is Tier.HOST
-        max_blocks = self._max_host_blocks if by_host else self._max_lower_blocks
+        link = max(source, target)
+        by_host = link is Tier.HOST
+        max_blocks = self.max_blocks(link)
         spread &= self._spread_host or not by_host
         for part in _parts(len(keys), max_blocks, spread):
             transfer = Transfer(
@@ -77,6 +84,12 @@ class Flights:
             self._outbox.setdefault((transfer.link, transfer.direction), deque()).append(transfer)
         if ticket is not None:
             ticket.num_flying += len(keys)
+
+    def max_blocks(self, link: Tier) -> int:
+        """Of one transfer."""
+        if link is Tier.HOST:
+            return self._max_host_blocks
+        return self._max_remote_blocks if link is Tier.REMOTE else self._max_lower_blocks
 
     def hand_out(self, has_room: HasRoom) -> Iterator[Transfer]:
         """Transfers whose link has room now, loads before saves."""

@@ -55,6 +55,7 @@ class Limits:
 
     max_host_blocks: int = 16  # of one transfer between DEVICE and HOST
     max_lower_blocks: int = 8  # of one transfer to or from a lower tier: loads wait for its end
+    max_remote_blocks: int | None = None  # where REMOTE likes more, or less, than the others
     # Blocks planned at a time, so that a long ticket's first copies run while its rest is planned.
     max_planned_blocks: int = 256
     # Cut what crosses HOST's link into parts for several threads; where a GPU copies, one is best.
@@ -84,13 +85,13 @@ class TierStack:
         self._flights = Flights(
             self._limits.max_host_blocks,
             self._limits.max_lower_blocks,
+            self._limits.max_remote_blocks,
             spread_host=self._limits.spread_host,
         )
         self._write_down = WriteDown(
             self._books,
             self._flights,
             [tier for tier in self._books.lower if tier not in read_only],
-            self._limits.max_lower_blocks,
             self._limits.max_pending_saves,
             gates,
         )

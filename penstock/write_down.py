@@ -30,7 +30,6 @@ class WriteDown:
         books: Books,
         flights: Flights,
         tiers: Iterable[Tier],
-        max_transfer_blocks: int,
         max_pending_blocks: int,
         gates: Mapping[Tier, WriteGate] | None = None,
     ) -> None:
@@ -38,7 +37,6 @@ class WriteDown:
         self._books = books
         self._flights = flights
         self._gates = gates or {}
-        self._max_transfer_blocks = max_transfer_blocks
         most = books.host.capacity // (2 * max(1, len(self.tiers)))
         self._max_leased = max(1, min(most, max_pending_blocks))
         self._queued: dict[Tier, OrderedDict[BlockKey, _Queued]] = {
@@ -80,7 +78,7 @@ class WriteDown:
     def plan(self, tier: Tier) -> None:
         """Post one transfer. Only when `can_plan`."""
         queued, later = self._queued[tier], self._later[tier]
-        max_blocks = self._max_transfer_blocks
+        max_blocks = self._flights.max_blocks(tier)
         num_more = min(len(later), max_blocks - len(queued), self._room(tier))
         for _ in range(num_more):
             key, (tenant, previous) = later.popitem(last=False)

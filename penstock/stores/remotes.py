@@ -38,13 +38,23 @@ _KINDS = (
     _Kind("penstock.stores.mooncake", "MooncakeClient", "mooncake", "mooncake", ("mooncake",)),
     _Kind("penstock.stores.memory", "open_shared", "", "", ("memory",)),  # for trials
 )
+_MOONCAKE_BATCH_BYTES = 64 << 20
 SCHEMES = tuple(scheme for kind in _KINDS for scheme in kind.schemes)
 
 
 def headroom_bytes(url: str | None) -> int:
     """What a store would like to have free behind each block in DRAM, for the head."""
-    wants = url is not None and url.lower().startswith("mooncake://")
-    return mmap.PAGESIZE if wants else 0
+    return mmap.PAGESIZE if url is not None and _is_mooncake(url) else 0
+
+
+def batch_bytes(url: str) -> int | None:
+    """The batches a store is fastest with; None: as others are."""
+    # Its library moves the parts of a batch side by side, and starts slowly.
+    return _MOONCAKE_BATCH_BYTES if _is_mooncake(url) else None
+
+
+def _is_mooncake(url: str) -> bool:
+    return url.lower().startswith("mooncake://")
 
 
 def open_client(url: str, timeout_seconds: float) -> Client:
