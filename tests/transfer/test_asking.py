@@ -30,9 +30,9 @@ def test_the_leading_blocks_that_are_held_are_found(num_asked: int, num_held: in
     held = set(KEYS[:num_held])
     asked: list[BlockKey] = []
 
-    def exists(keys: Sequence[BlockKey]) -> list[bool]:
-        asked.extend(keys)
-        return [key in held for key in keys]
+    def exists(keys: Sequence[BlockKey], limit: int) -> list[bool]:
+        asked.extend(keys[:limit])
+        return [key in held for key in keys[:limit]]
 
     answer = ask(exists, KEYS[:num_asked])
     assert answer.look_id == 7
@@ -46,7 +46,7 @@ def test_the_leading_blocks_that_are_held_are_found(num_asked: int, num_held: in
 def test_whatever_goes_wrong_is_an_answer() -> None:
     for error in (StoreError("it is away"), RuntimeError("a bug")):
 
-        def exists(keys: Sequence[BlockKey], error: Exception = error) -> list[bool]:
+        def exists(keys: Sequence[BlockKey], limit: int, error: Exception = error) -> list[bool]:
             raise error
 
         answer = ask(exists, KEYS[:3])
@@ -55,10 +55,10 @@ def test_whatever_goes_wrong_is_an_answer() -> None:
 
 
 def test_what_was_said_before_it_failed_is_kept() -> None:
-    def exists(keys: Sequence[BlockKey]) -> list[bool]:
+    def exists(keys: Sequence[BlockKey], limit: int) -> list[bool]:
         if keys[0] != KEYS[0]:
             raise StoreError("it went away")
-        return [True] * len(keys)
+        return [True] * limit
 
     answer = ask(exists, KEYS[:100])
     assert answer.present == (True,) * 32
