@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_model import BLOCK_TOKENS, Sequence, random_llama
+from benchmarks.gpu_model import BLOCK_TOKENS, Sequence, link_bytes_per_second, random_llama
 from benchmarks.harness import seconds_of
 from penstock.engine.triton_runner import TritonRunner
 from penstock.stores.device import DevicePool
@@ -99,18 +99,6 @@ class Bench:
             gpus.append(begin.elapsed_time(end))
         return median(walls), median(gpus)
 
-    def link_gb_per_second(self) -> float:
-        size = 1 << 30
-        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        on_gpu = torch.empty(size, dtype=torch.uint8, device="cuda")
-
-        def work() -> None:
-            on_gpu.copy_(pinned, non_blocking=True)
-            _cuda.synchronize()
-
-        work()
-        return size / min(seconds_of(work) for _ in range(5)) / 1e9
-
 
 def check_bits(bench: Bench) -> None:
     """The same blocks, elsewhere: the same logits. What is cold changes from step to step."""
@@ -138,7 +126,7 @@ def main() -> None:
     options = parser.parse_args()
     bench = Bench(options.pool_gib, options.host_gib)
     check_bits(bench)
-    link = bench.link_gb_per_second()
+    link = link_bytes_per_second() / 1e9
     print(f"link: {link:.1f} GB/s, one pinned copy")
     rows: list[dict[str, Any]] = []
 

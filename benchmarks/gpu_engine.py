@@ -20,9 +20,13 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-import torch
-
-from benchmarks.gpu_model import Sequence, random_llama, tiny_llama, token_bytes
+from benchmarks.gpu_model import (
+    Sequence,
+    link_bytes_per_second,
+    random_llama,
+    tiny_llama,
+    token_bytes,
+)
 from benchmarks.harness import fresh_keys, seconds_of
 from penstock.config import Config, HostConfig
 from penstock.engine.engine import Engine, EngineConfig
@@ -34,7 +38,6 @@ from penstock.types import Slot, Verdict
 
 BLOCK_TOKENS = 16
 GIB = 1 << 30
-_cuda: Any = torch.cuda
 
 
 class Scale:
@@ -47,19 +50,6 @@ class Scale:
 
     def tokens(self, count: int) -> int:
         return max(64, count // 64) if self.tiny else count
-
-    def link_bytes_per_second(self) -> float | None:
-        if self.tiny:
-            return None
-        pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
-        on_gpu = torch.empty(GIB, dtype=torch.uint8, device="cuda")
-
-        def work() -> None:
-            on_gpu.copy_(pinned, non_blocking=True)
-            _cuda.synchronize()
-
-        work()
-        return GIB / min(seconds_of(work) for _ in range(5))
 
     @contextmanager
     def engine(
@@ -116,7 +106,7 @@ def say(row: dict[str, Any]) -> None:
 
 
 def ttft(scale: Scale, rounds: int) -> None:
-    link = scale.link_bytes_per_second()
+    link = None if scale.tiny else link_bytes_per_second()
     lengths = [scale.tokens(n) for n in (512, 2_048, 8_192, 32_768, 131_072)]
     lengths[-1] -= 64  # room for an answer
     with scale.engine(sum(lengths) * 11 // 10, sum(lengths) * 11 // 10) as engine:

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.harness import seconds_of
 from benchmarks.vllm_hits import LLAMA
 from penstock.engine.attention.torch import NAME, register
 from penstock.engine.models import LoadedModel
@@ -87,6 +88,21 @@ def _in_float32(device: str, **shape: Any) -> LoadedModel:
     loaded = random_llama(device, vocab_size=100, bos_token_id=None, eos_token_id=None, **shape)
     loaded.model.float()
     return replace(loaded, dtype=torch.float32)
+
+
+def link_bytes_per_second() -> float:
+    """Of one large pinned copy to the GPU: what the link carries."""
+    cuda: Any = torch.cuda
+    size = 1 << 30
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    on_gpu = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def work() -> None:
+        on_gpu.copy_(pinned, non_blocking=True)
+        cuda.synchronize()
+
+    work()
+    return size / min(seconds_of(work) for _ in range(5))
 
 
 def token_bytes(loaded: LoadedModel) -> int:
