@@ -52,7 +52,7 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
     rounds = count()
     rng = random.Random(0)
     with build_offloader(
-        Config(HostConfig(size_bytes=4 * size)),
+        Config(HostConfig(size_bytes=4 * size, policy="lru")),  # what was saved last is loaded next
         BlockSpec(bytes(32), block_bytes, tokens),
         device,
         device_mover=partial(CudaMover, device, copy_all=copy_all),
@@ -71,10 +71,10 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
 
             def work() -> None:
                 tickets = []
+                if loads:  # first: what is saved then may push these out
+                    tickets.append(offloader.load(old, slots[num:]))
                 if saves:
                     tickets.append(offloader.save(keys, slots[:num]))
-                if loads:
-                    tickets.append(offloader.load(old, slots[num:]))
                 _whole(offloader.wait(tickets))
 
             return seconds_of(work)

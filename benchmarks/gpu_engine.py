@@ -28,7 +28,7 @@ from benchmarks.gpu_model import (
     token_bytes,
 )
 from benchmarks.harness import fresh_keys, seconds_of
-from penstock.config import Config, HostConfig
+from penstock.config import Config, HostConfig, TransferConfig
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
@@ -47,6 +47,7 @@ class Scale:
         self.tiny = tiny
         self.loaded: LoadedModel = tiny_llama() if tiny else random_llama()
         self.token_bytes = token_bytes(self.loaded)
+        self.transfer = TransferConfig()
 
     def tokens(self, count: int) -> int:
         return max(64, count // 64) if self.tiny else count
@@ -57,7 +58,8 @@ class Scale:
     ) -> Iterator[Engine]:
         tiers = None
         if host_tokens:
-            tiers = Config(HostConfig(size_bytes=host_tokens * self.token_bytes))
+            host = HostConfig(size_bytes=host_tokens * self.token_bytes)
+            tiers = Config(host, transfer=self.transfer)
         config = EngineConfig(
             pool_tokens * self.token_bytes,
             BLOCK_TOKENS,
@@ -67,8 +69,8 @@ class Scale:
         )
         engine = Engine(self.loaded, config, tiers)
         engine.runner.warm_up(lambda _: None)
-        host = None if engine.offloader is None else engine.offloader.host
-        while host is not None and host.num_for_device < host.num_slots:
+        arena = None if engine.offloader is None else engine.offloader.host
+        while arena is not None and arena.num_for_device < arena.num_slots:
             time.sleep(0.1)  # DRAM is pinned in the background
         try:
             yield engine
@@ -219,14 +221,53 @@ def beside(scale: Scale) -> None:
             block_bytes = scale.token_bytes * BLOCK_TOKENS
             return median(taken) * 1e3, moved * block_bytes / seconds / 1e9
 
+        def bare_ms(loads: bool, saves: bool) -> float:
+            """Of a step beside large copies that nothing of ours has to do with: the limit."""
+            with bare_copies(loads=loads, saves=saves) as go_on:
+                taken, began = [], time.perf_counter()
+                while time.perf_counter() - began < 2.0:
+                    go_on()
+                    taken.append(seconds_of(step))
+            return median(taken) * 1e3
+
         step_ms([])
-        alone = step_ms([])[0]
         for name, starts in (("load", [load]), ("save", [save]), ("both", [load, save])):
             offloader.wait([offloader.save(keys, sources)])  # new ones may have pushed them out
+            before = step_ms([])[0]
             ms, rate = step_ms(list(starts))
-            again = step_ms([])[0]
-            base = (alone + again) / 2
-            say({"beside": name, "alone_ms": base, "ms": ms, "slower": ms / base - 1, "gb_s": rate})
+            base = (before + step_ms([])[0]) / 2
+            row = {"beside": name, "alone_ms": base, "ms": ms, "slower": ms / base - 1}
+            row["gb_s"] = rate
+            if not scale.tiny:
+                row["bare_slower"] = bare_ms(load in starts, save in starts) / base - 1
+            say(row)
+
+
+@contextmanager
+def bare_copies(*, loads: bool, saves: bool) -> Iterator[Callable[[], None]]:
+    """Large copies of pinned memory; call what is yielded now and then, to keep them going."""
+    import torch
+
+    size = 256 << 20
+    pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    on_gpu = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(2)]
+    ways = [(on_gpu[0], pinned[0], streams[0])] * loads
+    ways += [(pinned[1], on_gpu[1], streams[1])] * saves
+    queued: list[list[Any]] = [[] for _ in ways]
+
+    def go_on() -> None:
+        for (target, source, stream), events in zip(ways, queued, strict=True):
+            while events and events[0].query():
+                del events[0]
+            while len(events) < 4:
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+                    events.append(torch.cuda.Event())
+                    events[-1].record()
+
+    yield go_on
+    torch.cuda.synchronize()
 
 
 PARTS: dict[str, Callable[[Scale], None]] = {

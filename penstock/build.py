@@ -50,6 +50,8 @@ def build_offloader(
     mover = CopyMover(device, host, seals) if device_mover is None else device_mover(host, seals)
     lanes = {Tier.HOST: LaneSpec(mover, config.transfer.copy_threads)}
     limits = _limits(config.transfer, config.remote, spec)
+    if mover.is_duplex:
+        limits = _for_gpu(limits)
     return _assemble(
         config, spec, host, seals, lanes, lambda engine: engine, limits, clock, observers
     )
@@ -199,6 +201,11 @@ def _limits(transfer: TransferConfig, remote: RemoteConfig, spec: BlockSpec) -> 
         max_pending_loads=transfer.max_pending_loads,
         max_pending_saves=max(1, transfer.max_pending_save_bytes // spec.block_bytes),
     )
+
+
+def _for_gpu(limits: Limits) -> Limits:
+    """Its link is so fast that ending a transfer and beginning the next would be felt."""
+    return replace(limits, max_host_blocks=4 * limits.max_host_blocks, spread_host=False)
 
 
 def _in_one(limits: Limits) -> Limits:

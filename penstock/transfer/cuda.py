@@ -44,6 +44,8 @@ class Memory(NamedTuple):
 
 
 class CudaMover(Mover):
+    is_duplex = True
+
     def __init__(
         self, device: DevicePool, host: HostArena, seals: Seals, copy_all: CopyAll | None = None
     ) -> None:
@@ -98,8 +100,8 @@ class CudaMover(Mover):
                     lengths,
                     stream.cuda_stream,
                 )
-            finally:
-                stream.synchronize()  # also after an error: copies queued before it still write
+            finally:  # also after an error: copies queued before it still write
+                _wait_for(stream)
 
     def _stream(self, direction: Direction) -> Any:
         streams = getattr(self._streams, "by_direction", None)
@@ -107,6 +109,13 @@ class CudaMover(Mover):
             streams = new_streams()
             self._streams.by_direction = streams
         return streams[direction]
+
+
+def _wait_for(stream: Any) -> None:
+    """Asleep: a thread that spins takes the processor from the one that computes."""
+    event = _cuda.Event(blocking=True)
+    event.record(stream)
+    event.synchronize()
 
 
 def new_streams() -> dict[Direction, Any]:

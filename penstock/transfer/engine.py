@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _Report = Callable[[Outcome], None]
 @dataclass(frozen=True, slots=True)
 class LaneSpec:
     mover: Mover
-    num_threads: int
+    num_threads: int  # for each direction where the mover is duplex
     exists: Exists | None = None  # for a tier that others write to
 
 
@@ -126,13 +126,28 @@ class _Lane:
             Direction.LOAD: deque(),
             Direction.SAVE: deque(),
         }
-        self._ready = threading.Condition()
+        self._lock = threading.Lock()
+        # Which threads wait for what: those of a duplex link serve one direction each.
+        loads_and_saves = threading.Condition(self._lock)
+        self._ready = {
+            direction: threading.Condition(self._lock) if spec.mover.is_duplex else loads_and_saves
+            for direction in self._queues
+        }
+        served = [[direction] for direction in self._queues]
+        if not spec.mover.is_duplex:
+            served = [list(self._queues)]
         self._running: dict[TransferId, Transfer] = {}
         self._stopping = False
         # Daemons: a thread stuck in a dead disk must not keep the process from ending.
         self._threads = [
-            threading.Thread(target=self._work, name=f"penstock-{tier.label}-{i}", daemon=True)
-            for i in range(spec.num_threads)
+            threading.Thread(
+                target=self._work,
+                args=(directions,),
+                name=f"penstock-{tier.label}-{number}",
+                daemon=True,
+            )
+            for directions in served
+            for number in range(spec.num_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -144,16 +159,16 @@ class _Lane:
         return len(self._queues[direction])
 
     def submit(self, transfer: Transfer) -> bool:
-        with self._ready:
+        with self._lock:
             if not self.has_room(transfer.direction):
                 return False
             self._mover.queued(transfer)
             self._queues[transfer.direction].append(transfer)
-            self._ready.notify()
+            self._ready[transfer.direction].notify()
         return True
 
     def cancel(self, transfer_id: TransferId) -> None:
-        with self._ready:
+        with self._lock:
             for queue in self._queues.values():
                 for transfer in queue:
                     if transfer.id == transfer_id:
@@ -162,12 +177,13 @@ class _Lane:
                         return
 
     def stop(self) -> None:
-        with self._ready:
+        with self._lock:
             self._stopping = True
             loads = self._queues[Direction.LOAD]
             while loads:
                 self._report(_all(loads.popleft(), Verdict.CANCELLED))
-            self._ready.notify_all()
+            for ready in self._ready.values():
+                ready.notify_all()
 
     def join(self, deadline: float) -> bool:
         """Whether everything has ended in time; then the mover is closed too."""
@@ -180,24 +196,24 @@ class _Lane:
             self._mover.close()
         return ended
 
-    def _work(self) -> None:
-        while (transfer := self._next()) is not None:
+    def _work(self, directions: Sequence[Direction]) -> None:
+        while (transfer := self._next(directions)) is not None:
             if transfer.deadline is not None and self._clock.now() >= transfer.deadline:
                 self._end(_all(transfer, Verdict.EXPIRED))
             else:
                 self._run(transfer)
 
-    def _next(self) -> Transfer | None:
-        with self._ready:
+    def _next(self, directions: Sequence[Direction]) -> Transfer | None:
+        with self._lock:
             while True:
-                for queue in self._queues.values():  # loads first
-                    if queue:
-                        transfer = queue.popleft()
+                for direction in directions:  # loads first
+                    if self._queues[direction]:
+                        transfer = self._queues[direction].popleft()
                         self._running[transfer.id] = transfer
                         return transfer
                 if self._stopping:
                     return None
-                self._ready.wait()
+                self._ready[directions[0]].wait()
 
     def _run(self, transfer: Transfer) -> None:
         started = time.perf_counter()

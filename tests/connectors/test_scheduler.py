@@ -13,6 +13,7 @@ from connectors.pool_model import Request
 from connectors.vllm_model import Vllm
 from tools import flip_bit
 
+from penstock.connectors.vllm import scheduler
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.offers import Offers
 from penstock.connectors.vllm.tracked import Loading
@@ -410,6 +411,37 @@ def test_a_lookup_counts_once_it_is_acted_upon(models: Models) -> None:
     vllm.flush()
     assert [e for e in seen if isinstance(e, LookedUp)] == [LookedUp(5, ((Tier.HOST, 5),))]
     assert [e for e in seen if isinstance(e, Decided)] == [Decided(5, 5, None, None)]
+
+
+def test_copies_begin_before_all_that_came_at_once_is_looked_up(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = models()
+    prompts = [[first, *PROMPT[1:]] for first in range(50, 53)]
+    for prompt in prompts:
+        ask(vllm, prompt)
+    monkeypatch.setattr(scheduler, "_ENOUGH_BYTES", 1)
+    requests = [vllm.add(prompt, 1) for prompt in prompts]
+    begun = [len(vllm.step().orders.loads) for _ in range(2)]
+    assert begun == [1, 1]
+    assert vllm.seen["asked again"] >= 2
+    vllm.run()
+    assert [loaded(vllm, request) for request in requests] == [{"host": 20}] * 3
+
+
+def test_nobody_is_asked_again_before_a_step_that_takes_its_time(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = models()
+    ask(vllm)
+    ask(vllm, [50, *PROMPT[1:]])
+    monkeypatch.setattr(scheduler, "_ENOUGH_BYTES", 1)
+    vllm.add(range(100, 110), 1)  # to be computed
+    requests = [vllm.add(prompt, 1) for prompt in (PROMPT, [50, *PROMPT[1:]])]
+    vllm.step()
+    assert not vllm.seen["asked again"]
+    vllm.run()
+    assert [loaded(vllm, request) for request in requests] == [{"host": 20}] * 2
 
 
 def test_within_a_block_nothing_is_offered(models: Models) -> None:

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connectors.memory_model import VOCABULARY
+from connectors.memory_model import PART_BYTES, VOCABULARY
 from connectors.pool_model import Request
 from connectors.vllm_model import Vandal, Vllm
+
+from penstock.connectors.vllm import scheduler
 
 Models = Callable[..., Vllm]
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> Iterator[Models]:
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
     """Makes models; each is closed at the end, and must close cleanly."""
+    monkeypatch.setattr(scheduler, "_ENOUGH_BYTES", 4 * PART_BYTES)
     made: list[Vllm] = []
 
     def make(*, disk: bool = False, **options: Any) -> Vllm:

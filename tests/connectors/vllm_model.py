@@ -353,7 +353,11 @@ class Vllm:
                 digests = request.past.of(request.all_token_ids)
                 local = self.pool.find(digests[: request.num_tokens - 1])
                 num_local = len(local) * BLOCK_TOKENS
-                num_external = self.side.lookup(request, num_local)
+                found = self.side.lookup(request, num_local)
+                if found is None:
+                    self.seen["asked again"] += 1
+                    continue
+                num_external = found
                 computed = num_local + num_external
                 assert num_local <= computed <= request.num_tokens
                 waits = num_external > 0 and not self.side.offers_now(request.request_id)

@@ -371,3 +371,22 @@ def test_wait_ends_by_itself_when_nothing_comes(engines: Engines) -> None:
     assert engine.wait(0.0)  # until it is polled
     engine.poll()
     assert not engine.wait(0.0)
+
+
+def test_a_duplex_link_saves_while_it_loads() -> None:
+    mover = GatedMover()
+    mover.is_duplex = True
+    engine = TransferEngine({Tier.HOST: LaneSpec(mover, 1)}, ManualClock())
+    loads = [transfer(LOAD, Tier.HOST) for _ in range(2)]
+    save = transfer(SAVE, Tier.HOST)
+    for each in (*loads, save):
+        assert engine.submit(each)
+    for _ in range(2):
+        mover.await_begin()
+    assert set(mover.begun) == {loads[0].id, save.id}
+    mover.gate.set()
+    ended: set[TransferId] = set()
+    while len(ended) < 3:
+        assert engine.wait(TIMEOUT_SECONDS)
+        ended.update(outcome.transfer_id for outcome in engine.poll())
+    assert engine.close()

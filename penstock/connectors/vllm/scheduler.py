@@ -46,12 +46,16 @@ from penstock.types import (
     Tier,
     Verdict,
 )
+from penstock.units import GiB
 
 _BARRED_SECONDS = 30.0
 _SAME_ANSWER_SECONDS = 0.02  # a request that waits for room is looked up at every step
 _CLOSE_SECONDS = 30.0
 _MAX_TIMED_STEPS = 64
 _ALWAYS_SECONDS = 86_400.0
+# Copies begin when a step does. Where many requests come at once, the first are not to wait until
+# all of them have been looked up: so much is enough to keep the link busy until the next step.
+_ENOUGH_BYTES = 2 * GiB
 
 
 class Scheduled(NamedTuple):
@@ -95,6 +99,8 @@ class SchedulerSide:
             may_load_now=may_load_now,
         )
         self._num_bytes_now = 0  # of loads that the next step waits for
+        self._num_bytes_begun = 0  # of loads that begin with the next step
+        self._will_compute = False  # whether the next step has something to compute
         self._computing: set[str] = set()  # the requests of the last step
         self._adapters: dict[tuple[str, str], str] = {}
         self._tracked: dict[str, Tracked] = {}
@@ -108,35 +114,48 @@ class SchedulerSide:
     def lookup(self, request: Any, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` are worth loading: whole blocks of them.
 
-        None: the tier that instances share has not answered yet; ask again at the next step.
+        None: ask again at the next step. The tier that instances share has not answered yet, or
+        the loads of others are to begin first.
         """
         with self._lock:
             tracked = self._track(request)
-            now = self._clock.now()
             if (
                 tracked.keys is None
                 or not self._may_load
-                or now < tracked.barred_until
+                or self._clock.now() < tracked.barred_until
                 or num_computed % self._block_tokens
                 or getattr(request, "skip_reading_prefix_cache", False)
             ):
+                self._will_compute = True
                 return 0
             start = num_computed // self._block_tokens
-            if self._is_looking(tracked, request, start):
+            if self._is_time_to_begin or self._is_looking(tracked, request, start):
                 return None
-            offer = tracked.offer
-            is_old = offer is not None and now - offer.at > _SAME_ANSWER_SECONDS
-            if offer is None or offer.start != start or is_old or offer.is_now:
-                match = self._offloader.match(tracked.keys.first(request.num_tokens)[start:])
-                offer = tracked.offer = self._offers.make(
-                    start,
-                    match,
-                    request.num_tokens,
-                    now,
-                    is_alone=not (self._computing or self._loadings),
-                    num_bytes_now=self._num_bytes_now,
-                )
+            offer = self._offer(tracked, request, start)
+            self._will_compute |= offer.is_now or offer.num_tokens == 0
             return offer.num_tokens
+
+    @property
+    def _is_time_to_begin(self) -> bool:
+        """The next step has enough to load and nothing to compute: it is over in a moment."""
+        will_compute = self._will_compute or bool(self._computing)
+        return self._num_bytes_begun >= _ENOUGH_BYTES and not will_compute
+
+    def _offer(self, tracked: Tracked, request: Any, start: int) -> Offer:
+        assert tracked.keys is not None
+        now, offer = self._clock.now(), tracked.offer
+        is_old = offer is not None and now - offer.at > _SAME_ANSWER_SECONDS
+        if offer is None or offer.start != start or is_old or offer.is_now:
+            match = self._offloader.match(tracked.keys.first(request.num_tokens)[start:])
+            offer = tracked.offer = self._offers.make(
+                start,
+                match,
+                request.num_tokens,
+                now,
+                is_alone=not (self._computing or self._loadings),
+                num_bytes_now=self._num_bytes_now,
+            )
+        return offer
 
     def _is_looking(self, tracked: Tracked, request: Any, start: int) -> bool:
         """Ask once for what a request has beyond vLLM's own cache; then wait for the answer."""
@@ -179,6 +198,7 @@ class SchedulerSide:
             self._leave(request.request_id)
             self._dispatch.gather(before=True)
             tracked.block_ids = list(block_ids)
+            self._num_bytes_begun += num_blocks * self._block_bytes
             self._load(request.request_id, tracked, offer, num_blocks)
 
     def orders(
@@ -208,7 +228,8 @@ class SchedulerSide:
             orders = self._dispatch.take()
             orders.is_idle = not num_tokens
             self._computing = set(num_tokens)
-            self._num_bytes_now = 0
+            self._num_bytes_now = self._num_bytes_begun = 0
+            self._will_compute = False
             if chunks and all(count > 1 for count, _ in chunks):
                 orders.is_timed = True
                 self._timed[orders.step] = chunks
