@@ -70,13 +70,13 @@ class CudaMover(Mover):
         keys, sources, targets = transfer.keys, transfer.source_slots, transfer.target_slots
         self._pins.wait_for(sources if transfer.direction is Direction.LOAD else targets)
         if transfer.direction is Direction.LOAD:
-            self._copy(self._host, sources, self._device, targets, Direction.LOAD)
+            seconds = self._copy(self._host, sources, self._device, targets, Direction.LOAD)
             # After the copy: a slot that changed under it has lost its seal by now.
-            return Moved(self._seals.verdicts(keys, sources))
+            return Moved(self._seals.verdicts(keys, sources), seconds=seconds)
         self._seals.open(targets)
-        self._copy(self._device, sources, self._host, targets, Direction.SAVE)
+        seconds = self._copy(self._device, sources, self._host, targets, Direction.SAVE)
         self._seals.seal(keys, targets)
-        return Moved([Verdict.OK] * len(keys))
+        return Moved([Verdict.OK] * len(keys), seconds=seconds)
 
     def close(self) -> None:
         self._pins.close()
@@ -88,10 +88,14 @@ class CudaMover(Mover):
         target: Memory,
         targets: Sequence[Slot],
         direction: Direction,
-    ) -> None:
+    ) -> float:
+        """Returns what the copies took, without the wait for what is being computed."""
         with _cuda.device(self._gpu):
             stream = self._stream(direction)
             stream.wait_event(self._computed)
+            # To wait asleep: a thread that spins takes the processor from the one that computes.
+            began, ended = (_cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+            began.record(stream)
             lengths = np.full(len(sources), self._block_bytes, np.uint64)
             try:
                 self._copy_all(
@@ -101,7 +105,9 @@ class CudaMover(Mover):
                     stream.cuda_stream,
                 )
             finally:  # also after an error: copies queued before it still write
-                _wait_for(stream)
+                ended.record(stream)
+                ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1e3
 
     def _stream(self, direction: Direction) -> Any:
         streams = getattr(self._streams, "by_direction", None)
@@ -109,13 +115,6 @@ class CudaMover(Mover):
             streams = new_streams()
             self._streams.by_direction = streams
         return streams[direction]
-
-
-def _wait_for(stream: Any) -> None:
-    """Asleep: a thread that spins takes the processor from the one that computes."""
-    event = _cuda.Event(blocking=True)
-    event.record(stream)
-    event.synchronize()
 
 
 def new_streams() -> dict[Direction, Any]:

@@ -234,7 +234,8 @@ class _Lane:
 
 def _outcome(transfer: Transfer, moved: Moved, started: float) -> Outcome:
     ended = time.perf_counter()
-    return Outcome(transfer.id, tuple(moved.verdicts), ended - started, moved.error, ended)
+    seconds = ended - started if moved.seconds is None else moved.seconds
+    return Outcome(transfer.id, tuple(moved.verdicts), seconds, moved.error, ended)
 
 
 def _late(transfer: Transfer, future: Future[Moved], started: float) -> Outcome:

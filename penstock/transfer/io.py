@@ -20,6 +20,7 @@ from penstock.types import Direction, Slot, Transfer, Verdict
 class Moved(NamedTuple):
     verdicts: list[Verdict]
     error: str = ""
+    seconds: float | None = None  # on the link, where the mover knows better than its thread
 
 
 class Mover(Protocol):

@@ -390,3 +390,11 @@ def test_a_duplex_link_saves_while_it_loads() -> None:
         assert engine.wait(TIMEOUT_SECONDS)
         ended.update(outcome.transfer_id for outcome in engine.poll())
     assert engine.close()
+
+
+def test_a_mover_may_know_what_the_link_took(engines: Engines) -> None:
+    """What its thread waited for, say the end of a computation, is not the link's doing."""
+    engine = engines(Script(lambda transfer: Moved([Verdict.OK], seconds=0.25)))
+    assert engine.submit(transfer())
+    assert engine.wait(TIMEOUT_SECONDS)
+    assert [outcome.seconds for outcome in engine.poll()] == [0.25]
