@@ -36,8 +36,9 @@ class Books:
         self.host = host
         self.lower = dict(sorted(lower.items()))
         self.now = 0.0
-        # Told of every block that HOST no longer offers, before anybody else.
-        self.on_host_removed: Callable[[Sequence[BlockKey]], None] = lambda keys: None
+        # Told of every block that HOST offers, or no longer offers, before anybody else.
+        self.on_host_stored: list[Callable[[Sequence[BlockKey]], None]] = []
+        self.on_host_removed: list[Callable[[Sequence[BlockKey]], None]] = []
         self._block_bytes = block_bytes
         self._health = {
             (tier, direction): Health() for tier in self.lower for direction in Direction
@@ -63,9 +64,11 @@ class Books:
     def is_resting(self, tier: Tier, direction: Direction) -> bool:
         return self._health[tier, direction].resting
 
-    def claim(self, tier: Tier, keys: Sequence[BlockKey]) -> tuple[Slot, ...]:
-        """Claim what the caller has made sure there is room for."""
-        claim = self.of(tier).claim(keys)
+    def claim(
+        self, tier: Tier, keys: Sequence[BlockKey], before: Sequence[BlockKey | None] = ()
+    ) -> tuple[Slot, ...]:
+        """Claim what the caller has made sure there is room for. `before`: see `Ledger`."""
+        claim = self.of(tier).claim(keys, before)
         if claim is None:
             raise BookError(f"{tier.name} had room for {len(keys)} blocks and has none")
         # REMOTE's book is a memory: what it forgets is still there.
@@ -187,9 +190,13 @@ class Books:
     def _tell_stored(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         if keys:
             self._events.append(Stored(tier, tuple(keys)))
+            if tier is Tier.HOST:
+                for told in self.on_host_stored:
+                    told(keys)
 
     def _tell_removed(self, tier: Tier, keys: Sequence[BlockKey], *, evicted: bool) -> None:
         if keys:
             self._events.append(Removed(tier, tuple(keys), evicted))
             if tier is Tier.HOST:
-                self.on_host_removed(keys)
+                for told in self.on_host_removed:
+                    told(keys)

@@ -90,6 +90,10 @@ class KeyChain:
         self._parent = parent
         self._pending = data[full:]
 
+    def key_before(self, index: int) -> BlockKey | None:
+        """Of the block that the one at `index` follows."""
+        return self.keys[index - 1] if index else None
+
     def mix(self, name: bytes) -> None:
         """Let all keys from that of the unfinished block on depend on `name`: an image's, say."""
         self._parent = blake3(b"penstock mix 1" + self._parent + name).digest()

@@ -22,6 +22,7 @@ from penstock.errors import BookError
 from penstock.policies.base import Policy
 from penstock.types import BlockKey, Slot, State
 
+_NEIGHBOURS = 16
 _UNKNOWN, _FREE, _FILLING, _READY, _DOOMED = (int(state) for state in State)
 
 
@@ -39,6 +40,7 @@ class Ledger:
         self._policy = policy
         self._slot_of: dict[BlockKey, Slot] = {}
         self._key_in: list[BlockKey | None] = [None] * capacity
+        self._before: list[BlockKey | None] = [None] * capacity  # what a block follows, if known
         self._state = bytearray([_UNKNOWN if recovering else _FREE]) * capacity
         self._num_leases = array("I", bytes(4 * capacity))
         # Slots from `_fresh` on were never used: they are handed out in order, so that blocks
@@ -99,8 +101,13 @@ class Ledger:
         """Whether the policy would have this block. Changes nothing."""
         return self._policy.admit(key)
 
-    def claim(self, keys: Sequence[BlockKey]) -> Claim | None:
-        """Take a slot for each key, evicting idle blocks if need be: all of them or None."""
+    def claim(
+        self, keys: Sequence[BlockKey], before: Sequence[BlockKey | None] = ()
+    ) -> Claim | None:
+        """Take a slot for each key, evicting idle blocks if need be: all of them or None.
+
+        `before` tells which block each one follows in its prompt, where that is known.
+        """
         if len(set(keys)) != len(keys):
             raise BookError("a claim names a block twice")
         if not self._slot_of.keys().isdisjoint(keys):
@@ -121,6 +128,8 @@ class Ledger:
             self._slot_of[key] = slot
             self._key_in[slot] = key
             self._state[slot] = _FILLING
+        for parent, slot in zip(before, slots, strict=bool(before)):
+            self._before[slot] = parent
         self._num_filling += len(keys)
         return Claim(slots, tuple(victims))
 
@@ -130,7 +139,7 @@ class Ledger:
         insert = self._policy.insert
         for key, slot in pairs:
             self._state[slot] = _READY
-            insert(key)
+            insert(key, self._before[slot])
         self._num_filling -= len(pairs)
 
     def abort(self, keys: Iterable[BlockKey]) -> None:
@@ -206,6 +215,11 @@ class Ledger:
         if self.is_ready(key):
             self._policy.touch(key)
 
+    def demote(self, key: BlockKey) -> None:
+        """Let a block go before all others, if it is READY."""
+        if self.is_ready(key):
+            self._policy.demote(key)
+
     def adopt(self, slot: Slot, key: BlockKey | None) -> bool:
         """Enter what a restart found in an UNKNOWN slot. False if the block is here already."""
         if self._state[slot] != _UNKNOWN:
@@ -216,7 +230,9 @@ class Ledger:
         self._slot_of[key] = slot
         self._key_in[slot] = key
         self._state[slot] = _READY
-        self._policy.insert(key)
+        # What follows what is not written down; but slots are given out in the order of prompts.
+        before = self._key_in[slot - 1] if slot % _NEIGHBOURS else None
+        self._policy.insert(key, before)
         return True
 
     def leases(self) -> dict[Slot, int]:
@@ -264,6 +280,7 @@ class Ledger:
 
     def _free(self, slot: Slot) -> None:
         self._key_in[slot] = None
+        self._before[slot] = None
         self._state[slot] = _FREE
         heappush(self._freed, slot)
 

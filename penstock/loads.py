@@ -155,7 +155,7 @@ class Loads:
         source_slots = self._books.lower[tier].lease(keys)
         for key in keys:
             self._books.lower[tier].touch(key)
-        target_slots = self._books.claim(Tier.HOST, keys)
+        target_slots = self._books.claim(Tier.HOST, keys, ticket.before(positions))
         for position, key in zip(positions, keys, strict=True):
             ticket.comes_from(position, tier)
             self._joiners.setdefault(key, []).append((ticket, position))

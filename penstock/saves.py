@@ -50,7 +50,7 @@ class Saves:
             )
         if taken:
             keys = [ticket.keys[position] for position in taken]
-            slots = self._books.claim(Tier.HOST, keys)
+            slots = self._books.claim(Tier.HOST, keys, ticket.before(taken))
             self.num_pending += len(taken)
             self._flights.post(
                 Tier.DEVICE,

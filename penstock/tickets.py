@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from penstock.errors import BookError
-from penstock.types import BlockKey, Direction, Done, Slot, TicketId, Tier, Verdict
+from penstock.types import NO_HEADS, BlockKey, Direction, Done, Slot, TicketId, Tier, Verdict
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,8 @@ class Ticket:
     started: float
     deadline: float | None = None
     tenant: str = ""
-    heads: Collection[int] = ()  # positions that do not follow the one before in a chain
+    # By position: blocks that do not follow the one before in a chain, and what they follow.
+    heads: Mapping[int, BlockKey | None] = field(default_factory=dict)
     num_planned: int = 0  # leading positions that have been looked at
     num_flying: int = 0  # blocks whose device slot a transfer may touch right now
     waiting: list[int] = field(default_factory=list)  # planned, and found no room in HOST yet
@@ -54,7 +55,8 @@ class Ticket:
 
     def before(self, positions: Iterable[int]) -> list[BlockKey | None]:
         """The block that each of these follows in its chain, where that is known."""
-        return [self.keys[p - 1] if p and p not in self.heads else None for p in positions]
+        heads, keys = self.heads, self.keys
+        return [heads[p] if p in heads else keys[p - 1] if p else None for p in positions]
 
     def comes_from(self, position: int, tier: Tier) -> None:
         """Blocks come from HOST unless it is said otherwise."""
@@ -108,7 +110,7 @@ class Tickets:
         now: float,
         deadline: float | None,
         tenant: str,
-        heads: Collection[int] = (),
+        heads: Mapping[int, BlockKey | None] = NO_HEADS,
     ) -> Ticket:
         if len(keys) != len(device_slots):
             raise BookError(f"{len(keys)} blocks were named for {len(device_slots)} device slots")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from types import MappingProxyType
 from typing import NamedTuple, NewType
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes naming a block's content (see `penstock.keys`)."""
 
 KEY_BYTES = 32
+
+NO_HEADS: Mapping[int, BlockKey | None] = MappingProxyType({})
+"""A row of blocks each of which follows the one before; what the first follows is not known."""
 
 Slot = NewType("Slot", int)
 """An index into a tier's fixed-size storage."""

@@ -37,6 +37,10 @@ class WriteDown:
         self._books = books
         self._flights = flights
         self._gates = gates or {}
+        # Whether a tier wants to hear of every use, also of one that moves nothing.
+        self.counts_uses = any(
+            tier in self._gates and self._gates[tier].from_second_use for tier in self.tiers
+        )
         most = books.host.capacity // (2 * max(1, len(self.tiers)))
         self._max_leased = max(1, min(most, max_pending_blocks))
         self._queued: dict[Tier, OrderedDict[BlockKey, _Queued]] = {
@@ -46,7 +50,7 @@ class WriteDown:
             tier: OrderedDict() for tier in self.tiers
         }
         self._num_flying = dict.fromkeys(self.tiers, 0)
-        books.on_host_removed = self._forget
+        books.on_host_removed.append(self._forget)
 
     def offer(
         self, keys: Sequence[BlockKey], tenant: str = "", before: Sequence[BlockKey | None] = ()
@@ -92,7 +96,7 @@ class WriteDown:
         batch = [(key, entry) for key, entry in batch if key not in self._books.lower[tier]]
         keys = [key for key, _ in batch]
         tenants = [entry.tenant for _, entry in batch]
-        slots = self._books.claim(tier, keys)
+        slots = self._books.claim(tier, keys, [entry.before for _, entry in batch])
         self._num_flying[tier] += len(batch)
         self._flights.post(
             Tier.HOST,

@@ -56,7 +56,7 @@ class WriteGate:
     ) -> None:
         """A tenant's bytes count for `tenant_seconds`, the time for which the store keeps them."""
         self._block_bytes = block_bytes
-        self._from_second_use = from_second_use
+        self.from_second_use = from_second_use
         self._seen_once: OrderedDict[BlockKey, None] = OrderedDict()
         self._max_bytes_per_day = max_bytes_per_day
         self._day = ByteWindow(DAY_SECONDS)
@@ -67,7 +67,7 @@ class WriteGate:
 
     def is_worth_it(self, key: BlockKey) -> bool:
         """Note a use of a block that the tier lacks; whether it has been used often enough."""
-        if not self._from_second_use:
+        if not self.from_second_use:
             return True
         if key in self._seen_once:
             del self._seen_once[key]

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tools import key_of, keys_of
+from tools import BLOCK_BYTES, Rig, key_of, keys_of
 
+from penstock import write_gate
+from penstock.types import Tier, Verdict
 from penstock.write_gate import DAY_SECONDS, ByteWindow, WriteGate
 
 
@@ -21,6 +28,64 @@ def test_from_the_second_use_on() -> None:
     assert not gate.is_worth_it(b)
     assert gate.is_worth_it(a)
     assert not gate.is_worth_it(a), "it was written, and begins anew if the store lost it"
+
+
+def test_what_is_seen_once_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_gate, "_MAX_SEEN_ONCE", 10)
+    gate = WriteGate(100, from_second_use=True)
+    keys = keys_of(11)
+    assert not any(map(gate.is_worth_it, keys))
+    assert gate.is_worth_it(keys[-1])
+    assert not gate.is_worth_it(keys[0]), "ten others came since it was used"
+
+
+@pytest.fixture
+def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    opened: list[Rig] = []
+
+    def open_rig(**disk: Any) -> Rig:
+        opened.append(Rig(tmp_path, disk=disk))
+        return opened[-1]
+
+    yield open_rig
+    for rig in opened:
+        rig.close()
+
+
+def num_on_disk(rig: Rig) -> float:
+    return rig.gauge("penstock_used_blocks", tier="disk")
+
+
+def test_a_disk_takes_all_by_default(rigs: Callable[..., Rig]) -> None:
+    rig = rigs()
+    rig.save(keys_of(8))
+    assert num_on_disk(rig) == 8
+
+
+def test_a_disk_may_take_only_what_is_used_twice(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(admit="second-use")
+    keys = keys_of(8)
+    rig.save(keys)
+    assert num_on_disk(rig) == 0
+    assert rig.load(keys[:3]) == [Verdict.OK] * 3
+    assert num_on_disk(rig) == 3
+    rig.offloader.used(keys[3:5])  # found on the device itself
+    rig.settle()
+    assert num_on_disk(rig) == 5
+    rig.save(keys[5:6])  # computed again
+    assert num_on_disk(rig) == 6
+    rig.load(keys)
+    assert num_on_disk(rig) == 8
+    assert rig.load_cold(keys) == [Verdict.OK] * 8
+
+
+def test_a_budget_holds_for_what_is_used_twice(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(admit="second-use", write_per_day_bytes=2 * BLOCK_BYTES)
+    keys = keys_of(8)
+    rig.save(keys)
+    rig.load(keys[:4])
+    assert num_on_disk(rig) == 2
+    assert rig.lost(Verdict.DROPPED, Tier.HOST, Tier.DISK) == 2, "what was not wanted is not lost"
 
 
 def test_a_day_has_its_budget() -> None:

@@ -14,6 +14,9 @@ class Policy(Protocol):
     The ledger calls `insert` when a block becomes READY, `touch` when it is used, and `forget`
     when it is dropped for another reason than eviction. Leased blocks stay in the order and are
     stepped over by `pick`.
+
+    A prompt's blocks come and are used from its first to its last. None is of use without those
+    before it: who uses a block has used them too, whether or not this tier was asked for them.
     """
 
     def __len__(self) -> int: ...
@@ -22,11 +25,17 @@ class Policy(Protocol):
         """Whether a block not held now is worth writing to this tier. Changes nothing."""
         ...
 
-    def insert(self, key: BlockKey) -> None: ...
+    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
+        """`before` is the block that this one follows in its prompt; None: nothing, or unknown."""
+        ...
 
     def touch(self, key: BlockKey) -> None: ...
 
     def forget(self, key: BlockKey) -> None: ...
+
+    def demote(self, key: BlockKey) -> None:
+        """Somebody knows that a block will not be used again soon: let it go first."""
+        ...
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
         """Choose blocks to evict and take them out of the order.

@@ -18,7 +18,7 @@ class LRU:
     def admit(self, key: BlockKey) -> bool:
         return True
 
-    def insert(self, key: BlockKey) -> None:
+    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
         self._order[key] = None
 
     def touch(self, key: BlockKey) -> None:
@@ -26,6 +26,9 @@ class LRU:
 
     def forget(self, key: BlockKey) -> None:
         del self._order[key]
+
+    def demote(self, key: BlockKey) -> None:
+        self._order.move_to_end(key, last=False)
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
         victims: list[BlockKey] = []

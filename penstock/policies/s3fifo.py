@@ -20,34 +20,46 @@ class S3FIFO:
     def __init__(self, capacity: int) -> None:
         self._small: OrderedDict[BlockKey, int] = OrderedDict()  # key -> uses since it entered
         self._main: OrderedDict[BlockKey, int] = OrderedDict()
+        self._demoted: OrderedDict[BlockKey, int] = OrderedDict()  # these go before all others
         self._max_small = max(1, capacity // 10)
-        self._ghosts = _Ghosts(max(1, capacity - self._max_small))
+        self._ghosts = Ghosts(max(1, capacity - self._max_small))
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._main)
+        return len(self._small) + len(self._main) + len(self._demoted)
 
     def admit(self, key: BlockKey) -> bool:
         return True
 
-    def insert(self, key: BlockKey) -> None:
+    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
         queue = self._main if key in self._ghosts else self._small
         queue[key] = 0
 
     def touch(self, key: BlockKey) -> None:
-        queue = self._small if key in self._small else self._main
-        uses = queue[key]
-        if uses < MAX_USES:
+        queue = self._queue_of(key)
+        if queue is self._demoted:  # used after all
+            del queue[key]
+            self._small[key] = 1
+        elif (uses := queue[key]) < MAX_USES:
             queue[key] = uses + 1
 
     def forget(self, key: BlockKey) -> None:
-        queue = self._small if key in self._small else self._main
-        del queue[key]
+        del self._queue_of(key)[key]
+
+    def demote(self, key: BlockKey) -> None:
+        self.forget(key)
+        self._demoted[key] = 0
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
         # Each step lowers a use count, moves a key from small to main, or takes a victim; leased
         # keys are set aside. So the loop ends.
         victims: list[tuple[OrderedDict[BlockKey, int], BlockKey]] = []
         leased: list[tuple[OrderedDict[BlockKey, int], BlockKey, int]] = []
+        while len(victims) < num_victims and self._demoted:
+            key, uses = self._demoted.popitem(last=False)
+            if is_idle(key):
+                victims.append((self._demoted, key))
+            else:
+                leased.append((self._demoted, key, uses))
         while len(victims) < num_victims and (self._small or self._main):
             from_small = len(self._small) >= self._max_small or not self._main
             queue = self._small if from_small else self._main
@@ -72,8 +84,13 @@ class S3FIFO:
                 self._ghosts.add(key)
         return [key for _, key in victims]
 
+    def _queue_of(self, key: BlockKey) -> OrderedDict[BlockKey, int]:
+        if key in self._demoted:
+            return self._demoted
+        return self._small if key in self._small else self._main
 
-class _Ghosts:
+
+class Ghosts:
     """The last `capacity` evicted keys, in 16 to 32 bytes each.
 
     A hash table of 64-bit cells, (fingerprint << 32 | sequence number); a newer key overwrites an

@@ -1,14 +1,8 @@
-"""One contract for all policies, and what sets each apart."""
+"""What sets each policy apart; what they have in common is in `test_contract`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from penstock.policies import LRU, POLICIES, S3FIFO, Policy
+from penstock.policies import LRU, S3FIFO
 from penstock.types import BlockKey
 
 
@@ -18,49 +12,6 @@ def key(number: int) -> BlockKey:
 
 def always(_: BlockKey) -> bool:
     return True
-
-
-@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
-class TestContract:
-    @given(
-        steps=st.lists(
-            st.tuples(st.sampled_from(["insert", "touch", "forget", "pick"]), st.integers(0, 15))
-        ),
-        leased=st.sets(st.integers(0, 15), max_size=8),
-    )
-    def test_any_history_keeps_the_contract(
-        self,
-        make: Callable[[int], Policy],
-        steps: list[tuple[str, int]],
-        leased: set[int],
-    ) -> None:
-        policy = make(10)
-        held: set[BlockKey] = set()
-        busy = {key(number) for number in leased}
-        for step, number in steps:
-            name = key(number)
-            if step == "pick":
-                idle = held - busy
-                victims = policy.pick(number, lambda k: k not in busy)
-                assert len(victims) == (number if number <= len(idle) else 0)
-                assert len(set(victims)) == len(victims)
-                assert set(victims) <= idle
-                held -= set(victims)
-            elif step == "insert" and name not in held:
-                policy.insert(name)
-                held.add(name)
-            elif step == "touch" and name in held:
-                policy.touch(name)
-            elif step == "forget" and name in held:
-                policy.forget(name)
-                held.remove(name)
-            assert len(policy) == len(held)
-        assert set(policy.pick(len(held), always)) == held
-
-    def test_admitting_changes_nothing(self, make: Callable[[int], Policy]) -> None:
-        policy = make(4)
-        assert policy.admit(key(1))
-        assert len(policy) == 0
 
 
 def test_lru_evicts_what_was_used_longest_ago() -> None:

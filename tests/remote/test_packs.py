@@ -128,14 +128,14 @@ def test_what_does_not_follow_is_not_packed(instances: Make) -> None:
     places = [Slot(index) for index in range(11)]
     for key, place in zip(one + two, places, strict=True):
         a.device.view(place)[: a.spec.block_bytes] = content(key, a.spec.block_bytes)
-    a.done(a.offloader.save(one + two, places, heads={0, 5}))
+    a.done(a.offloader.save(one + two, places, heads={0: None, 5: None}))
     a.drain()
     assert b.look(one) == 5
     assert b.look(two) == 6
     assert b.load(one).ok
     assert b.load(two).ok
     alone = keys_of(4, "alone")
-    a.offloader.save(alone, places[:4], heads=range(4))
+    a.offloader.save(alone, places[:4], heads=dict.fromkeys(range(4)))
     a.drain()
     assert sizes(a).count(1) >= 4
 

@@ -1,0 +1,61 @@
+"""Least recently used, aware of prefixes: a prompt is evicted from its tail, its head goes last.
+
+What every prefix cache in use does in some form; the tree of SGLang's RadixAttention (Zheng et
+al., "SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024) evicts the
+least recently used leaf. Runs of blocks stand for its nodes here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from penstock.policies.runs import Run, Runs
+from penstock.types import BlockKey
+
+
+class PrefixLRU:
+    def __init__(self, capacity: int) -> None:
+        self._runs = Runs()
+        self._order: OrderedDict[Run, None] = OrderedDict()  # least recent first
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def admit(self, key: BlockKey) -> bool:
+        return True
+
+    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
+        run = self._runs.ending_with(before)
+        if run is None:
+            run = self._runs.start(before)
+        self._runs.add(key, run)
+        self._order[run] = None
+        self._order.move_to_end(run)
+
+    def touch(self, key: BlockKey) -> None:
+        run, before, taken = self._runs.take(key)
+        if run.is_empty:
+            del self._order[run]
+        for each in taken:
+            self.insert(each, before)
+            before = each
+
+    def forget(self, key: BlockKey) -> None:
+        run = self._runs.remove(key)
+        if run.is_empty:
+            del self._order[run]
+
+    def demote(self, key: BlockKey) -> None:
+        _, behind = self._runs.split(key)
+        self._order[behind] = None
+        self._order.move_to_end(behind, last=False)
+
+    def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        victims, emptied = self._runs.evict(lambda: self._order, num_victims, is_idle)
+        for run in emptied:
+            del self._order[run]
+        return victims
+
+    def check(self) -> None:
+        self._runs.check(self._order)

@@ -1,0 +1,172 @@
+"""Expected reuse: keep what is most likely to be used soon, as learnt from what was.
+
+Every block is as large as any other and takes about as long to recompute, so expected hits per
+block and time is what a slot earns. See `reuse_rates` for how that is learnt and `runs` for the
+order within a prompt. What was evicted is remembered for a while (Zhou et al.'s ghosts, "The
+Multi-Queue Replacement Algorithm for Second Level Buffer Caches", USENIX ATC 2001), so that reuse
+is also learnt of blocks that could not be kept, and their uses go on being counted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from penstock.policies.reuse_rates import NUM_KINDS, ReuseRates
+from penstock.policies.runs import Run, Runs
+from penstock.types import BlockKey
+
+_MIN_LEARNING_BLOCKS = 1024
+_MAX_GHOSTS = 1 << 17  # some 30 MB
+
+_Shelf = OrderedDict[Run, None]
+
+
+class _Ghost(NamedTuple):
+    """A run that was evicted, by its first block."""
+
+    uses: int
+    tick: int
+    num_blocks: int
+
+
+class _Returning(NamedTuple):
+    """What follows a ghost's first block is that ghost's, too."""
+
+    last: BlockKey | None
+    uses: int
+    num_blocks: int
+
+
+class Reuse:
+    def __init__(self, capacity: int) -> None:
+        self._runs = Runs()
+        self._rates = ReuseRates(capacity)
+        self._now = 0  # blocks that came so far
+        self._ages_next = 0  # when the first block can have grown older by a shelf
+        self._learning_blocks = max(_MIN_LEARNING_BLOCKS, capacity // 4)
+        # By kind and age; within each, least recently used first.
+        self._shelves: list[list[_Shelf]] = [
+            [OrderedDict() for _ in range(self._rates.num_ages)] for _ in range(NUM_KINDS)
+        ]
+        self._shelf_of: dict[Run, _Shelf] = {}
+        self._demoted: _Shelf = OrderedDict()
+        self._worst_first: list[_Shelf] = []
+        self._ghosts: OrderedDict[BlockKey, _Ghost] = OrderedDict()
+        self._max_ghosts = max(1024, min(2 * capacity, _MAX_GHOSTS))
+        self._returning = _Returning(None, 0, 0)
+        self._learn()
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def admit(self, key: BlockKey) -> bool:
+        return True
+
+    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
+        self._now += 1
+        self._join(key, before, self._uses_of(key, before))
+        if self._now % self._learning_blocks == 0:
+            self._learn()
+
+    def touch(self, key: BlockKey) -> None:
+        run, before, taken = self._runs.take(key)
+        count = len(taken)
+        if run.is_empty:
+            count += run.num_evicted  # its tail would have been used as well
+            self._unshelve(run)
+        self._rates.reused(run.uses, self._now - run.tick, count)
+        for each in taken:
+            self._join(each, before, run.uses + 1)
+            before = each
+
+    def forget(self, key: BlockKey) -> None:
+        run = self._runs.remove(key)
+        if run.is_empty:
+            self._unshelve(run)
+
+    def demote(self, key: BlockKey) -> None:
+        _, behind = self._runs.split(key)
+        self._shelve(behind, self._demoted)
+
+    def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
+        self._age()
+        victims, emptied = self._runs.evict(self._in_order, num_victims, is_idle)
+        for run, first in emptied.items():
+            self._unshelve(run)
+            self._ghosts[first] = _Ghost(run.uses, run.tick, run.num_evicted)
+        while len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+        return victims
+
+    def check(self) -> None:
+        self._runs.check(self._in_order())
+
+    def _uses_of(self, key: BlockKey, before: BlockKey | None) -> int:
+        """1 for a block never seen; one more than before for one that was evicted."""
+        ghost = self._ghosts.pop(key, None)
+        if ghost is not None:
+            self._rates.reused(ghost.uses, self._now - ghost.tick, ghost.num_blocks)
+            self._returning = _Returning(key, ghost.uses + 1, ghost.num_blocks - 1)
+            return ghost.uses + 1
+        last, uses, num_blocks = self._returning
+        if num_blocks and last == before:
+            self._returning = _Returning(key, uses, num_blocks - 1)
+            return uses
+        return 1
+
+    def _join(self, key: BlockKey, before: BlockKey | None, uses: int) -> None:
+        kind = self._rates.kind_of(uses)
+        youngest = self._shelves[kind][0]
+        run = self._runs.ending_with(before)
+        if run is None or self._shelf_of.get(run) is not youngest:
+            run = self._runs.start(before)
+            run.uses = uses
+        self._runs.add(key, run)
+        run.tick = self._now
+        self._shelve(run, youngest)
+        self._rates.begin(uses)
+
+    def _shelve(self, run: Run, shelf: _Shelf) -> None:
+        if self._shelf_of.get(run) is shelf:
+            shelf.move_to_end(run)
+            return
+        self._unshelve(run)
+        shelf[run] = None
+        self._shelf_of[run] = shelf
+
+    def _unshelve(self, run: Run) -> None:
+        shelf = self._shelf_of.pop(run, None)
+        if shelf is not None:
+            del shelf[run]
+
+    def _in_order(self) -> Iterator[Run]:
+        """What is worth least first."""
+        yield from self._demoted
+        for shelf in self._worst_first:
+            if shelf:
+                yield from shelf
+
+    def _age(self) -> None:
+        """Put every run on the shelf of its age by now. Those of a shelf grow old in turn."""
+        if self._now < self._ages_next:
+            return
+        starts = self._rates.starts
+        self._ages_next = self._now + max(1, int(starts[1]))
+        for shelves in self._shelves:
+            for age in range(self._rates.num_ages - 2, -1, -1):
+                shelf, oldest = shelves[age], self._now - starts[age + 1]
+                while shelf and (run := next(iter(shelf))).tick <= oldest:
+                    # At least one on, however the logarithm is rounded.
+                    by_now = max(age + 1, self._rates.age_of(self._now - run.tick))
+                    self._shelve(run, shelves[by_now])
+
+    def _learn(self) -> None:
+        self._rates.compute()
+        ranked = [
+            (index, kind, age)
+            for kind, indices in enumerate(self._rates.indices)
+            for age, index in enumerate(indices)
+        ]
+        self._worst_first = [self._shelves[kind][age] for _, kind, age in sorted(ranked)]

@@ -1,0 +1,177 @@
+"""Blocks as prompts use them: in runs. A run's last block goes first, and its first one last.
+
+A block is of no use without those before it. So whoever chooses what to evict chooses among runs
+(blocks that follow each other and were last used together), and takes them from their ends; where
+another run follows, that one's end comes before. This also makes the choice cheap: a tier of a
+million blocks holds some ten thousand runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from penstock.errors import BookError
+from penstock.types import BlockKey
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    before: BlockKey | None  # what its first block follows, if known
+    keys: list[BlockKey] = field(default_factory=list)
+    num_left_behind: int = 0  # leading ones of `keys` that have joined another run
+    num_evicted: int = 0
+    uses: int = 1  # of each of its blocks
+    tick: int = 0  # when it was last used, by its owner's clock
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_left_behind == len(self.keys)
+
+
+class Runs:
+    """Which block is in which run, and which runs follow which block. Knows no order of runs."""
+
+    def __init__(self) -> None:
+        self._run_of: dict[BlockKey, Run] = {}
+        self._following: dict[BlockKey, dict[Run, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._run_of)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._run_of
+
+    def of(self, key: BlockKey) -> Run:
+        return self._run_of[key]
+
+    def ending_with(self, key: BlockKey | None) -> Run | None:
+        """The run whose last block this is: what follows it can be added there."""
+        run = None if key is None else self._run_of.get(key)
+        return run if run is not None and run.keys[-1] == key else None
+
+    def start(self, before: BlockKey | None) -> Run:
+        run = Run(before)
+        self._follow(run)
+        return run
+
+    def add(self, key: BlockKey, run: Run) -> None:
+        run.keys.append(key)
+        self._run_of[key] = run
+
+    def take(self, key: BlockKey) -> tuple[Run, BlockKey | None, list[BlockKey]]:
+        """Take a block out of its run, with those before it there: they were used with it.
+
+        Returns the run, which may be empty now, what the first of them follows, and them.
+        """
+        run = self._run_of[key]
+        start = run.num_left_behind
+        end = start + 1 if run.keys[start] == key else run.keys.index(key, start) + 1
+        taken, before = run.keys[start:end], run.before
+        self._leave(run)
+        run.num_left_behind, run.before = end, key
+        if not run.is_empty:
+            self._follow(run)
+        for each in taken:
+            del self._run_of[each]
+        return run, before, taken
+
+    def split(self, key: BlockKey) -> tuple[Run, Run]:
+        """A run of its own for a block and those behind it in its run; returns old and new."""
+        run = self._run_of[key]
+        place = run.keys.index(key, run.num_left_behind)
+        if place == run.num_left_behind:
+            return run, run
+        behind = self.start(run.keys[place - 1])
+        behind.uses, behind.tick, behind.num_evicted = run.uses, run.tick, run.num_evicted
+        for each in run.keys[place:]:
+            self.add(each, behind)
+        del run.keys[place:]
+        run.num_evicted = 0
+        return run, behind
+
+    def remove(self, key: BlockKey) -> Run:
+        """Take one block out of its run, wherever it is there."""
+        run = self._run_of.pop(key)
+        del run.keys[run.keys.index(key, run.num_left_behind)]
+        if run.is_empty:
+            self._leave(run)
+        return run
+
+    def evict(
+        self,
+        order: Callable[[], Iterable[Run]],
+        num_victims: int,
+        is_idle: Callable[[BlockKey], bool],
+    ) -> tuple[list[BlockKey], dict[Run, BlockKey]]:
+        """Take idle blocks out, of the first runs in `order` first: so many, or none at all.
+
+        Returns them, and the runs that are empty now, each with its first block.
+        """
+        taken: list[tuple[Run, BlockKey]] = []
+        for run in order():
+            if len(taken) == num_victims:
+                break
+            while len(taken) < num_victims and not run.is_empty:
+                last = self._end_behind(run)
+                if not is_idle(last.keys[-1]):
+                    break
+                taken.append((last, last.keys.pop()))
+        if len(taken) < num_victims:
+            # What lies before a block in use: then even that has to go.
+            held_up = _idle_ones(order(), is_idle)
+            if len(taken) + len(held_up) < num_victims:
+                for run, key in reversed(taken):
+                    run.keys.append(key)
+                return [], {}
+            for key in held_up[: num_victims - len(taken)]:
+                run = self._run_of[key]
+                del run.keys[run.keys.index(key, run.num_left_behind)]
+                taken.append((run, key))
+        emptied: dict[Run, BlockKey] = {}
+        for run, key in taken:
+            del self._run_of[key]
+            run.num_evicted += 1
+            if run.is_empty:
+                emptied[run] = key  # the last one to go is the first one there
+        for run in emptied:
+            self._leave(run)
+        return [key for _, key in taken], emptied
+
+    def check(self, order: Iterable[Run]) -> None:
+        runs = list(order)
+        keys = [key for run in runs for key in run.keys[run.num_left_behind :]]
+        if len(keys) != len(self._run_of) or set(keys) != self._run_of.keys():
+            raise BookError("a block is in no run, or in two")
+        if any(run.is_empty for run in runs):
+            raise BookError("an empty run is kept")
+
+    def _end_behind(self, run: Run) -> Run:
+        """Of the runs that follow this one's end, one that nothing follows.
+
+        What follows what may have been guessed after a restart, and guesses can go in a circle.
+        """
+        passed: set[Run] = set()
+        while run not in passed and (followers := self._following.get(run.keys[-1])):
+            follower = next((each for each in followers if not each.is_empty), None)
+            if follower is None:
+                break
+            passed.add(run)
+            run = follower
+        return run
+
+    def _follow(self, run: Run) -> None:
+        if run.before is not None:
+            self._following.setdefault(run.before, {})[run] = None
+
+    def _leave(self, run: Run) -> None:
+        if run.before is not None and (followers := self._following.get(run.before)) is not None:
+            followers.pop(run, None)
+            if not followers:
+                del self._following[run.before]
+
+
+def _idle_ones(runs: Iterable[Run], is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
+    return [
+        key for run in runs for key in reversed(run.keys[run.num_left_behind :]) if is_idle(key)
+    ]
