@@ -32,7 +32,7 @@ def kv_size(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help=f"A known model ({', '.join(PRESETS)}), a config.json, or the folder it lies in.",
+            help="A known model (`penstock plan --list` names them), a config.json, or its folder.",
         ),
     ] = None,
     layers: Annotated[
@@ -81,6 +81,8 @@ def kv_size(
             "num_kv_heads": shape.num_kv_heads,
             "head_dim": shape.head_dim,
             "latent_dim": shape.latent_dim,
+            "window_tokens": shape.window_tokens,
+            "num_window_layers": shape.num_window_layers,
             "bits": shape.bits,
             "tokens": tokens,
             "batch": batch,
@@ -138,9 +140,15 @@ def _describe(shape: ModelShape) -> str:
             "one compressed vector in place of keys and values (MLA)"
         )
     grouped = shape.num_heads is not None and shape.num_heads > shape.num_kv_heads
-    return (
+    text = (
         f"K and V x {shape.num_layers} layers x {shape.num_kv_heads} KV heads x {shape.head_dim} "
         f"x {shape.bits} bits{f'; {shape.num_heads} heads share them' if grouped else ''}"
+    )
+    if shape.window_tokens is None:
+        return text
+    return (
+        f"{text}; of the layers, {shape.num_window_layers} keep the last "
+        f"{shape.window_tokens:,} tokens"
     )
 
 

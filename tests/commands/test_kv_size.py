@@ -21,7 +21,14 @@ MLA = {
 }
 
 
-@pytest.mark.parametrize("model", PRESETS)
+GROUPED = [
+    name
+    for name, shape in PRESETS.items()
+    if not shape.is_mla and shape.num_heads and shape.num_kv_heads < shape.num_heads
+]
+
+
+@pytest.mark.parametrize("model", GROUPED)
 def test_the_textbook_formula(run: Run, model: str) -> None:
     found = run("kv-size", model, "--tokens", 100, "--batch", 3, "--json").json
     elements = 2 * found["num_layers"] * found["num_kv_heads"] * found["head_dim"]
@@ -55,6 +62,14 @@ def test_the_table(run: Run) -> None:
     assert "32 heads share them" in ran.stdout
     for text in ("131,072 bytes", "1.0 GiB", "16.0 GiB", "16 tokens, 2.0 MiB"):
         assert text in ran.stdout
+
+
+def test_layers_with_a_window_keep_no_more_than_that(run: Run) -> None:
+    found = run("kv-size", "gemma-2-9b", "--tokens", 8192, "--json").json
+    assert (found["window_tokens"], found["num_window_layers"]) == (4096, 21)
+    per_layer = found["kv_bytes_per_token"] // 42
+    assert found["kv_bytes_per_sequence"] == per_layer * 21 * (8192 + 4096)
+    assert "21 keep the last 4,096" in " ".join(run("kv-size", "gemma-2-9b").stdout.split())
 
 
 def test_a_compressed_cache_says_so(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,276 @@
+"""`penstock plan`: whether offloading helps, how much memory it takes, and the settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.commands import JsonFlag, print_json
+from penstock.errors import ConfigError
+from penstock.units import GiB
+
+if TYPE_CHECKING:
+    from penstock.plan.fit import Demand, Hardware
+    from penstock.plan.planner import PlannedModel
+    from penstock.plan.rates import Rates
+    from penstock.plan.reuse import Reuse
+
+EXAMPLE = (
+    "Example: penstock plan llama-3.1-8b --context 32768 --sessions 64 --gpu h200 "
+    "--host-gib 512\n\n"
+    "Example: penstock plan llama-3.1-70b --context 28000 --sessions 120 --active 30 "
+    "--shared-prefix-tokens 3800 --gpu a100-80gb --gpus 8 --max-token-ms 100\n\n"
+    "Example: penstock plan --list"
+)
+# Nothing is larger, and below it no product leaves the range of a float.
+_MAX_COUNT = 1 << 40
+_MAX_GIB = 1 << 33
+
+
+class KvDtype(StrEnum):
+    AUTO = "auto"
+    FP8 = "fp8"
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A known model, by its name or its name on the hub; a config.json, or its folder.",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Tokens of one session, prompt and answers; of a trace, its P90."
+        ),
+    ] = None,
+    sessions: Annotated[
+        int | None, typer.Option(metavar="N", help="Sessions that are open at once.")
+    ] = None,
+    active: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of these, how many decode at once; by default all."),
+    ] = None,
+    shared_prefix_tokens: Annotated[
+        int, typer.Option(metavar="N", help="The beginning that all sessions have in common.")
+    ] = 0,
+    reuse: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Of prompt tokens, those computed before: 0 to 1."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Requests of yours, as `penstock sim` reads them."),
+    ] = None,
+    max_token_ms: Annotated[
+        float | None, typer.Option(metavar="MS", help="The longest that a token may take.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A GPU of the table; see --list.")
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option(metavar="N", help="Over so many the model is split (tensor parallel).")
+    ] = 1,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of a GPU's memory, for weights and KV.")
+    ] = 0.9,
+    device_kv_gib: Annotated[
+        float | None,
+        typer.Option(metavar="GiB", help="KV on all GPUs, where an engine has told it already."),
+    ] = None,
+    host_gib: Annotated[
+        float | None,
+        typer.Option(metavar="GiB", help="DRAM that KV may take; by default it is sized."),
+    ] = None,
+    disk_gib: Annotated[
+        float | None, typer.Option(metavar="GiB", help="Disk that KV may take.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        KvDtype, typer.Option(help="fp8 halves KV; only vLLM keeps it so.")
+    ] = KvDtype.AUTO,
+    weights_gib: Annotated[
+        float | None,
+        typer.Option(metavar="GiB", help="As the files are; by default 2 bytes a parameter."),
+    ] = None,
+    probe: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What `penstock probe --json` printed: its disk and remote store."
+        ),
+    ] = None,
+    prefill_tokens_per_second: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="How fast your engine prefills; estimated by default."),
+    ] = None,
+    list_known: Annotated[
+        bool, typer.Option("--list", help="Name the known models and GPUs, with their sources.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Whether offloading helps, how much of which memory it takes, and the settings to paste.
+
+    All of it is arithmetic: sizes from the model's shape, rates from the vendor's sheet times the
+    share that one H200 was measured to reach, or from a probe. Nothing here is measured.
+    """
+    from penstock.commands import catalog_report, plan_report
+    from penstock.plan.fit import Demand
+    from penstock.plan.planner import make_plan
+
+    if list_known:
+        catalog_report.show_catalog(as_json=as_json)
+        return
+    for name, given in {"MODEL": model, "--gpu": gpu, "--sessions": sessions}.items():
+        if given is None:
+            raise ConfigError(f"{name} is missing: expected one; `penstock plan --list` names them")
+    assert model is not None
+    assert gpu is not None
+    assert sessions is not None
+    counts = {"--context": context, "--sessions": sessions, "--active": active, "--gpus": gpus}
+    for name, count in counts.items():
+        if count is not None and not 1 <= count <= _MAX_COUNT:
+            raise ConfigError(f"{name} is {count}: expected a whole number from 1 to 2^40")
+    _check_range("--max-token-ms", max_token_ms, 1e9, "milliseconds")
+    _check_range("--prefill-tokens-per-second", prefill_tokens_per_second, 1e12, "tokens a second")
+    _check_range("--gpu-memory-utilization", gpu_memory_utilization, 1, "as a share")
+    if reuse is not None and not 0 <= reuse <= 1:
+        raise ConfigError(f"--reuse is {reuse}: expected a share from 0 to 1")
+    if reuse is not None and trace is not None:
+        raise ConfigError("both --reuse and --trace are given: expected one; leave out the other")
+    hardware = _hardware(gpu, gpus, gpu_memory_utilization, host_gib, disk_gib, device_kv_gib)
+    planned = _model(model, weights_gib, kv_cache_dtype)
+    found = None if trace is None else _analyse(trace)
+    if context is None:
+        if found is None:
+            raise ConfigError("--context is missing: expected a session's tokens, or a --trace")
+        context = found.p90_tokens
+    active = sessions if active is None else active
+    _check_demand(context, sessions, active, shared_prefix_tokens)
+    demand = Demand(
+        context_tokens=context,
+        num_sessions=sessions,
+        num_active=active,
+        shared_tokens=shared_prefix_tokens,
+        reuse_share=reuse,
+        max_token_seconds=None if max_token_ms is None else max_token_ms / 1e3,
+    )
+    if found is not None:
+        demand = _with_trace(demand, planned, hardware, found)
+    rates = _rates(planned, hardware, probe, prefill_tokens_per_second)
+    made = make_plan(planned, hardware, demand, rates)
+    if as_json:
+        print_json(plan_report.as_data(made, found))
+    else:
+        plan_report.draw(made, found)
+
+
+def _check_demand(context: int, sessions: int, active: int, shared: int) -> None:
+    if active > sessions:
+        raise ConfigError(f"--active is {active}: expected no more than the {sessions} --sessions")
+    if not 0 <= shared < context:
+        raise ConfigError(
+            f"--shared-prefix-tokens is {shared}: expected 0 or more, and fewer than the "
+            f"{context} tokens of a session"
+        )
+
+
+def _check_range(name: str, value: float | None, most: float, unit: str) -> None:
+    if value is not None and not 0 < value <= most:
+        raise ConfigError(f"{name} is {value:g}: expected more than 0 and up to {most:g} {unit}")
+
+
+def _hardware(
+    gpu: str,
+    gpus: int,
+    utilization: float,
+    host_gib: float | None,
+    disk_gib: float | None,
+    device_kv_gib: float | None,
+) -> Hardware:
+    from penstock.plan.catalog import find_gpu
+    from penstock.plan.fit import Hardware
+
+    sizes = {"--host-gib": host_gib, "--disk-gib": disk_gib, "--device-kv-gib": device_kv_gib}
+    for name, size in sizes.items():
+        _check_range(name, size, _MAX_GIB, "GiB; or leave it out")
+    return Hardware(
+        find_gpu(gpu),
+        gpus,
+        utilization,
+        None if host_gib is None else int(host_gib * GiB),
+        int((disk_gib or 0) * GiB),
+        None if device_kv_gib is None else int(device_kv_gib * GiB),
+    )
+
+
+def _model(name: str, weights_gib: float | None, dtype: KvDtype) -> PlannedModel:
+    from penstock.engine.options import EMBEDDED
+    from penstock.plan.catalog import find_model
+    from penstock.plan.planner import PlannedModel
+    from penstock.plan.sizing import find_shape
+
+    _check_range("--weights-gib", weights_gib, _MAX_GIB, "GiB")
+    known = find_model(name)
+    shape = find_shape(name) if known is None else known.shape
+    weight_bytes = None if known is None else known.weight_bytes
+    if weight_bytes is None and shape.num_params is not None:
+        weight_bytes = 2 * shape.num_params
+    if weights_gib is not None:
+        weight_bytes = int(weights_gib * GiB)
+    if weight_bytes is None:
+        raise ConfigError(
+            f"the config of {name} does not tell how large its weights are: expected vocab_size "
+            "and intermediate_size in it; give --weights-gib"
+        )
+    if dtype is KvDtype.FP8:
+        shape = replace(shape, bits=8)
+    served = name
+    if known is not None:
+        served = EMBEDDED if known.name == EMBEDDED else known.repo
+    elif name.endswith("config.json"):
+        served = str(Path(name).parent)
+    return PlannedModel(known.name if known else name, served, shape, weight_bytes)
+
+
+def _analyse(path: Path) -> Reuse:
+    from penstock.plan.reuse import analyse
+    from penstock.sim.formats import read_trace
+
+    return analyse(read_trace(path))
+
+
+def _with_trace(demand: Demand, model: PlannedModel, hardware: Hardware, found: Reuse) -> Demand:
+    from penstock.plan.fit import num_copies
+
+    per_block = model.shape.full_bytes_per_token * found.block_tokens
+    live_bytes = found.num_live_blocks * per_block * num_copies(model.shape, hardware.num_gpus)
+    return replace(demand, reuse_share=found.reuse_share, live_bytes=live_bytes)
+
+
+def _rates(
+    model: PlannedModel, hardware: Hardware, probe: Path | None, tokens_per_second: float | None
+) -> Rates:
+    from penstock.plan.rates import rates_from_table, with_prefill, with_probe
+
+    rates = rates_from_table(hardware.gpu, hardware.num_gpus, model.shape)
+    if probe is not None:
+        rates = with_probe(rates, _read_probe(probe), model.shape.bytes_per_token)
+    if tokens_per_second is not None:
+        rates = with_prefill(rates, tokens_per_second)
+    return rates
+
+
+def _read_probe(path: Path) -> Any:
+    expected = "expected what `penstock probe --json` printed"
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--probe {path} cannot be read ({error.strerror}): {expected}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"--probe {path} is not JSON: {expected}") from None

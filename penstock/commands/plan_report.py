@@ -1,0 +1,263 @@
+"""A plan as tables for people, and as plain data for programs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from penstock.commands import new_table, print_fields, stdout_console
+from penstock.connectors.vllm.settings import VllmSettings, transfer_config
+from penstock.plan.fit import WORKING_BYTES
+from penstock.plan.planner import Plan
+from penstock.plan.rates import MEMORY_SHARE
+from penstock.plan.reuse import Reuse
+from penstock.plan.shape import suggest_block_tokens
+from penstock.types import Tier
+from penstock.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def as_data(plan: Plan, reuse: Reuse | None) -> dict[str, Any]:
+    found, pasted, shape = plan.fit, plan.pasted, plan.model.shape
+    settings = pasted.vllm_settings
+    return {
+        "model": plan.model.name,
+        "gpu": plan.hardware.gpu.name,
+        "num_gpus": plan.hardware.num_gpus,
+        "demand": asdict(plan.demand),
+        "kv": {
+            "bytes_per_token": shape.bytes_per_token,
+            "bytes_per_token_on_gpus": found.bytes_per_token,
+            "bytes_per_session": found.session_bytes,
+            "block_tokens": suggest_block_tokens(shape.bytes_per_token),
+            "bits": shape.bits,
+            "latent_dim": shape.latent_dim,
+            "window_tokens": shape.window_tokens,
+            "num_window_layers": shape.num_window_layers,
+        },
+        "fit": asdict(found),
+        "tiers": {
+            tier.label: {
+                "bytes_per_second": link.rate.bytes_per_second,
+                "latency_seconds": link.rate.latency_seconds,
+                "break_even_tokens": plan.break_evens.get(tier),
+                "session_seconds": plan.load_seconds[tier],
+                "source": link.source,
+            }
+            for tier, link in plan.rates.links.items()
+        },
+        "prefill": {
+            "tokens_per_second": plan.rates.prefill and plan.rates.prefill.tokens_per_second,
+            "session_seconds": plan.compute_seconds,
+            "source": plan.rates.prefill_source,
+        },
+        "decode": asdict(plan.cost),
+        "trace": None if reuse is None else asdict(reuse),
+        "verdict": {
+            "kind": plan.verdict.kind,
+            "title": plan.verdict.title,
+            "reasons": plan.verdict.reasons,
+            "warnings": plan.verdict.warnings,
+        },
+        "settings": {
+            "serve": _serve_command(plan),
+            "serve_note": pasted.serve_note,
+            "vllm": _vllm_command(plan),
+            "vllm_note": pasted.vllm_note,
+            "kv_transfer_config": None if settings is None else transfer_config(settings),
+        },
+        "assumptions": _assumptions(plan),
+    }
+
+
+def draw(plan: Plan, reuse: Reuse | None) -> None:
+    from rich.text import Text
+
+    console = stdout_console()
+    print_fields(_title(plan), _sizes(plan))
+    if reuse is not None:
+        print_fields(f"The trace {reuse.name}", _trace(reuse))
+    _draw_tiers(plan)
+    print_fields("Decoding", _decoding(plan))
+    console.print(Text(f"\nVerdict: {plan.verdict.title}", style="bold"))
+    console.print(_points("·", plan.verdict.reasons))
+    if plan.verdict.warnings:
+        console.print(_points("!", plan.verdict.warnings, style="yellow"))
+    for host, command, note in (
+        ("penstock serve", _serve_command(plan), plan.pasted.serve_note),
+        ("vLLM", _vllm_command(plan), plan.pasted.vllm_note),
+    ):
+        console.print(Text(f"\n{host}", style="bold"))
+        if note:
+            console.print(f"  {note}")
+        if command is not None:
+            # As it is to be pasted: no line of a terminal's own.
+            console.print(command, soft_wrap=True)
+    console.print(Text("\nHow this was reckoned", style="bold"))
+    console.print(_points("·", _assumptions(plan), style="dim"))
+
+
+def _points(mark: str, sentences: Iterable[str], style: str = "") -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        table.add_row(f"  {mark}", sentence, style=style)
+    return table
+
+
+def _title(plan: Plan) -> str:
+    gpus = f"{plan.hardware.num_gpus} x " if plan.hardware.num_gpus > 1 else ""
+    return f"{plan.model.name} on {gpus}{plan.hardware.gpu.title}"
+
+
+def _sizes(plan: Plan) -> list[tuple[str, str]]:
+    found, demand, shape = plan.fit, plan.demand, plan.model.shape
+    token = f"{format_bytes(shape.bytes_per_token)} ({shape.bytes_per_token:,} bytes)"
+    if found.bytes_per_token > shape.bytes_per_token:
+        token += f", {format_bytes(found.bytes_per_token)} on all GPUs: each keeps a copy"
+    shared = ""
+    if demand.shared_tokens:
+        shared = f", {format_bytes(found.own_bytes)} of it its own"
+    kept = "all sessions once"
+    if demand.live_bytes > found.shared_bytes + found.own_bytes * demand.num_sessions:
+        kept = "what the trace reads again"
+    rows = [
+        ("KV of a token", token),
+        (
+            f"session of {demand.context_tokens:,}",
+            f"{format_bytes(found.session_bytes)}{shared}",
+        ),
+        ("weights", format_bytes(found.weight_bytes)),
+        ("room for KV on the GPU", format_bytes(max(0, found.pool_bytes))),
+        ("sessions wanted", f"{demand.num_sessions:,}, {demand.num_active:,} of them decoding"),
+        ("sessions, GPU alone", f"{found.sessions_on_device:,}"),
+        (
+            "sessions with DRAM",
+            f"{found.sessions_with_host:,} with {format_bytes(found.host_bytes)}",
+        ),
+    ]
+    if found.disk_bytes:
+        with_disk = f"{found.sessions_with_disk:,} with {format_bytes(found.disk_bytes)} more"
+        rows.append(("sessions kept with a disk", with_disk))
+    rows.append(
+        (
+            "DRAM to buy",
+            f"{format_bytes(found.recommended_host_bytes)} for KV: {kept}, and a tenth; "
+            f"{format_bytes(found.least_host_bytes)} at the least",
+        )
+    )
+    return rows
+
+
+def _trace(reuse: Reuse) -> list[tuple[str, str]]:
+    rate = reuse.requests_per_second
+    return [
+        (
+            "requests",
+            f"{reuse.num_requests:,}" + ("" if rate is None else f", {rate:.2f} a second"),
+        ),
+        (
+            "tokens of one",
+            f"{reuse.p50_tokens:,} half of them, {reuse.p90_tokens:,} P90, "
+            f"{reuse.max_tokens:,} at most",
+        ),
+        ("computed before", f"{reuse.reuse_share:.1%} of prompt tokens, if nothing is forgotten"),
+        (
+            "to be read again",
+            f"{reuse.num_live_blocks:,} blocks of {reuse.block_tokens} tokens at the most, of "
+            f"{reuse.num_distinct_blocks:,}",
+        ),
+    ]
+
+
+def _draw_tiers(plan: Plan) -> None:
+    context = plan.demand.context_tokens
+    table = new_table("from", "rate", f"{context:,} tokens", "faster than computing")
+    for tier, link in plan.rates.links.items():
+        table.add_row(
+            "DRAM" if tier is Tier.HOST else tier.label,
+            format_rate(link.rate.bytes_per_second),
+            format_seconds(plan.load_seconds[tier]),
+            _break_even(plan, tier),
+        )
+    if plan.rates.prefill is not None and plan.compute_seconds is not None:
+        rate = f"{plan.rates.prefill.tokens_per_second:,.0f} tokens/s"
+        table.add_row("computed", rate, format_seconds(plan.compute_seconds), "–")
+    stdout_console().print(table)
+
+
+def _break_even(plan: Plan, tier: Tier) -> str:
+    if not plan.break_evens:
+        return "not known"
+    least = plan.break_evens[tier]
+    if least is None:
+        return "never"
+    return "always" if least == 1 else f"from {least:,} tokens on"
+
+
+def _decoding(plan: Plan) -> list[tuple[str, str]]:
+    cost, demand = plan.cost, plan.demand
+    rows = [
+        (
+            f"{demand.num_active:,} at once",
+            f"{format_bytes(cost.resident_bytes)} read on the GPU, "
+            f"{format_bytes(cost.cold_bytes)} from DRAM",
+        ),
+        ("a token", f"{format_seconds(cost.step_seconds)}, {cost.tokens_per_second:,.0f} a second"),
+    ]
+    if demand.max_token_seconds is not None:
+        rows.append(
+            (
+                f"within {format_seconds(demand.max_token_seconds)}",
+                f"{cost.sessions_within_target or 0:,} sessions at once, "
+                f"{format_bytes(cost.cold_bytes_within_target or 0)} from DRAM in a step",
+            )
+        )
+    return rows
+
+
+def _serve_command(plan: Plan) -> str | None:
+    serve = plan.pasted.serve
+    return None if serve is None else shlex.join(("penstock", "serve", *serve))
+
+
+def _vllm_command(plan: Plan) -> str | None:
+    vllm, settings = plan.pasted.vllm, plan.pasted.vllm_settings
+    if vllm is None:
+        return None
+    command = shlex.join(("vllm", "serve", *vllm))
+    if settings is None:
+        return command
+    return f'{command} --kv-transfer-config "$({shlex.join(_config_command(settings))})"'
+
+
+def _config_command(settings: VllmSettings) -> list[str]:
+    command = ["penstock", "vllm-config"]
+    for name, value in settings.extra().items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    return command
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    hardware, rates = plan.hardware, plan.rates
+    pool = (
+        f"room on the GPU: {hardware.memory_utilization:.0%} of {hardware.num_gpus} x "
+        f"{hardware.gpu.memory_bytes / 1e9:g} GB ({hardware.gpu.source}), less the weights and "
+        f"{format_bytes(WORKING_BYTES)} of working memory each"
+    )
+    if hardware.device_kv_bytes is not None:
+        pool = "room on the GPU: as given"
+    return [
+        pool,
+        f"prefill: {rates.prefill_source}",
+        *(f"{tier.label}: {link.source}" for tier, link in rates.links.items()),
+        f"a step reads all weights and resident KV at {MEMORY_SHARE:.0%} of the sheet's bandwidth, "
+        f"as one H200 did, and beside that cold KV at {format_rate(rates.cold_bytes_per_second)}",
+        "loads from below DRAM are also begun while the front of the prompt is computed, which "
+        "these figures leave out",
+    ]

@@ -1,0 +1,15 @@
+"""What to change on a running server, from its own counters. Pure: metrics in, advice out."""
+
+from __future__ import annotations
+
+from penstock.plan import engine_rules, tier_rules
+from penstock.plan.advice import Advice, Urgency
+from penstock.plan.samples import Samples
+
+
+def advise(seen: Samples) -> list[Advice]:
+    """The most urgent first. `seen` counts since the server's start, or since an earlier look."""
+    rules = (*tier_rules.RULES, *engine_rules.RULES)
+    found = [advice for rule in rules for advice in rule(seen)]
+    order = list(Urgency)
+    return sorted(found, key=lambda advice: order.index(advice.urgency))

@@ -1,0 +1,87 @@
+"""Advice on the embedded engine: who is turned away, what decoding reads from DRAM. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.plan.advice import MANY, Advice, Rule, Urgency
+from penstock.plan.samples import Samples
+from penstock.units import format_bytes
+
+_COLD_SHARE = 0.5  # of a step's time, on the link
+
+
+def _crowding(seen: Samples) -> Iterator[Advice]:
+    ended = seen.total("penstock_requests_total")
+    busy = seen.total("penstock_refused_requests_total", reason="busy")
+    long = seen.total("penstock_refused_requests_total", reason="too_long")
+    preempted = seen.total("penstock_preemptions_total")
+    if busy / max(1.0, ended + busy) > MANY:
+        yield Advice(
+            Urgency.ACT,
+            "refusals",
+            f"{busy:,.0f} requests were refused as too many waited, "
+            f"{busy / (ended + busy):.0%} of all",
+            "more DRAM lets more sessions start; else raise --max-waiting, or add a server",
+            (("busy", busy), ("ended", ended)),
+        )
+    if long:
+        yield Advice(
+            Urgency.CONSIDER,
+            "refusals",
+            f"{long:,.0f} requests were too long for GPU and DRAM together, or for the model",
+            "raise --kv-offloading-size if it is not the model's own limit",
+            (("too_long", long),),
+        )
+    if ended and preempted / ended > 0.1:
+        again = seen.total("penstock_recomputed_tokens_total")
+        yield Advice(
+            Urgency.CONSIDER,
+            "preemption",
+            f"{preempted:,.0f} times a sequence gave up its blocks, for {ended:,.0f} requests; "
+            f"{again:,.0f} tokens were computed again",
+            "lower --max-num-seqs, or give the pool more memory (--device-kv-gib)",
+            (("preemptions", preempted), ("recomputed_tokens", again)),
+        )
+
+
+def _cold_reads(seen: Samples) -> Iterator[Advice]:
+    tokens = seen.total("penstock_output_tokens_total")
+    num_bytes = seen.total("penstock_cold_bytes_read_total")
+    steps_seconds = seen.total("penstock_step_seconds_sum")
+    link_seconds = seen.total("penstock_cold_link_seconds_total")
+    if not (tokens and num_bytes and steps_seconds):
+        return
+    share = link_seconds / steps_seconds
+    finding = (
+        f"every token reads {format_bytes(num_bytes / tokens)} of KV from DRAM, {share:.0%} of the "
+        "steps' time on the link"
+    )
+    numbers = (("cold_bytes_per_token", num_bytes / tokens), ("link_share", share))
+    if share > _COLD_SHARE:
+        change = (
+            "more sessions run than the GPU has memory for: lower --max-num-seqs or "
+            "--max-cold-gib-per-step, set --session-device-tokens, or --no-cold-kv where latency "
+            "counts"
+        )
+        yield Advice(Urgency.ACT, "cold reads", finding, change, numbers)
+    else:
+        yield Advice(Urgency.WELL, "cold reads", finding, "", numbers)
+
+
+def _thrashing(seen: Samples) -> Iterator[Advice]:
+    left = seen.total("penstock_migrated_blocks_total", direction="leave")
+    returned = seen.total("penstock_migrated_blocks_total", direction="return")
+    tokens = seen.total("penstock_output_tokens_total")
+    if tokens and min(left, returned) > tokens:
+        yield Advice(
+            Urgency.CONSIDER,
+            "residency",
+            f"{left:,.0f} blocks left the GPU and {returned:,.0f} came back for {tokens:,.0f} "
+            "tokens: KV goes back and forth",
+            "set the watermarks further apart, or give sessions a budget (--session-device-tokens)",
+            (("left_blocks", left), ("returned_blocks", returned)),
+        )
+
+
+RULES: tuple[Rule, ...] = (_crowding, _cold_reads, _thrashing)

@@ -1,0 +1,100 @@
+"""How fast things would go on a GPU that is not here: the vendor's sheet times a measured share.
+
+The shares are what one H200 reached with Llama-3.1-8B in bf16 (989.4 TFLOP/s, 4.8 TB/s by the
+sheet):
+
+    compute  0.70  8,192 tokens took 204 ms (0.74 of the sheet), 32,768 took 1,184 (0.69)
+    memory   0.65  a step at batch 1 took 5.05 ms, in which 16.1 GB of weights are read (0.66)
+
+For other GPUs that is an extrapolation. Several GPUs are taken to scale fully, each with a link of
+its own: that flatters computing as much as loading. A probe's figures take the place of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.costs import LinkRate, PrefillRate
+from penstock.errors import ConfigError
+from penstock.plan.catalog import COMMON_DISK, Gpu
+from penstock.plan.links import estimate_prefill
+from penstock.plan.shape import ModelShape
+from penstock.types import Tier
+
+COMPUTE_SHARE = 0.70
+MEMORY_SHARE = 0.65
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLink:
+    rate: LinkRate
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of all GPUs together."""
+
+    links: Mapping[Tier, KnownLink]  # towards the device
+    cold_bytes_per_second: float  # DRAM read in place by a step
+    memory_bytes_per_second: float
+    prefill: PrefillRate | None
+    prefill_source: str
+
+
+def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
+    link = gpu.link
+    host = LinkRate(link.bytes_per_second * num_gpus, link.latency_seconds)
+    disk = LinkRate(COMMON_DISK.bytes_per_second, COMMON_DISK.latency_seconds)
+    each = f", on each of {num_gpus} GPUs" if num_gpus > 1 else ""
+    return Rates(
+        links={
+            Tier.HOST: KnownLink(host, f"{link.name}{each}: {link.source}"),
+            Tier.DISK: KnownLink(disk, COMMON_DISK.source),
+        },
+        cold_bytes_per_second=link.cold_bytes_per_second * num_gpus,
+        memory_bytes_per_second=gpu.memory_bytes_per_second * MEMORY_SHARE * num_gpus,
+        prefill=estimate_prefill(shape, gpu.operations_per_second * COMPUTE_SHARE * num_gpus),
+        prefill_source=(
+            f"{COMPUTE_SHARE:.0%} of the sheet's {gpu.operations_per_second / 1e12:,.0f} TFLOP/s"
+            f"{each}, the share that one H200 reached"
+        ),
+    )
+
+
+def with_prefill(rates: Rates, tokens_per_second: float) -> Rates:
+    """The given rate for the matrix products; what attention adds stays an estimate."""
+    quadratic = rates.prefill.quadratic_seconds_per_token2 if rates.prefill else 0.0
+    return replace(rates, prefill=PrefillRate(tokens_per_second, quadratic), prefill_source="given")
+
+
+def with_probe(rates: Rates, probe: Any, kv_bytes_per_token: int) -> Rates:
+    """What `penstock probe --json` measured, in place of the table's disk and remote store.
+
+    Its copies are from memory to memory, and its compute is this machine's processor: neither is
+    the GPU's. A prefill rate counts where somebody gave it for the same model.
+    """
+    expected = "expected what `penstock probe --json` prints"
+    try:
+        found = [(str(link["name"]), _link(link)) for link in probe["links"] if link["loads"]]
+        prefill = probe["prefill"]
+        is_given = prefill["source"] == "given" and prefill["tokens_per_second"]
+        is_same = probe["kv_bytes_per_token"] == kv_bytes_per_token
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"the probe's file has other fields: {expected}; make it anew") from None
+    links = dict(rates.links)
+    for kind, tier in (("disk read", Tier.DISK), ("remote get", Tier.REMOTE)):
+        fitting = [rate for name, rate in found if name.startswith(kind)]
+        if fitting:
+            best = max(fitting, key=lambda rate: rate.bytes_per_second)
+            links[tier] = KnownLink(best, "measured by penstock probe")
+    rates = replace(rates, links=links)
+    return (
+        with_prefill(rates, float(prefill["tokens_per_second"])) if is_given and is_same else rates
+    )
+
+
+def _link(link: Mapping[str, Any]) -> LinkRate:
+    return LinkRate(float(link["bytes_per_second"]), float(link["latency_seconds"]))

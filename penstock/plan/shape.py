@@ -1,0 +1,106 @@
+"""What decides the size of a model's KV. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from penstock.errors import ConfigError
+from penstock.units import MiB
+
+_MAX_BLOCK_BYTES = 2 * MiB
+_MIN_BLOCK_TOKENS = 16
+_KNOWN_BITS = (4, 8, 16, 32)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def check_count(name: str, value: object) -> None:
+    if not is_count(value):
+        raise ConfigError(f"{name} is {value!r}: expected a whole number above 0; correct it")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What decides the size of a model's KV, and roughly the work of computing it.
+
+    With `latent_dim` the model keeps one compressed vector per token and layer (MLA, multi-head
+    latent attention) in place of keys and values for each head. With `window_tokens`, so many of
+    its layers keep only the last so many tokens.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    bits: int = 16
+    num_params: int | None = None
+    num_heads: int | None = None
+    hidden_size: int | None = None
+    latent_dim: int | None = None
+    num_active_params: int | None = None  # of a mixture of experts: what one token passes through
+    window_tokens: int | None = None
+    num_window_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim"):
+            check_count(name, getattr(self, name))
+        optional = ("num_params", "num_heads", "hidden_size", "latent_dim", "num_active_params")
+        for name in (*optional, "window_tokens"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.bits not in _KNOWN_BITS:
+            raise ConfigError(
+                f"bits is {self.bits!r}: expected one of {', '.join(map(str, _KNOWN_BITS))}; "
+                "give the width of one KV element"
+            )
+        most = self.num_layers if self.window_tokens is not None else 0
+        if not 0 <= self.num_window_layers <= most:
+            raise ConfigError(
+                f"num_window_layers is {self.num_window_layers}: expected 0 to {most}, and a "
+                "window_tokens with it; correct it"
+            )
+
+    @property
+    def is_mla(self) -> bool:
+        return self.latent_dim is not None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """2 (K and V) x layers x KV heads x head_dim x bits/8; for MLA layers x latent x bits/8.
+
+        Of a token that every layer keeps: beyond a sliding window, fewer do (`kv_bytes`).
+        """
+        return self._bytes(self.num_layers)
+
+    @property
+    def full_bytes_per_token(self) -> int:
+        """Of the layers that keep every token, however long the sequence."""
+        return self._bytes(self.num_layers - self.num_window_layers)
+
+    @property
+    def params_per_token(self) -> int | None:
+        """Parameters one token is multiplied with, about: the work of prefill."""
+        return self.num_params if self.num_active_params is None else self.num_active_params
+
+    def kv_bytes(self, num_tokens: int, batch: int = 1) -> int:
+        """Of `batch` sequences; layers with a window keep no more of each than that."""
+        if self.window_tokens is None or num_tokens <= self.window_tokens:
+            return self.bytes_per_token * num_tokens * batch
+        windows = self._bytes(self.num_window_layers) * self.window_tokens
+        return (self.full_bytes_per_token * num_tokens + windows) * batch
+
+    def _bytes(self, num_layers: int) -> int:
+        width = self.latent_dim or 2 * self.num_kv_heads * self.head_dim
+        return -(-num_layers * width * self.bits // 8)
+
+
+def suggest_block_tokens(bytes_per_token: int) -> int:
+    """The power of two, 16 or more, that makes a block of more than 1 MiB and up to 2.
+
+    Where 16 tokens are more than 2 MiB already, 16: host engines have no smaller blocks.
+    """
+    check_count("bytes_per_token", bytes_per_token)
+    fitting_tokens = max(_MAX_BLOCK_BYTES // bytes_per_token, _MIN_BLOCK_TOKENS)
+    return 1 << (fitting_tokens.bit_length() - 1)

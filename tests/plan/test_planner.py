@@ -1,0 +1,396 @@
+"""The planner's arithmetic, held against known figures and those measured on one H200."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.plan.catalog import GPUS, MODELS, find_gpu, find_model
+from penstock.plan.fit import Demand, Hardware, decode_cost, fit, num_copies
+from penstock.plan.planner import Plan, PlannedModel, make_plan
+from penstock.plan.rates import rates_from_table, with_prefill, with_probe
+from penstock.plan.shape import ModelShape
+from penstock.plan.sizing import PRESETS
+from penstock.plan.verdict import Kind
+from penstock.types import Tier
+from penstock.units import GiB
+
+H200 = find_gpu("h200")
+LLAMA_8B = MODELS["llama-3.1-8b"]
+
+
+def planned(name: str, **shape: Any) -> PlannedModel:
+    from dataclasses import replace
+
+    known = MODELS[name]
+    assert known.weight_bytes is not None
+    return PlannedModel(name, known.repo, replace(known.shape, **shape), known.weight_bytes)
+
+
+def plan(name: str, gpu: str, context: int, sessions: int, **others: Any) -> Plan:
+    hardware = {
+        key: others.pop(key)
+        for key in ("num_gpus", "host_bytes", "disk_bytes", "device_kv_bytes")
+        if key in others
+    }
+    active = others.pop("num_active", sessions)
+    return make_plan(
+        planned(name),
+        Hardware(find_gpu(gpu), **hardware),
+        Demand(context, sessions, active, **others),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_token"),
+    [
+        ("llama-3.1-8b", 131_072),
+        ("llama-3.1-70b", 327_680),
+        ("deepseek-v3", 61 * (512 + 64) * 2),
+        ("smollm2-135m", 23_040),
+        ("llama-2-13b", 819_200),
+        ("gpt-oss-120b", 73_728),
+    ],
+)
+def test_kv_of_known_models(name: str, bytes_per_token: int) -> None:
+    shape = MODELS[name].shape
+    assert PRESETS[name] is shape
+    assert shape.bytes_per_token == bytes_per_token
+    assert planned(name, bits=8).shape.bytes_per_token * 2 == bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params"),
+    [
+        ("llama-3.1-405b", 405_853_388_800),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("phi-4", 14_659_507_200),
+    ],
+)
+def test_parameters_are_those_that_are_published(name: str, num_params: int) -> None:
+    assert MODELS[name].shape.num_params == num_params
+
+
+@pytest.mark.parametrize(
+    ("name", "num_full", "num_windows", "window"),
+    [
+        ("mistral-7b-v0.1", 0, 32, 4096),
+        ("gemma-2-9b", 21, 21, 4096),
+        ("gemma-3-27b", 10, 52, 1024),
+        ("gpt-oss-20b", 12, 12, 128),
+    ],
+)
+def test_layers_with_a_window_stop_growing(
+    name: str, num_full: int, num_windows: int, window: int
+) -> None:
+    shape = MODELS[name].shape
+    layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * 2
+    tokens = 8 * window
+    assert shape.num_window_layers == num_windows
+    assert shape.kv_bytes(window) == (num_full + num_windows) * layer_bytes * window
+    assert shape.kv_bytes(tokens) == layer_bytes * (num_full * tokens + num_windows * window)
+    assert shape.kv_bytes(tokens, batch=3) == 3 * shape.kv_bytes(tokens)
+
+
+@pytest.mark.parametrize("change", [{"num_window_layers": 1}, {"window_tokens": 0}])
+def test_windows_that_cannot_be_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        ModelShape(2, 2, 2, **change)
+
+
+def test_every_row_has_a_source() -> None:
+    assert len(MODELS) > 30
+    assert len(GPUS) > 15
+    for row in (*MODELS.values(), *GPUS.values()):
+        assert "https://" in row.source
+    for gpu in GPUS.values():
+        assert len(gpu.link.source) > 20
+        assert gpu.link.cold_bytes_per_second <= gpu.link.bytes_per_second
+
+
+def test_names_are_found_in_any_writing() -> None:
+    assert find_gpu("NVIDIA A100 80GB") is find_gpu("a100") is GPUS["a100-80gb"]
+    assert find_model("meta-llama/llama-3.1-8B-instruct") is LLAMA_8B
+    with pytest.raises(ConfigError, match="did you mean h200"):
+        find_gpu("h2000")
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(2048, 0.046), (8192, 0.204), (32_768, 1.184)])
+def test_prefill_as_it_was_measured_on_an_h200(tokens: int, measured: float) -> None:
+    prefill = rates_from_table(H200, 1, LLAMA_8B.shape).prefill
+    assert prefill is not None
+    assert prefill.seconds(tokens) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("batch", "measured"), [(1, 5.05e-3), (16, 6.0e-3), (64, 9.0e-3)])
+def test_a_step_as_it_was_measured_on_an_h200(batch: int, measured: float) -> None:
+    cost = plan("llama-3.1-8b", "h200", 2048, batch).cost
+    assert cost.cold_bytes == 0
+    assert cost.step_seconds == pytest.approx(measured, rel=0.2)
+
+
+def test_cold_reads_as_they_were_measured_on_an_h200() -> None:
+    """4 GiB of KV, half of it cold: attention took 41.5 ms."""
+    made = plan("llama-3.1-8b", "h200", 32_768, 1, device_kv_bytes=2 * GiB)
+    assert made.cost.cold_bytes == 2 * GiB
+    assert made.cost.cold_seconds == pytest.approx(41.5e-3, rel=0.05)
+
+
+def test_what_fits_is_plain_arithmetic() -> None:
+    model, hardware = planned("llama-3.1-8b"), Hardware(H200, host_bytes=100 * GiB)
+    found = fit(model.shape, model.weight_bytes, hardware, Demand(8192, 300, 300))
+    assert found.pool_bytes == int(141e9 * 0.9) - GiB - model.weight_bytes
+    assert found.session_bytes == GiB
+    assert found.sessions_on_device == found.pool_bytes // GiB
+    assert found.sessions_with_host == (found.pool_bytes + 100 * GiB) // GiB
+    assert found.least_host_bytes == 300 * GiB - found.pool_bytes
+    assert found.recommended_host_bytes == 330 * GiB
+
+
+def test_a_shared_beginning_is_kept_once() -> None:
+    model = planned("llama-3.1-8b")
+    hardware = Hardware(H200, device_kv_bytes=10 * GiB, host_bytes=1)
+    alone = fit(model.shape, 1, hardware, Demand(8192, 20, 20))
+    shared = fit(model.shape, 1, hardware, Demand(8192, 20, 20, shared_tokens=4096))
+    assert alone.sessions_on_device == 10
+    assert shared.sessions_on_device == 19  # half a GiB for all, half a GiB each
+
+
+def test_kv_and_weights_are_split_over_gpus() -> None:
+    one = plan("llama-3.1-8b", "h200", 8192, 1)
+    eight = plan("llama-3.1-8b", "h200", 8192, 1, num_gpus=8)
+    assert eight.fit.session_bytes == one.fit.session_bytes
+    assert eight.fit.pool_bytes + eight.fit.weight_bytes == pytest.approx(
+        8 * (one.fit.pool_bytes + one.fit.weight_bytes)
+    )
+    assert eight.load_seconds[Tier.HOST] < one.load_seconds[Tier.HOST] / 3
+    assert eight.compute_seconds == pytest.approx((one.compute_seconds or 0) / 8)
+
+
+def test_more_gpus_than_kv_heads_keep_copies() -> None:
+    assert num_copies(MODELS["llama-3.1-8b"].shape, 8) == 1
+    assert num_copies(MODELS["llama-3.1-8b"].shape, 16) == 2
+    assert num_copies(MODELS["qwen2.5-7b"].shape, 4) == 1
+    assert num_copies(MODELS["deepseek-v3"].shape, 8) == 8  # a latent has no heads to split
+    with pytest.raises(ConfigError, match="28 attention heads cannot be split over 8"):
+        num_copies(MODELS["qwen2.5-7b"].shape, 8)
+    with pytest.raises(ConfigError, match="10 KV heads cannot be split over 4"):
+        num_copies(MODELS["phi-4"].shape, 4)
+
+
+@pytest.mark.parametrize("gpu", ["a100-80gb", "a100-40gb"])
+def test_the_story_of_eight_a100(gpu: str) -> None:
+    """Sessions of 28,000 tokens that share 3,800; 2.4 times as many as the GPUs hold."""
+    alone = plan("llama-3.1-70b", gpu, 28_000, 1, num_gpus=8, shared_tokens=3800)
+    sessions = int(alone.fit.sessions_on_device * 2.4)
+    made = plan("llama-3.1-70b", gpu, 28_000, sessions, num_gpus=8, shared_tokens=3800)
+    assert made.fit.session_bytes == 28_000 * 327_680
+    assert made.verdict.kind is Kind.TAIL_PIN
+    assert "tail-pin" in made.verdict.title
+    # What 2.4 times the sessions need beyond the pool is 1.4 pools, about.
+    assert made.fit.least_host_bytes == pytest.approx(1.4 * made.fit.pool_bytes, rel=0.1)
+    assert made.fit.recommended_host_bytes == pytest.approx(
+        2.4 * 1.1 * made.fit.pool_bytes, rel=0.1
+    )
+    assert made.fit.sessions_with_host >= sessions
+    assert made.pasted.serve is None  # 70B are more than one of these GPUs holds
+    assert made.pasted.vllm is not None
+    assert any("on one GPU each" in warning for warning in made.verdict.warnings)
+
+
+def test_the_story_with_a_server_on_each_gpu() -> None:
+    made = plan("llama-3.1-8b", "a100-40gb", 28_000, 200, num_gpus=8, shared_tokens=3800)
+    assert made.verdict.kind is Kind.TAIL_PIN
+    serve = made.pasted.serve
+    assert serve is not None
+    assert "one server on each of 8 GPUs" in made.pasted.serve_note
+    given = dict(zip(serve[1::2], serve[2::2], strict=True))
+    assert given["--resident-prefix-tokens"] == "3800"
+    assert given["--resident-tail-tokens"] == "512"
+    assert int(given["--max-num-seqs"]) == 200 // 8
+    assert 4312 <= int(given["--session-device-tokens"]) < 28_000
+    # 25 sessions of 3 GiB of their own, half a GiB shared, and a tenth.
+    assert float(given["--kv-offloading-size"]) == pytest.approx(82, abs=3)
+
+
+def test_short_prompts_are_computed() -> None:
+    verdict = plan("llama-3.1-8b", "h200", 200, 5000).verdict
+    assert verdict.kind is Kind.DO_NOT_OFFLOAD
+    assert "short prompts" in verdict.reasons[0]
+
+
+def test_little_reuse_is_no_reason_to_keep() -> None:
+    made = plan("llama-3.1-8b", "h200", 4096, 20, reuse_share=0.02)
+    assert made.verdict.kind is Kind.DO_NOT_OFFLOAD
+    assert "little reuse" in made.verdict.reasons[0]
+    assert made.pasted.serve == (LLAMA_8B.repo, "--kv-offloading-size", "0")
+    assert made.pasted.vllm_settings is None
+
+
+def test_what_fits_needs_no_tiers_unless_it_is_read_again() -> None:
+    assert plan("llama-3.1-8b", "h200", 4096, 20).verdict.kind is Kind.DEVICE_IS_ENOUGH
+    again = plan("llama-3.1-8b", "h200", 4096, 20, reuse_share=0.4)
+    assert again.verdict.kind is Kind.FOR_REUSE
+    small = plan("llama-3.1-8b", "h200", 4096, 20, reuse_share=0.4, live_bytes=GiB)
+    assert small.verdict.kind is Kind.DEVICE_IS_ENOUGH
+    large = plan("llama-3.1-8b", "h200", 4096, 20, reuse_share=0.4, live_bytes=500 * GiB)
+    assert large.verdict.kind is Kind.FOR_REUSE
+    assert large.fit.recommended_host_bytes == 550 * GiB
+
+
+def test_latency_critical_chat_is_never_cold() -> None:
+    made = plan("llama-3.1-8b", "h200", 16_384, 100, max_token_seconds=0.05)
+    assert made.verdict.kind is Kind.NEVER_COLD
+    assert any("latency-critical" in reason for reason in made.verdict.reasons)
+    assert made.pasted.serve is not None
+    assert "--no-cold-kv" in made.pasted.serve
+    patient = plan("llama-3.1-8b", "h200", 16_384, 100, max_token_seconds=60.0)
+    assert patient.verdict.kind is Kind.TAIL_PIN
+
+
+def test_sessions_that_wait_for_their_users_need_not_be_cold() -> None:
+    made = plan("llama-3.1-8b", "h200", 16_384, 500, num_active=10)
+    assert made.verdict.kind is Kind.NEVER_COLD
+    assert made.cost.cold_bytes == 0
+
+
+def test_sessions_within_the_target_are_within_it() -> None:
+    model = planned("llama-3.1-8b")
+    hardware = Hardware(H200, host_bytes=400 * GiB)
+    rates = rates_from_table(H200, 1, model.shape)
+    for target in (0.007, 0.03, 0.05, 0.2):
+        asked = Demand(16_384, 200, 200, max_token_seconds=target)
+        found = fit(model.shape, model.weight_bytes, hardware, asked)
+        most = decode_cost(model.shape, found, asked, rates).sessions_within_target
+        assert most is not None
+        assert most > 0
+
+        def step(num: int) -> float:
+            demand = Demand(16_384, num, num)
+            found = fit(model.shape, model.weight_bytes, hardware, demand)
+            return decode_cost(model.shape, found, demand, rates).step_seconds
+
+        assert step(most) <= target * 1.001 < step(most + 1) * 1.002
+
+
+def test_a_session_larger_than_the_gpu_is_for_serve_alone() -> None:
+    made = plan("llama-3.1-8b", "l4", 131_072, 1, host_bytes=64 * GiB)
+    assert made.fit.sessions_on_device == 0
+    assert made.verdict.kind is Kind.TAIL_PIN
+    assert made.pasted.serve is not None
+    assert made.pasted.vllm is None
+    assert "not one session fits" in made.pasted.vllm_note
+
+
+def test_too_little_dram_is_told_with_what_is_needed() -> None:
+    warnings = plan("llama-3.1-8b", "h200", 16_384, 500, host_bytes=8 * GiB).verdict.warnings
+    assert "8.0 GiB of DRAM keep 55 of 500 sessions" in warnings[0]
+    assert "1.1 TiB is advised" in warnings[0]
+
+
+def test_a_disk_slower_than_computing_is_told() -> None:
+    made = plan("llama-3.1-8b", "h200", 16_384, 500, disk_bytes=GiB << 10)
+    assert (made.break_evens[Tier.DISK] or 0) > 16_384
+    assert any("restarts, not speed" in warning for warning in made.verdict.warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("deepseek-v3", "MLA"), ("gemma-3-27b", "52 of its 62 layers")]
+)
+def test_models_that_are_refused_get_figures_and_no_settings(name: str, words: str) -> None:
+    made = plan(name, "h200", 28_000, 10, num_gpus=8)
+    assert made.verdict.kind is Kind.NOT_SUPPORTED
+    assert words in made.verdict.reasons[0]
+    assert made.pasted.serve is made.pasted.vllm is None
+
+
+def test_weights_that_do_not_fit() -> None:
+    made = plan("llama-3.1-70b", "h100", 4096, 1)
+    assert made.verdict.kind is Kind.DOES_NOT_FIT
+    assert "take 4 GPUs" in made.verdict.reasons[0]
+
+
+def test_fp8_is_vllms_alone() -> None:
+    model = planned("llama-3.1-8b", bits=8)
+    made = make_plan(model, Hardware(H200), Demand(32_768, 100, 100))
+    assert made.fit.session_bytes == 2 * GiB
+    assert made.pasted.serve is None
+    assert "16 bits" in made.pasted.serve_note
+    assert made.pasted.vllm is not None
+    assert made.pasted.vllm[-4:-2] == ("--kv-cache-dtype", "fp8")
+
+
+PROBE: dict[str, Any] = {
+    "kv_bytes_per_token": 131_072,
+    "prefill": {"tokens_per_second": 9000.0, "source": "given"},
+    "links": [
+        {"name": "memory copy", "bytes_per_second": 1e10, "latency_seconds": 0.0, "loads": True},
+        {"name": "disk read, 4 threads", "bytes_per_second": 7e9, "latency_seconds": 1e-3}
+        | {"loads": True},
+        {"name": "disk write, 4 threads", "bytes_per_second": 9e9, "latency_seconds": 0.0}
+        | {"loads": False},
+        {"name": "remote get, 2.0 MiB", "bytes_per_second": 2e9, "latency_seconds": 2e-3}
+        | {"loads": True},
+    ],
+}
+
+
+def test_a_probe_takes_the_place_of_the_table() -> None:
+    table = rates_from_table(H200, 1, LLAMA_8B.shape)
+    rates = with_probe(table, PROBE, 131_072)
+    assert rates.links[Tier.HOST] == table.links[Tier.HOST]  # its copies do not cross PCIe
+    assert rates.links[Tier.DISK].rate.bytes_per_second == 7e9
+    assert rates.links[Tier.REMOTE].rate.latency_seconds == 2e-3
+    assert rates.prefill is not None
+    assert rates.prefill.tokens_per_second == 9000
+    other = with_probe(table, PROBE, 23_040)  # somebody else's model
+    assert other.prefill == table.prefill
+    made = make_plan(planned("llama-3.1-8b"), Hardware(H200), Demand(8192, 1, 1), rates)
+    assert made.break_evens[Tier.REMOTE] is not None
+    assert made.load_seconds[Tier.DISK] == pytest.approx(5e-3 + GiB / 7e9)
+
+
+@pytest.mark.parametrize("probe", [{}, [], None, {**PROBE, "links": [{"name": 1}]}, 7])
+def test_a_probe_with_other_fields_is_refused(probe: object) -> None:
+    with pytest.raises(ConfigError, match="penstock probe --json"):
+        with_probe(rates_from_table(H200, 1, LLAMA_8B.shape), probe, 1)
+
+
+def test_a_model_of_unknown_size_has_no_break_even() -> None:
+    shape = ModelShape(32, 8, 128)
+    made = make_plan(PlannedModel("m", "m", shape, GiB), Hardware(H200), Demand(8192, 500, 500))
+    assert made.break_evens == {}
+    assert made.compute_seconds is None
+    assert made.verdict.kind is Kind.TAIL_PIN
+    given = with_prefill(made.rates, 1000.0)
+    again = make_plan(made.model, made.hardware, made.demand, given)
+    assert again.compute_seconds == pytest.approx(8.192)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"context_tokens": 0},
+        {"num_sessions": 0},
+        {"num_active": 0},
+        {"num_active": 3},
+        {"shared_tokens": -1},
+        {"shared_tokens": 100},
+    ],
+)
+def test_impossible_demands_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        Demand(**{"context_tokens": 100, "num_sessions": 2, "num_active": 2, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_gpus": 0}, {"memory_utilization": 0.0}, {"host_bytes": -1}, {"disk_bytes": -1}],
+)
+def test_impossible_hardware_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        make_plan(planned("llama-3.1-8b"), Hardware(H200, **change), Demand(1, 1, 1))
