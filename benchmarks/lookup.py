@@ -82,7 +82,7 @@ def _stack(keys: list[BlockKey]) -> TierStack:
     """Half of the prompt in HOST, all of it on DISK."""
     books = {}
     for tier, held in ((Tier.HOST, keys[: len(keys) // 2]), (Tier.DISK, keys)):
-        ledger = Ledger(len(keys), POLICIES["s3fifo"](len(keys)), recovering=True)
+        ledger = Ledger(len(keys), POLICIES["reuse"](len(keys)), recovering=True)
         for slot, key in enumerate(held):
             ledger.adopt(Slot(slot), key)
         books[tier] = ledger
@@ -153,7 +153,7 @@ def _recovery(directory: Path) -> Row:
             reading = seconds_of(lambda: file.read())
         started = time.perf_counter()
         store = DiskStore(path, spec, cap, read_only=True)
-        ledger = Ledger(store.num_slots, POLICIES["s3fifo"](store.num_slots), recovering=True)
+        ledger = Ledger(store.num_slots, POLICIES["reuse"](store.num_slots), recovering=True)
         stack = TierStack(4096, Ledger(1, POLICIES["lru"](1)), {Tier.DISK: ledger})
         recovery = Recovery(Tier.DISK, store, store.num_slots)
         num_found = 0

@@ -2,6 +2,7 @@
 
     PenstockError
     ├── ConfigError        a setting is wrong; the command line exits with 2
+    ├── TraceError         a trace cannot be read; the command line exits with 2
     ├── StoreError         a tier could not serve; to a request it is a miss, never an error
     │   ├── Missing        the block is not there (any more)
     │   ├── Corrupt        bytes are there, and they are not the block that was asked for
@@ -23,6 +24,10 @@ class PenstockError(Exception):
 
 class ConfigError(PenstockError):
     """A setting is wrong: unknown, malformed, or impossible on this machine."""
+
+
+class TraceError(PenstockError):
+    """A trace is not what it should be. The message begins with the file and the line."""
 
 
 class StoreError(PenstockError):

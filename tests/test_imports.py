@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "penstock"
 
 # Floors from the ground up: a module imports from its own floor's rooms it is allowed to, or below.
-BASE = {"errors", "types", "units", "keys", "clock", "events", "config", "machine"}
+BASE = {"errors", "types", "units", "keys", "clock", "events", "config", "machine", "hints"}
 BOOKS = {
     "ledger",
     "policies",
@@ -19,6 +19,10 @@ BOOKS = {
     "saves",
     "looks",
     "pins",
+    "retention",
+    "demotions",
+    "prefetches",
+    "sessions",
     "write_gate",
     "tickets",
     "flights",

@@ -1,0 +1,177 @@
+"""`penstock sim`: what a cache of this size would have done with this traffic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.commands import JsonFlag, print_json, progress_bar
+from penstock.config import Config
+from penstock.errors import ConfigError
+from penstock.machine import num_cores
+
+if TYPE_CHECKING:
+    from penstock.sim.trace import Trace
+
+EXAMPLE = (
+    "Example: penstock sim trace.jsonl --device-gib 40 --host-gib 64,256 --disk-gib 1000 "
+    "--policy lru,s3fifo\n\n"
+    "Example: penstock sim --generate chat --device-gib 20 --host-gib 64 --sweep --plot o.html\n\n"
+    "Example: penstock sim trace.jsonl --host-blocks 1000,4000,16000 --json"
+)
+
+
+def sim(
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[TRACE]...", help="Recorded traffic; its format is recognised."),
+    ] = None,
+    generate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORKLOAD",
+            help="In place of a trace: chat, rag, code, agents or batch, made up by rule.",
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to make up.")] = 2000,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the made up traffic.")] = 0,
+    format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The trace's format, if it must be named.")
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens of a block, where the trace leaves a choice."
+        ),
+    ] = None,
+    device_gib: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GIB[,…]",
+            help="KV on the GPU. Without it there is no time: hit rates of one tier alone.",
+        ),
+    ] = None,
+    host_gib: Annotated[str | None, typer.Option(metavar="GIB[,…]", help="DRAM.")] = None,
+    disk_gib: Annotated[str | None, typer.Option(metavar="GIB[,…]", help="The disk tier.")] = None,
+    device_blocks: Annotated[
+        str | None, typer.Option(metavar="N[,…]", help="As --device-gib, in blocks.")
+    ] = None,
+    host_blocks: Annotated[
+        str | None, typer.Option(metavar="N[,…]", help="As --host-gib, in blocks.")
+    ] = None,
+    disk_blocks: Annotated[
+        str | None, typer.Option(metavar="N[,…]", help="As --disk-gib, in blocks.")
+    ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Also a quarter, a half, twice and four times the DRAM."),
+    ] = False,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME[,…]", help="Which block goes when room is needed.")
+    ] = Config().host.policy,
+    model: Annotated[
+        str,
+        typer.Option(metavar="MODEL", help="A known model, a config.json, or the folder it is in."),
+    ] = "llama-3.1-8b",
+    gpu: Annotated[str, typer.Option(metavar="GPU", help="A known GPU, for rates.")] = "h200",
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs of one instance.")] = 1,
+    prefill_tokens_per_second: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help="How fast yours prefills; by default from the GPU."),
+    ] = None,
+    host_link_gb_per_second: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="Between GPU and DRAM, each way.")
+    ] = None,
+    disk_load_gb_per_second: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="From the disk.")
+    ] = None,
+    disk_save_gb_per_second: Annotated[
+        float | None, typer.Option(metavar="GB/S", help="To the disk.")
+    ] = None,
+    speed: Annotated[
+        float, typer.Option(metavar="X", help="Times as fast as the trace was recorded.")
+    ] = 1.0,
+    max_batched_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of one step.")
+    ] = 8192,
+    max_running: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at a time.")] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Requests in the queue; more are rejected.")
+    ] = 256,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes; by default one a core.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it: an HTML page of its own.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """What tiers of these sizes would have done with this traffic.
+
+    The books, policies and decisions are those that serve; only links, computing and the clock are
+    simulated. Several sizes or policies, by comma, are run side by side. Beside what they reach
+    stand the offline optimum (Belady's MIN, which knows the future) and a cache without bounds.
+    """
+    from penstock.commands.sim_tables import draw, write_plot
+    from penstock.sim.report import facts
+    from penstock.sim.settings import Hardware, Room, plan_points
+    from penstock.sim.sweep import sweep as run_sweep
+
+    room = Room.read(
+        {"device": device_gib, "host": host_gib, "disk": disk_gib},
+        {"device": device_blocks, "host": host_blocks, "disk": disk_blocks},
+        with_sweep=sweep,
+    )
+    hardware = Hardware(
+        model,
+        gpu,
+        num_gpus=gpus,
+        prefill_tokens_per_second=prefill_tokens_per_second,
+        host_gb_per_second=host_link_gb_per_second,
+        disk_load_gb_per_second=disk_load_gb_per_second,
+        disk_save_gb_per_second=disk_save_gb_per_second,
+        max_batched_tokens=max_batched_tokens,
+        max_running=max_running,
+        max_waiting=max_waiting,
+    )
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {plot}: there is no such folder; make it, or choose another")
+    policies = [name.strip() for name in policy.split(",")]
+    # All that can be refused is refused before anything is read or simulated.
+    hardware.check(policies, speed)
+    found = _traces(traces or [], generate, requests, seed, format, block_tokens)
+    points, sizes = plan_points(found, room, policies, hardware, speed)
+    with progress_bar() as tick:
+        swept = run_sweep(found, points, num_processes=jobs or num_cores(), tick=tick)
+    told = hardware.facts(is_timed=room.is_timed) | {"unit": room.unit} | facts(found, swept)
+    if plot is not None:
+        write_plot(plot, told, sizes, room.unit)
+    if as_json:
+        print_json(told)
+    else:
+        draw(told, sizes, room.unit)
+
+
+def _traces(
+    paths: list[Path],
+    workload: str | None,
+    num_requests: int,
+    seed: int,
+    format: str | None,
+    block_tokens: int | None,
+) -> list[Trace]:
+    from penstock.sim.formats import read_trace
+    from penstock.sim.workloads import generate
+
+    either = "expected trace files, or --generate and a workload in their place"
+    if workload is not None and paths:
+        raise ConfigError(f"both {paths[0]} and --generate {workload} are given: {either}")
+    if workload is None and not paths:
+        raise ConfigError(f"no traffic is given: {either}")
+    if workload is None:
+        return [read_trace(path, format=format, block_tokens=block_tokens) for path in paths]
+    if block_tokens is None:
+        return [generate(workload, num_requests=num_requests, seed=seed)]
+    return [generate(workload, num_requests=num_requests, seed=seed, block_tokens=block_tokens)]

@@ -1,0 +1,123 @@
+"""How `penstock sim` shows what it found: tables on a terminal, or a page with pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.commands import new_table, stdout_console
+from penstock.units import format_bytes, format_seconds
+
+Sizes = dict[str, float]
+_TIERS = ("device", "host", "disk")
+
+
+def draw(told: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
+    console = stdout_console()
+    for number, trace in enumerate(told["traces"]):
+        pairs = [(p, s) for p, s in zip(told["points"], sizes, strict=True) if p["trace"] == number]
+        console.print(
+            f"{trace['name']}: {trace['num_requests']:,} requests, {trace['num_blocks']:,} prompt "
+            f"blocks of {trace['block_tokens']} tokens, {format_seconds(trace['seconds'])}"
+        )
+        fixed, shown = _fixed_and_shown(pairs)
+        if fixed:
+            same = ", ".join(f"{tier} {size:,.5g} {unit}" for tier, size in fixed.items())
+            console.print(f"The same for all: {same}.")
+        console.print(_hits(pairs, shown, unit, is_timed=told["is_timed"]))
+        if told["is_timed"]:
+            console.print(_times(pairs, shown, unit))
+            if any(point["links"] for point, _ in pairs):
+                console.print(_links(pairs, shown, unit))
+    if told["is_timed"]:
+        rates = told["rates"]
+        console.print(
+            f"{told['model']} on {told['num_gpus']} x {told['gpu']}: prefill "
+            f"{rates['prefill_tokens_per_second']:,.0f} tokens/s, a decode step "
+            f"{format_seconds(rates['decode_base_seconds'])} and more for its context."
+        )
+    console.print(
+        "MIN is Belady's optimum, which knows the future; tails first, its ties are broken so that "
+        "chains stay whole: no policy has more."
+    )
+
+
+_Pairs = Sequence[tuple[dict[str, Any], Sizes]]
+
+
+def _fixed_and_shown(pairs: _Pairs) -> tuple[Sizes, list[str]]:
+    """The tiers whose size is always the same, and those that need a column."""
+    counts = {tier: {size[tier] for _, size in pairs} for tier in _TIERS}
+    fixed = {tier: found.pop() for tier, found in counts.items() if len(found) == 1}
+    shown = [tier for tier in _TIERS if tier not in fixed]
+    return {tier: size for tier, size in fixed.items() if size}, shown
+
+
+def _head(point: dict[str, Any], size: Sizes, shown: Sequence[str]) -> list[str]:
+    return [point["policy"], *(f"{size[tier]:,.5g}" for tier in shown)]
+
+
+def _hits(pairs: _Pairs, shown: Sequence[str], unit: str, *, is_timed: bool) -> Any:
+    by_tier = [f"on {tier}" for tier in _TIERS] if is_timed else []
+    columns = ["hits", *by_tier, "MIN", "tails first", "unbounded"]
+    table = new_table("policy", *_size_names(shown, unit), *columns, title="Hit rate")
+    for point, size in pairs:
+        tiers = [_share(point["hit_rate_by_tier"][tier]) for tier in _TIERS] if is_timed else []
+        limits = ("optimum_hit_rate", "optimum_hit_rate_tails_first", "unbounded_hit_rate")
+        table.add_row(
+            *_head(point, size, shown),
+            _share(point["hit_rate"]),
+            *tiers,
+            *(_share(point[name]) for name in limits),
+        )
+    return table
+
+
+def _times(pairs: _Pairs, shown: Sequence[str], unit: str) -> Any:
+    names = ("TTFT P50", "P90", "P99", "in tok/s", "out tok/s", "rejected")
+    table = new_table("policy", *_size_names(shown, unit), *names, title="Times")
+    for point, size in pairs:
+        times = point["first_token_seconds"].values()
+        table.add_row(
+            *_head(point, size, shown),
+            *("–" if time is None else format_seconds(time) for time in times),
+            f"{point['input_tokens_per_second']:,.0f}",
+            f"{point['output_tokens_per_second']:,.0f}",
+            f"{sum(point['rejections'].values()):,}",
+        )
+    return table
+
+
+def _links(pairs: _Pairs, shown: Sequence[str], unit: str) -> Any:
+    lanes = ["host_load", "host_save", "disk_load", "disk_save"]
+    used = [lane for lane in lanes if any(lane in point["links"] for point, _ in pairs)]
+    names = [lane.replace("_", " ") for lane in used]
+    more = ["flash/day"] if "disk_save" in used else []
+    table = new_table("policy", *_size_names(shown, unit), *names, *more, title="Bytes moved")
+    for point, size in pairs:
+        carried = [point["links"].get(lane) for lane in used]
+        row = ["–" if lane is None else format_bytes(lane["num_bytes"]) for lane in carried]
+        if more:
+            row.append(format_bytes(point["flash_bytes_per_day"]))
+        table.add_row(*_head(point, size, shown), *row)
+    return table
+
+
+def write_plot(path: Path, told: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
+    from penstock.sim.picture import sections
+    from penstock.sim.plot import page
+
+    note = f"{told['model']}, {format_bytes(told['kv_bytes_per_token'])} of KV per token."
+    if told["is_timed"]:
+        note += f" One instance on {told['num_gpus']} x {told['gpu']}, simulated."
+    drawn = sections(told["traces"], told["points"], sizes, unit)
+    path.write_text(page("penstock sim", note, drawn), encoding="utf-8")
+
+
+def _size_names(shown: Sequence[str], unit: str) -> list[str]:
+    return [f"{tier} {unit}" for tier in shown]
+
+
+def _share(share: float) -> str:
+    return f"{share:.3f}"

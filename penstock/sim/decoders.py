@@ -1,0 +1,77 @@
+"""The sequences that decode, advanced many steps at once. Pure.
+
+All of them take the same steps, a token each. So one counter of steps is kept for all, and each
+knows at which step it needs a look: where it completes a block, or ends. Until the first of these,
+any number of steps can pass in one go.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from penstock.sim.sequences import Phase, Sequence
+
+
+class Decoders:
+    def __init__(self) -> None:
+        self._step = 0
+        self._order: list[tuple[int, int, Sequence]] = []  # by the step of their next look
+        self._count = 0
+        self._num_context_tokens = 0  # that all of them read in the next step
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def num_context_tokens(self) -> int:
+        return self._num_context_tokens
+
+    @property
+    def num_steps_until_look(self) -> int:
+        """Steps until the first of them needs a look. Only if there is one."""
+        self._drop_gone()
+        return self._order[0][0] - self._step
+
+    def add(self, sequence: Sequence) -> None:
+        """It has room for the token that it computes next."""
+        request, block_tokens = sequence.request, sequence.block_tokens
+        last = request.num_input_tokens + sequence.num_output_tokens - 1
+        num_to_block = block_tokens - sequence.num_computed % block_tokens
+        num_steps = min(num_to_block, last - sequence.num_computed)
+        sequence.phase = Phase.DECODING
+        sequence.decodes_since = self._step
+        sequence.decodes_until = self._step + num_steps
+        heappush(self._order, (sequence.decodes_until, sequence.number, sequence))
+        self._count += 1
+        self._num_context_tokens += sequence.num_computed + 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Before its look: it is preempted. Brings its counts up to date."""
+        self._leave(sequence)
+
+    def advance(self, num_steps: int) -> list[Sequence]:
+        """Let steps pass, no more than until the first look; returns those that need one."""
+        self._step += num_steps
+        self._num_context_tokens += num_steps * self._count
+        due: list[Sequence] = []
+        self._drop_gone()
+        while self._order and self._order[0][0] <= self._step:
+            _, _, sequence = heappop(self._order)
+            self._leave(sequence)
+            due.append(sequence)
+            self._drop_gone()
+        due.sort(key=lambda sequence: sequence.number)
+        return due
+
+    def _leave(self, sequence: Sequence) -> None:
+        num_taken = self._step - sequence.decodes_since
+        sequence.num_computed += num_taken
+        sequence.num_tokens += num_taken
+        sequence.decodes_until = -1
+        self._count -= 1
+        self._num_context_tokens -= sequence.num_computed + 1
+
+    def _drop_gone(self) -> None:
+        """Those that were preempted are still in the order."""
+        while self._order and self._order[0][0] != self._order[0][2].decodes_until:
+            heappop(self._order)

@@ -1,0 +1,138 @@
+"""One line as a JSON object, read with care: a wrong field becomes a sentence with its line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from penstock.errors import TraceError
+from penstock.sim.formats.lines import Line, TraceFile
+
+MAX_TOKENS = 1 << 24  # of one request; nothing reads more, and a slip of the pen takes no memory
+_MAX_SECONDS = 1e11  # thousands of years
+
+
+class Entry:
+    __slots__ = ("fields", "file", "number")
+
+    def __init__(self, file: TraceFile, number: int, fields: dict[str, Any]) -> None:
+        self.file = file
+        self.number = number
+        self.fields = fields
+
+    def fault(self, sentence: str) -> TraceError:
+        return self.file.fault(self.number, sentence)
+
+    def first_of(self, *names: str) -> str | None:
+        """The first of these fields that says something."""
+        for name in names:
+            if self.fields.get(name) is not None:
+                return name
+        return None
+
+    def require(self, name: str, expected: str) -> Any:
+        if name not in self.fields:
+            raise self.fault(f"there is no `{name}`: expected {expected}.")
+        return self.fields[name]
+
+    def seconds(self, name: str, ticks_per_second: int = 1) -> float:
+        expected = "a time in seconds" if ticks_per_second == 1 else "a time in milliseconds"
+        value = self.require(name, expected)
+        if type(value) not in (int, float) or not abs(value) <= _MAX_SECONDS * ticks_per_second:
+            raise self.fault(f"`{name}` is {_show(value)}: expected {expected}.")
+        return float(value / ticks_per_second)
+
+    def duration(self, name: str) -> float:
+        value = self.seconds(name)
+        if value < 0:
+            raise self.fault(f"`{name}` is {value}: expected seconds, not fewer than 0.")
+        return value
+
+    def moment(self, name: str) -> float:
+        """A time as a number of seconds, or as a date in ISO 8601."""
+        value = self.require(name, "a time")
+        if not isinstance(value, str):
+            return self.seconds(name)
+        try:
+            return parse_moment(value)
+        except ValueError:
+            raise self.fault(
+                f"`{name}` is {_show(value)}: expected a date and time such as "
+                "2025-01-31 12:00:00.5, or seconds."
+            ) from None
+
+    def count(self, name: str) -> int:
+        """A number of tokens."""
+        value = self.require(name, "a number of tokens")
+        if type(value) is not int or not 0 <= value <= MAX_TOKENS:
+            raise self.fault(
+                f"`{name}` is {_show(value)}: expected a whole number of tokens, 0 to {MAX_TOKENS}."
+            )
+        return value
+
+    def ids(self, name: str, *, what: str = "ids") -> list[int]:
+        """A list of whole numbers."""
+        value = self.require(name, f"a list of {what}")
+        if type(value) is not list or not set(map(type, value)) <= {int}:
+            cut = ' (a "..." in it means that the log was cut: log whole prompts)'
+            raise self.fault(
+                f"`{name}` is {_show(value)}: expected a list of {what}, all whole numbers"
+                f"{cut if type(value) is list and '...' in value else ''}."
+            )
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.require(name, "text")
+        if not isinstance(value, str):
+            raise self.fault(f"`{name}` is {_show(value)}: expected text.")
+        return value
+
+    def inner(self, name: str) -> Entry:
+        value = self.require(name, "an object")
+        if not isinstance(value, dict):
+            raise self.fault(f"`{name}` is {_show(value)}: expected an object.")
+        return Entry(self.file, self.number, value)
+
+
+def entries(file: TraceFile) -> Iterator[Entry]:
+    for line in file.lines():
+        yield Entry(file, line.number, parse_object(file, line))
+
+
+def parse_object(file: TraceFile, line: Line) -> dict[str, Any]:
+    try:
+        value = json.loads(line.text)
+    except (ValueError, RecursionError) as error:
+        if line.is_cut:
+            raise file.fault(
+                line.number,
+                "the last line is cut off: expected a whole JSON object; copy the file again, or "
+                "remove this line.",
+            ) from None
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it cannot be read"
+        raise file.fault(
+            line.number, f"expected one JSON object a line, and this is none ({reason})."
+        ) from None
+    if not isinstance(value, dict):
+        raise file.fault(
+            line.number, f"expected one JSON object a line, and this is {_show(value)}."
+        )
+    return value
+
+
+def parse_moment(text: str) -> float:
+    """Seconds since 1970 of a date in ISO 8601; without a zone it is taken for UTC.
+
+    Raises ValueError.
+    """
+    moment = datetime.fromisoformat(text.strip())
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return moment.timestamp()
+
+
+def _show(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,0 +1,67 @@
+"""Names for a trace's blocks: 32 bytes that look like the server's, equal ones kept once."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+
+from blake3 import blake3
+
+from penstock.keys import KeyChain, Namespace
+from penstock.types import KEY_BYTES, BlockKey
+
+DEFAULT_BLOCK_TOKENS = 16
+_PIECE = re.compile(r"\w{1,8}|[^\w\s]")
+
+
+class NumberNames(dict[int, BlockKey]):
+    """The name of a block that a trace knows by number; `names[number]` makes it at first use."""
+
+    def __init__(self, space: str) -> None:
+        super().__init__()
+        self._space = f"penstock trace {space} ".encode()
+
+    def __missing__(self, number: int) -> BlockKey:
+        self[number] = name = BlockKey(blake3(self._space + b"%d" % number).digest())
+        return name
+
+
+class ChainNames:
+    """The names of token ids or texts, chained as the server's: an equal prefix, equal names."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._namespace = Namespace("trace", "", "", "", block_tokens)
+        self._block_tokens = block_tokens
+        self._known: dict[BlockKey, BlockKey] = {}
+
+    def of(
+        self, prompt: Sequence[int], output: Sequence[int] = ()
+    ) -> tuple[tuple[BlockKey, ...], tuple[BlockKey, ...]]:
+        """The prompt's full blocks, and those that the answer completes.
+
+        The last token of an answer is never read, so that its KV is never computed. Raises
+        ValueError for ids that are none.
+        """
+        chain = KeyChain(self._namespace, prompt)
+        num_prompt = len(chain.keys)
+        chain.extend(output[:-1])
+        known = self._known
+        keys = [known.setdefault(key, key) for key in chain.keys]
+        return tuple(keys[:num_prompt]), tuple(keys[num_prompt:])
+
+
+def own_names(space: str, number: int, count: int) -> tuple[BlockKey, ...]:
+    """Names that nobody else has."""
+    data = blake3(f"penstock trace {space} {number}".encode()).digest(length=KEY_BYTES * count)
+    return tuple(
+        BlockKey(data[start : start + KEY_BYTES]) for start in range(0, len(data), KEY_BYTES)
+    )
+
+
+def pseudo_tokens(text: str) -> list[int]:
+    """Stand-ins for the tokens of a text: words, long ones in pieces, and punctuation.
+
+    A tokenizer would cut otherwise, and about as often. Equal beginnings stay equal.
+    """
+    return [zlib.crc32(piece.encode()) for piece in _PIECE.findall(text)]

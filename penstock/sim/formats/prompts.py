@@ -1,0 +1,56 @@
+"""What a request log says of prompts and answers: token ids, or text, or only how many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.sim.formats.entries import Entry
+from penstock.sim.formats.naming import ChainNames, pseudo_tokens
+from penstock.sim.trace import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A prompt and its answer. Ids of texts are stand-ins (see `pseudo_tokens`)."""
+
+    prompt: Sequence[int]
+    output: Sequence[int] = ()  # empty: not known
+    num_output: int = 1  # every answer has one token; the count where no more is known
+
+    def request(
+        self, entry: Entry, names: ChainNames, arrival_seconds: float, session: str = ""
+    ) -> TraceRequest:
+        try:
+            prompt_blocks, output_blocks = names.of(self.prompt, self.output)
+        except ValueError as error:
+            raise entry.fault(f"{error}.") from None
+        return TraceRequest(
+            arrival_seconds,
+            len(self.prompt),
+            max(self.num_output, len(self.output)),
+            prompt_blocks,
+            output_blocks,
+            session,
+        )
+
+
+def tokens_of(entry: Entry, name: str, *, is_text: bool) -> Sequence[int]:
+    return pseudo_tokens(entry.text(name)) if is_text else entry.ids(name, what="token ids")
+
+
+def messages_text(entry: Entry, name: str) -> str:
+    """A conversation as one text: an earlier one is the beginning of a later one."""
+    messages = entry.require(name, "a list of messages")
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise entry.fault(f"`{name}`: expected a list of messages with `role` and `content`.")
+    return "\n".join(f"{each.get('role', '')} {_content(each)}" for each in messages)
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):  # parts, as OpenAI writes them
+        parts = (part.get("text") for part in content if isinstance(part, dict))
+        content = " ".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,220 @@
+"""Our own record: what `penstock serve --record` writes, and what `write_trace` makes of any trace.
+
+    {"penstock_record": 1, "block_tokens": 64, "model": "smollm2-135m", "started_seconds":
+     1754308301.02, "settings": {…}}
+    {"arrival_seconds": 0.52, "input_tokens": 130, "output_tokens": 40, "prompt_blocks":
+     ["9f…", "07…"], "output_blocks": ["c4…"], "session": "51d0…", "hit_tokens": {"device": 64},
+     "first_token_seconds": 0.03, "total_seconds": 0.81, "finish_reason": "stop"}
+
+A name is 32 hexadecimal digits, or 64 where nothing was cut off. Requests are written as they end,
+so they are sorted here. A server that goes on with the file writes a heading again: from there on
+times count from its own start, and no name equals one from before.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+from blake3 import blake3
+
+from penstock.errors import TraceError
+from penstock.sim.formats.entries import Entry, entries
+from penstock.sim.formats.lines import TraceFile
+from penstock.sim.trace import Trace, TraceRequest
+from penstock.types import KEY_BYTES, BlockKey, Tier
+
+VERSION = 1
+NAME_BYTES = 16  # of a name in the record of a server
+_MAX_BLOCK_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """A request, and what became of it in truth; a trace from elsewhere knows nothing of that."""
+
+    request: TraceRequest
+    hit_tokens: Mapping[Tier, int] = field(default_factory=dict)  # of the prompt, by where found
+    first_token_seconds: float | None = None  # since it came
+    total_seconds: float | None = None
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    name: str
+    block_tokens: int
+    model: str
+    settings: Mapping[str, Any]  # of the server, as it named them
+    requests: tuple[RecordedRequest, ...]  # in the order of their arrival
+
+    @property
+    def trace(self) -> Trace:
+        return Trace(self.name, self.block_tokens, tuple(each.request for each in self.requests))
+
+
+def recognises(fields: dict[str, Any]) -> bool:
+    return "penstock_record" in fields
+
+
+def read(file: TraceFile, block_tokens: int | None) -> Trace:
+    trace = _read(file).trace
+    if block_tokens not in (None, trace.block_tokens):
+        raise file.fault_of_all(
+            f"the record's blocks hold {trace.block_tokens} tokens, and {block_tokens} were asked "
+            "for: expected the same, its names cannot be cut anew; leave it out."
+        )
+    return trace
+
+
+def read_record(path: Path) -> Record:
+    """With what became of each request. Raises TraceError."""
+    record = _read(TraceFile(path))
+    if not record.requests:
+        raise TraceError(f"{path}: there is no request in it; expected at least one.")
+    return record
+
+
+def heading(
+    block_tokens: int, *, model: str = "", started_seconds: float = 0.0, settings: object = None
+) -> str:
+    fields = {
+        "penstock_record": VERSION,
+        "block_tokens": block_tokens,
+        "model": model,
+        "started_seconds": started_seconds,
+        "settings": settings or {},
+    }
+    return json.dumps(fields) + "\n"
+
+
+def request_line(
+    recorded: RecordedRequest, names: Iterable[str] | None = None, output_names: Iterable[str] = ()
+) -> str:
+    """`names` stand in for the blocks' own, where those are not to be written."""
+    request = recorded.request
+    if names is None:
+        names = map(bytes.hex, request.prompt_blocks)
+        output_names = map(bytes.hex, request.output_blocks)
+    fields: dict[str, Any] = {
+        "arrival_seconds": request.arrival_seconds,
+        "input_tokens": request.num_input_tokens,
+        "output_tokens": request.num_output_tokens,
+        "prompt_blocks": list(names),
+        "output_blocks": list(output_names),
+        "session": request.session,
+    }
+    if recorded.total_seconds is not None:
+        fields["hit_tokens"] = {tier.label: num for tier, num in recorded.hit_tokens.items()}
+        if recorded.first_token_seconds is not None:
+            fields["first_token_seconds"] = recorded.first_token_seconds
+        fields["total_seconds"] = recorded.total_seconds
+        fields["finish_reason"] = recorded.finish_reason
+    return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """As a record; in gzip, if the name ends in .gz. What was there is replaced."""
+    with cast("IO[bytes]", gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")) as f:
+        f.write(heading(trace.block_tokens, model=trace.name).encode())
+        for request in trace.requests:
+            f.write(request_line(RecordedRequest(request)).encode())
+
+
+class _Names(dict[str, BlockKey]):
+    """Names as bytes, equal ones once; raises ValueError for what is none."""
+
+    def __missing__(self, text: str) -> BlockKey:
+        raw = bytes.fromhex(text)
+        if len(raw) == NAME_BYTES:
+            raw = blake3(raw).digest()
+        if len(raw) != KEY_BYTES:
+            raise ValueError(text)
+        self[text] = name = BlockKey(raw)
+        return name
+
+
+def _read(file: TraceFile) -> Record:
+    block_tokens, started, model = 0, 0.0, ""
+    settings: Mapping[str, Any] = {}
+    offset = 0.0
+    names = _Names()
+    found: list[RecordedRequest] = []
+    for entry in entries(file):
+        if "penstock_record" not in entry.fields:
+            if not block_tokens:
+                raise entry.fault(
+                    "expected a heading before the first request, with `penstock_record`."
+                )
+            found.append(_request(entry, names, offset))
+            continue
+        again = _block_tokens(entry)
+        if block_tokens and again != block_tokens:
+            raise entry.fault(
+                f"from here on blocks hold {again} tokens, before {block_tokens}: expected one "
+                "size in a file; split it here."
+            )
+        begin = entry.duration("started_seconds")
+        if not block_tokens:
+            started, model = begin, str(entry.fields.get("model", ""))
+            settings = entry.inner("settings").fields if entry.first_of("settings") else {}
+        offset, block_tokens = max(0.0, begin - started), again
+    found.sort(key=lambda each: each.request.arrival_seconds)
+    return Record(file.name, block_tokens, model, settings, tuple(found))
+
+
+def _block_tokens(entry: Entry) -> int:
+    version = entry.fields["penstock_record"]
+    if version != VERSION:
+        raise entry.fault(
+            f"the record is of version {version!r}: expected {VERSION}; use its Penstock."
+        )
+    block_tokens = entry.count("block_tokens")
+    if not 1 <= block_tokens <= _MAX_BLOCK_TOKENS:
+        raise entry.fault(f"`block_tokens` is {block_tokens}: expected 1 to {_MAX_BLOCK_TOKENS}.")
+    return block_tokens
+
+
+def _request(entry: Entry, names: _Names, offset: float) -> RecordedRequest:
+    request = TraceRequest(
+        entry.duration("arrival_seconds") + offset,
+        entry.count("input_tokens"),
+        entry.count("output_tokens"),
+        _blocks(entry, "prompt_blocks", names),
+        _blocks(entry, "output_blocks", names) if "output_blocks" in entry.fields else (),
+        entry.text("session") if "session" in entry.fields else "",
+    )
+    if "total_seconds" not in entry.fields:
+        return RecordedRequest(request)
+    has_first = entry.first_of("first_token_seconds") is not None
+    return RecordedRequest(
+        request,
+        _hits(entry),
+        entry.duration("first_token_seconds") if has_first else None,
+        entry.duration("total_seconds"),
+        entry.text("finish_reason") if "finish_reason" in entry.fields else "",
+    )
+
+
+def _blocks(entry: Entry, name: str, names: _Names) -> tuple[BlockKey, ...]:
+    value = entry.require(name, "a list of names")
+    try:
+        if isinstance(value, list):
+            return tuple([names[text] for text in value])
+    except (TypeError, ValueError):
+        pass
+    raise entry.fault(f"`{name}`: expected a list of names of 32 or 64 hexadecimal digits.")
+
+
+def _hits(entry: Entry) -> dict[Tier, int]:
+    if "hit_tokens" not in entry.fields:
+        return {}
+    given = entry.inner("hit_tokens")
+    known = {tier.label: tier for tier in Tier}
+    if unknown := given.fields.keys() - known.keys():
+        raise entry.fault(f"`hit_tokens` names {min(unknown)!r}: expected {', '.join(known)}.")
+    return {known[label]: given.count(label) for label in given.fields}

@@ -1,0 +1,126 @@
+"""What is simulated: sizes, links and rates of one instance; and its books, built from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from penstock.clock import ManualClock
+from penstock.config import Config, TransferConfig
+from penstock.costs import LinkRate
+from penstock.engine.blocks import BlockPool
+from penstock.errors import ConfigError
+from penstock.events import Observer
+from penstock.ledger import Ledger
+from penstock.offload import Offloader
+from penstock.sim.compute import ComputeRates
+from penstock.sim.links import LinkSpec, SimulatedLinks
+from penstock.sim.replay import new_ledger
+from penstock.tiers import Limits, TierStack
+from penstock.types import Tier
+
+_GB = 1e9
+# Measured on one H200 (PCIe Gen5 x16) and a local NVMe drive; a copy's latency is its submission.
+HOST_LINK = LinkSpec(LinkRate(54 * _GB, 30e-6), LinkRate(54 * _GB, 30e-6))
+DISK_LINK = LinkSpec(
+    LinkRate(2.8 * _GB, 100e-6), LinkRate(1.9 * _GB, 100e-6), num_streams=4, is_duplex=False
+)
+# Copies of whole batches: what is gained by parts is below what a simulation resolves.
+_MIN_TRANSFER_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceConfig:
+    """One engine with its tiers. Sizes are in blocks; 0: there is no such tier."""
+
+    block_tokens: int
+    block_bytes: int
+    rates: ComputeRates
+    num_device_blocks: int
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    policy: str = Config().host.policy
+    host_link: LinkSpec = HOST_LINK
+    disk_link: LinkSpec = DISK_LINK
+    max_batched_tokens: int = 8192
+    max_running: int = 64
+    max_waiting: int = 256
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    limits: Limits | None = None  # None: those that follow from `transfer`
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "block_bytes", "num_device_blocks", "max_batched_tokens"):
+            self._check(name, 1)
+        for name in ("max_running", "max_waiting"):
+            self._check(name, 1)
+        for name in ("num_host_blocks", "num_disk_blocks"):
+            self._check(name, 0)
+        if self.num_disk_blocks and not self.num_host_blocks:
+            raise ConfigError(
+                "there is a disk tier and no host tier: what goes to the disk passes through DRAM; "
+                "give the host tier a size too"
+            )
+
+    def _check(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value < least:
+            raise ConfigError(f"{name} is {value}: expected {least} or more; correct it")
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """The real books, with links and a clock that only move when told to."""
+
+    config: InstanceConfig
+    clock: ManualClock
+    pool: BlockPool
+    links: SimulatedLinks | None = None
+    offloader: Offloader | None = None
+
+    def check(self) -> None:
+        self.pool.check()
+        if self.offloader is not None:
+            self.offloader.check()
+
+
+def build_instance(config: InstanceConfig, observers: Iterable[Observer] = ()) -> Instance:
+    clock, pool = ManualClock(), BlockPool(config.num_device_blocks)
+    if not config.num_host_blocks:
+        return Instance(config, clock, pool)
+    specs = {Tier.HOST: config.host_link}
+    lower: dict[Tier, Ledger] = {}
+    if config.num_disk_blocks:
+        specs[Tier.DISK] = config.disk_link
+        lower[Tier.DISK] = new_ledger(config.policy, config.num_disk_blocks)
+    stack = TierStack(
+        config.block_bytes,
+        new_ledger(config.policy, config.num_host_blocks),
+        lower,
+        config.limits or _limits(config),
+    )
+    links = SimulatedLinks(
+        specs, clock, config.block_bytes, max_queued=config.transfer.queue_transfers
+    )
+    offloader = Offloader(
+        stack,
+        links,
+        clock,
+        block_bytes=config.block_bytes,
+        load_deadline_seconds=config.transfer.load_deadline_seconds,
+        observers=observers,
+    )
+    return Instance(config, clock, pool, links, offloader)
+
+
+def _limits(config: InstanceConfig) -> Limits:
+    transfer, block_bytes = config.transfer, config.block_bytes
+    batch = max(_MIN_TRANSFER_BLOCKS, transfer.batch_bytes // block_bytes)
+    return replace(
+        Limits(),
+        max_host_blocks=batch,
+        max_lower_blocks=batch,
+        max_planned_blocks=1 << 30,
+        spread_host=False,
+        max_pending_loads=transfer.max_pending_loads,
+        max_pending_saves=max(1, transfer.max_pending_save_bytes // block_bytes),
+    )

@@ -1,0 +1,254 @@
+"""Links with bandwidth, latency and contention: what an Offloader drives in place of threads.
+
+A transfer waits in its link's queue, loads before saves. Once one of the link's streams takes it,
+the link's latency passes, and then its bytes flow. All that flow on a link at once share it
+equally. A link may be duplex, as PCIe is, where loads and saves do not meet; on one that is not,
+as on a disk, each slows the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.clock import Clock
+from penstock.costs import LinkRate
+from penstock.types import (
+    Answer,
+    Direction,
+    Outcome,
+    Question,
+    Tier,
+    Transfer,
+    TransferId,
+    Verdict,
+)
+
+_ROUNDING_SECONDS = 1e-9  # what is left of a transfer for less than this has ended
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """What one link carries each way, and how many transfers flow on it at once."""
+
+    load: LinkRate
+    save: LinkRate
+    num_streams: int = 2
+    is_duplex: bool = True
+
+
+@dataclass(slots=True)
+class Carried:
+    """What crossed a link one way."""
+
+    num_transfers: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    busy_seconds: float = 0.0  # in which at least one transfer was on the link
+
+
+class SimulatedLinks:
+    """The `Engine` of an Offloader whose clock is moved by hand. Nothing fails here."""
+
+    def __init__(
+        self,
+        specs: Mapping[Tier, LinkSpec],
+        clock: Clock,
+        block_bytes: int,
+        *,
+        max_queued: int = 256,
+    ) -> None:
+        self._clock = clock
+        self._max_queued = max_queued
+        self._ended: list[Outcome] = []
+        self._lines: dict[tuple[Tier, Direction], _Line] = {}
+        for tier, spec in specs.items():
+            line = _Line(spec, block_bytes, self._ended)
+            self._lines[tier, Direction.LOAD] = line
+            if spec.is_duplex:
+                line = _Line(spec, block_bytes, self._ended)
+            self._lines[tier, Direction.SAVE] = line
+        self._all = list(dict.fromkeys(self._lines.values()))
+
+    @property
+    def next_end(self) -> float:
+        """The soonest that a transfer may end; infinity while all links are idle."""
+        return min([line.next_end for line in self._all])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is something to poll."""
+        return bool(self._ended)
+
+    @property
+    def is_busy(self) -> bool:
+        return any(line.running for line in self._all)
+
+    def carried(self) -> dict[tuple[Tier, Direction], Carried]:
+        return {lane: line.carried[lane[1]] for lane, line in self._lines.items()}
+
+    def advance(self) -> None:
+        """Let what the clock says has passed pass on the links."""
+        now = self._clock.now()
+        for line in self._all:
+            if line.next_change <= now:
+                line.advance(now)
+
+    # What an Offloader asks for.
+
+    def has_room(self, link: Tier, direction: Direction) -> bool:
+        return len(self._lines[link, direction].queues[direction]) < self._max_queued
+
+    def depth(self, link: Tier, direction: Direction) -> int:
+        return len(self._lines[link, direction].queues[direction])
+
+    def submit(self, transfer: Transfer) -> bool:
+        link, direction = transfer.link, transfer.direction
+        if not self.has_room(link, direction):
+            return False
+        self._lines[link, direction].submit(transfer, self._clock.now())
+        return True
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        for line in self._all:
+            line.cancel(transfer_id)
+
+    def poll(self) -> list[Outcome]:
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+    def ask(self, question: Question) -> None:
+        raise NotImplementedError("a simulated instance shares no tier with others")
+
+    def take_answers(self) -> list[Answer]:
+        return []
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self.has_ended
+
+    def close(self, timeout_seconds: float = 10.0) -> bool:
+        return not self.is_busy
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    transfer: Transfer
+    direction: Direction
+    begun: float
+    flows_at: float
+    bytes_left: float
+    bytes_per_second: float  # if it had the link to itself
+
+    @property
+    def is_over(self) -> bool:
+        return self.bytes_left <= self.bytes_per_second * _ROUNDING_SECONDS
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A link, or one way of a duplex one."""
+
+    spec: LinkSpec
+    block_bytes: int
+    ended: list[Outcome]
+    next_change: float = math.inf  # a latency is over, or a transfer ends
+    next_end: float = math.inf  # a transfer ends, or later if others slow it
+    running: list[_Running] = field(default_factory=list)
+    queues: dict[Direction, deque[Transfer]] = field(
+        default_factory=lambda: {Direction.LOAD: deque(), Direction.SAVE: deque()}
+    )
+    carried: dict[Direction, Carried] = field(
+        default_factory=lambda: {direction: Carried() for direction in Direction}
+    )
+    _since: float = 0.0  # up to here the bytes of those that run have been counted
+
+    def advance(self, now: float) -> None:
+        """Let all happen that does until `now`."""
+        while self.next_change <= now:
+            self._flow(self.next_change)
+            for one in [one for one in self.running if one.is_over]:
+                self.running.remove(one)
+                self._end(one)
+            self._start()
+
+    def submit(self, transfer: Transfer, now: float) -> None:
+        self.advance(now)
+        self.queues[transfer.direction].append(transfer)
+        if len(self.running) < self.spec.num_streams:
+            self._flow(now)
+            self._start()
+
+    def _start(self) -> None:
+        """Let streams that are free take what waits, and see what happens next."""
+        now = self._since
+        while len(self.running) < self.spec.num_streams:
+            queue = self.queues[Direction.LOAD] or self.queues[Direction.SAVE]  # loads first
+            if not queue:
+                break
+            transfer = queue.popleft()
+            if transfer.deadline is not None and now >= transfer.deadline:
+                self._report(transfer, Verdict.EXPIRED)
+                continue
+            direction = transfer.direction
+            rate = self.spec.load if direction is Direction.LOAD else self.spec.save
+            num_bytes = len(transfer.keys) * self.block_bytes
+            flows_at = now + rate.latency_seconds
+            self.running.append(
+                _Running(transfer, direction, now, flows_at, num_bytes, rate.bytes_per_second)
+            )
+        if len(self.running) == 1:
+            (one,) = self.running
+            self.next_end = max(now, one.flows_at) + one.bytes_left / one.bytes_per_second
+            self.next_change = self.next_end
+            return
+        self.next_change = self.next_end = math.inf
+        num_flowing = sum([one.flows_at <= now for one in self.running])
+        for one in self.running:
+            seconds = one.bytes_left / one.bytes_per_second
+            if one.flows_at <= now:
+                change = end = now + seconds * num_flowing
+            else:
+                change, end = one.flows_at, one.flows_at + seconds
+            self.next_change = min(self.next_change, change)
+            self.next_end = min(self.next_end, end)
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        """Drop what waits; what runs is left to end."""
+        for queue in self.queues.values():
+            for transfer in queue:
+                if transfer.id == transfer_id:
+                    queue.remove(transfer)
+                    self._report(transfer, Verdict.CANCELLED)
+                    return
+
+    def _flow(self, until: float) -> None:
+        """Nobody has begun to flow, or ended, since the bytes were last counted."""
+        seconds, since, self._since = until - self._since, self._since, until
+        if not self.running:
+            return
+        if len(self.running) == 1:  # nobody to share with: its latency is no event of its own
+            (one,) = self.running
+            flowing_seconds = until - max(since, one.flows_at)
+            one.bytes_left -= max(0.0, flowing_seconds) * one.bytes_per_second
+            self.carried[one.direction].busy_seconds += seconds
+            return
+        flowing = [one for one in self.running if one.flows_at <= since]
+        for one in flowing:
+            one.bytes_left -= seconds * one.bytes_per_second / len(flowing)
+        for direction in {one.direction for one in self.running}:
+            self.carried[direction].busy_seconds += seconds
+
+    def _end(self, one: _Running) -> None:
+        transfer = one.transfer
+        carried = self.carried[one.direction]
+        carried.num_transfers += 1
+        carried.num_blocks += len(transfer.keys)
+        carried.num_bytes += len(transfer.keys) * self.block_bytes
+        self._report(transfer, Verdict.OK, self._since - one.begun)
+
+    def _report(self, transfer: Transfer, verdict: Verdict, seconds: float = 0.0) -> None:
+        verdicts = (verdict,) * len(transfer.keys)
+        self.ended.append(Outcome(transfer.id, verdicts, seconds, ended=self._since))

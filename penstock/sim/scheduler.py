@@ -1,0 +1,339 @@
+"""What the simulated instance runs next: the engine's scheduler, for tokens that are only counted.
+
+It keeps to `penstock.engine.scheduler` rule by rule, on the same pool, the same admission and the
+same Offloader, since hits have to agree block for block. Two things differ: every sequence that
+decodes gets its token before prompts share what is left of a step, and KV of running sequences is
+never cold: where the pool is full, the least urgent sequence is preempted.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.costs import Choice
+from penstock.engine.admission import Admission, Busy, TooLong
+from penstock.engine.blocks import BlockPool
+from penstock.errors import PenstockError
+from penstock.offload import Offloader
+from penstock.sim.decoders import Decoders
+from penstock.sim.sequences import Phase, Sequence
+from penstock.types import BlockKey, Done, Match, Slot, TicketId
+
+_MAX_STALLS = 200  # steps
+
+Heads = dict[int, BlockKey | None]
+"""Where in a row of blocks another chain begins, and the block that it follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute so many tokens of a prompt behind `start` others."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_tokens: int,
+        admission: Admission,
+        tiers: Offloader | None,
+        choose: Callable[[Match, int], Choice],
+        *,
+        max_batched_tokens: int,
+        max_running: int,
+    ) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._admission = admission
+        self._tiers = tiers
+        self._choose = choose
+        self._max_batched_tokens = max_batched_tokens
+        self._max_running = max_running
+        self._waiting: list[Sequence] = []  # the first to come is the first to go
+        self._prefilling: list[Sequence] = []
+        self._stalled: list[Sequence] = []
+        self._loading: dict[TicketId, Sequence] = {}
+        self._saving: dict[TicketId, list[Slot]] = {}
+        self._running: dict[int, Sequence] = {}  # all that hold blocks, but for those that load
+        self._is_blocked = False  # the first in the queue found no room, and nothing has changed
+        self.decoders = Decoders()
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._loading)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        return sum(not sequence.num_preemptions for sequence in self._waiting)
+
+    @property
+    def is_anyone_waiting(self) -> bool:
+        """Whether a transfer that ends may let somebody go on."""
+        return bool(self._waiting or self._stalled or self._loading)
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loading)
+
+    def add(self, sequence: Sequence) -> bool:
+        """Queue a request; False, and why in its refusal, if it is not accepted."""
+        num_new = sequence.num_output_tokens
+        try:
+            self._admission.check(sequence.request.num_input_tokens, num_new, self.num_waiting)
+        except TooLong:
+            sequence.refusal = "too_long"
+        except Busy:
+            sequence.refusal = "busy"
+        else:
+            self._waiting.append(sequence)
+            return True
+        return False
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's pieces of prompts; who decodes is in `decoders`."""
+        preempted = self._resume_stalled()
+        budget = self._max_batched_tokens - len(self.decoders)
+        chunks: list[Chunk] = []
+        for sequence in list(self._prefilling):
+            if budget <= 0:
+                break
+            if sequence.phase is not Phase.PREFILLING:
+                continue  # preempted for one before it
+            num_tokens = min(sequence.num_uncomputed, budget)
+            room, more = self._make_room(sequence, sequence.num_computed + num_tokens)
+            preempted |= more
+            if room:
+                chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
+                budget -= num_tokens
+        while budget > 0 and self._waiting and not preempted and not self._is_blocked:
+            if len(self._running) + len(self._loading) >= self._max_running:
+                break
+            sequence = self._waiting[0]
+            if not self._admit(sequence, budget):
+                self._is_blocked = True
+                break
+            if sequence.phase is Phase.PREFILLING:
+                num_tokens = min(sequence.num_uncomputed, budget)
+                chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
+                budget -= num_tokens
+        return chunks
+
+    def computed(self, chunks: Iterable[Chunk], due: Iterable[Sequence]) -> None:
+        """The step's KV is on the device: of these pieces, and of those that needed a look."""
+        blocks: dict[BlockKey, Slot] = {}
+        heads: Heads = {}
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.start + chunk.num_tokens
+            again = min(sequence.num_computed, sequence.max_computed) - chunk.start
+            sequence.num_recomputed_tokens += max(0, again)
+            self._name(sequence, blocks, heads)
+        for sequence in due:
+            self._name(sequence, blocks, heads)
+        self._save(blocks, heads)
+
+    def sampled(self, chunks: Iterable[Chunk], due: Iterable[Sequence], now: float) -> None:
+        """The step has ended with a token for each: they go on, or have come to their end."""
+        for chunk in chunks:
+            if not chunk.sequence.num_uncomputed:
+                self._sample(chunk.sequence, now)
+        for sequence in due:
+            self._go_on(sequence, now)
+
+    def settle(self, done: Done) -> None:
+        """A load or save has ended."""
+        self._is_blocked = False
+        if (saved := self._saving.pop(done.ticket, None)) is not None:
+            self._pool.release(saved)
+            return
+        sequence = self._loading.pop(done.ticket)
+        into, sequence.into = sequence.into, []
+        num_arrived = done.num_leading_ok
+        for key, slot in zip(done.keys[:num_arrived], into, strict=False):
+            self._pool.name(slot, key)
+        sequence.slots += into[:num_arrived]
+        self._pool.release(into[num_arrived:])
+        sequence.num_named = len(sequence.slots)
+        self._have(sequence, len(sequence.slots))
+        sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
+        if not sequence.num_preemptions:
+            for tier in done.sources[:num_arrived]:
+                assert tier is not None
+                sequence.loaded_blocks[tier] = sequence.loaded_blocks.get(tier, 0) + 1
+        self._run(sequence)
+
+    def check(self) -> None:
+        self._pool.check()
+        if any(sequence.slots for sequence in self._waiting):
+            raise PenstockError("a sequence holds blocks while it waits")
+        is_at_rest = not (self.has_work or self._saving)
+        if is_at_rest and self._pool.num_available != self._pool.num_blocks:
+            raise PenstockError("a block is held by nobody that is left")
+
+    # Rooms on the device.
+
+    def _admit(self, sequence: Sequence, budget: int) -> bool:
+        """Give a waiting sequence its blocks; if False is returned, nothing has changed."""
+        first_time = not sequence.num_preemptions
+        if first_time and not self._admission.fits(sequence.max_total_tokens):
+            return False
+        keys = sequence.keys(0, sequence.num_tokens // self._block_tokens)
+        shared = self._pool.share(keys)
+        num_shared = len(shared)
+        num_past = num_shared * self._block_tokens
+        first = -(-min(sequence.num_tokens, num_past + budget) // self._block_tokens)
+        slots = self._pool.take(max(0, first - num_shared))
+        if slots is None:
+            self._pool.release(shared)
+            return False
+        choice, match = Choice(0), None
+        if self._tiers is not None and num_shared < len(keys):
+            match = self._tiers.match(keys[num_shared:])
+            choice = self._choose(match, num_past)
+        num_loads = choice.num_blocks
+        if num_loads > len(slots):
+            more = self._pool.take(num_loads - len(slots))
+            if more is None:
+                self._pool.release(slots)
+                self._pool.release(shared)
+                return False
+            slots += more
+        self._waiting.pop(0)
+        self._admission.start(str(sequence.number), sequence.max_total_tokens)
+        if self._tiers is not None and first_time:
+            if match is not None:
+                self._tiers.note(match)
+            if num_shared:
+                self._tiers.used(keys[:num_shared])
+        sequence.slots = shared
+        sequence.num_named = num_shared
+        self._have(sequence, num_shared)
+        if first_time:
+            sequence.num_device_blocks = num_shared
+        if num_loads:
+            assert self._tiers is not None
+            self._pool.release(slots[num_loads:])
+            sequence.phase, sequence.into = Phase.LOADING, slots[:num_loads]
+            ticket = self._tiers.load(
+                keys[num_shared : num_shared + num_loads],
+                sequence.into,
+                patience_seconds=choice.patience_seconds,
+                heads={0: sequence.key_before(num_shared)},
+            )
+            self._loading[ticket] = sequence
+        else:
+            # A prompt that was found whole still computes its last token, on blocks it has.
+            sequence.slots += slots
+            self._run(sequence)
+        return True
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.PREFILLING
+        self._running[sequence.number] = sequence
+        insort(self._prefilling, sequence, key=lambda s: s.number)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> tuple[bool, bool]:
+        """Whether it has blocks for so many tokens now, and whether others were preempted."""
+        need = max(0, -(-num_tokens // self._block_tokens) - len(sequence.slots))
+        preempted = False
+        while (slots := self._pool.take(need)) is None:
+            sequence.num_stalls += 1
+            if self._saving and sequence.num_stalls < _MAX_STALLS:
+                return False, preempted  # more may be free in a moment
+            victim = self._running[max(self._running)]
+            self._preempt(victim)
+            preempted = True
+            if victim is sequence:
+                return False, preempted
+        sequence.slots += slots
+        sequence.num_stalls = 0
+        return True, preempted
+
+    def _resume_stalled(self) -> bool:
+        preempted = False
+        for sequence in list(self._stalled):
+            if sequence.phase is not Phase.STALLED:
+                continue
+            room, more = self._make_room(sequence, sequence.num_computed + 1)
+            preempted |= more
+            if room:
+                self._stalled.remove(sequence)
+                self.decoders.add(sequence)
+        return preempted
+
+    def _preempt(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.DECODING:
+            self.decoders.remove(sequence)
+        elif sequence.phase is Phase.STALLED:
+            self._stalled.remove(sequence)
+        else:
+            self._prefilling.remove(sequence)
+        sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
+        self._drop(sequence)
+        sequence.num_stalls = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        sequence.phase = Phase.WAITING
+        insort(self._waiting, sequence, key=lambda s: s.number)
+
+    def _drop(self, sequence: Sequence) -> None:
+        del self._running[sequence.number]
+        self._is_blocked = False
+        self._pool.release(sequence.slots)
+        sequence.slots = []
+        sequence.num_computed = sequence.num_named = 0
+
+    # What a step leaves behind.
+
+    def _name(self, sequence: Sequence, blocks: dict[BlockKey, Slot], heads: Heads) -> None:
+        """Its blocks that became complete get their names; they go to `blocks`, to be saved."""
+        sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
+        end = sequence.num_computed // self._block_tokens
+        if end <= sequence.num_named:
+            return
+        heads[len(blocks)] = sequence.key_before(sequence.num_named)
+        for index, key in enumerate(sequence.keys(sequence.num_named, end), sequence.num_named):
+            slot = sequence.slots[index]
+            self._pool.name(slot, key)
+            if blocks.setdefault(key, slot) != slot:  # another has just computed the same
+                heads[len(blocks)] = key
+        sequence.num_named = end
+
+    def _save(self, blocks: dict[BlockKey, Slot], heads: Heads) -> None:
+        if self._tiers is None or not blocks:
+            return
+        slots = list(blocks.values())
+        self._pool.hold(slots)
+        self._saving[self._tiers.save(list(blocks), slots, heads=heads)] = slots
+
+    def _sample(self, sequence: Sequence, now: float) -> None:
+        """The last token of what it had is computed: the next one is there."""
+        self._prefilling.remove(sequence)
+        sequence.num_tokens += 1
+        if sequence.first_token is None:
+            sequence.first_token = now
+        self._go_on(sequence, now)
+
+    def _go_on(self, sequence: Sequence, now: float) -> None:
+        """Decode, or end, or wait for a block to decode into."""
+        if sequence.num_tokens >= sequence.max_total_tokens:
+            sequence.phase, sequence.finished = Phase.FINISHED, now
+            self._drop(sequence)
+            self._admission.end(str(sequence.number), now)
+        elif sequence.num_computed < len(sequence.slots) * self._block_tokens:
+            self.decoders.add(sequence)
+        else:
+            sequence.phase = Phase.STALLED
+            insort(self._stalled, sequence, key=lambda s: s.number)
+
+    def _have(self, sequence: Sequence, num_blocks: int) -> None:
+        """So many leading blocks are there; at least the last token is computed all the same."""
+        sequence.num_computed = min(num_blocks * self._block_tokens, sequence.num_tokens - 1)

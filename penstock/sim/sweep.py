@@ -1,0 +1,211 @@
+"""Many configurations side by side: each trace, policy and set of sizes is one point, one process.
+
+A point with a device pool is simulated in time; one without is replayed, for its hit rate alone.
+Beside the points stand the limits: what no policy could have beaten with as many blocks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.sim.instance import InstanceConfig
+from penstock.sim.optimum import belady, unbounded
+from penstock.sim.replay import Replayed, new_ledger, replay
+from penstock.sim.simulator import simulate
+from penstock.sim.tally import Simulated
+from penstock.sim.trace import Trace
+
+_POLL_SECONDS = 0.2
+# LRU knows no chains: replayed as it is published, a request's tail is older than its head.
+_TAILS_FIRST = frozenset({"lru"})
+
+Tick = Callable[[str, float], None]
+"""What is being simulated, and the share of the whole that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One configuration; sizes are in blocks, and no device pool means no time."""
+
+    trace: int  # its number
+    policy: str
+    num_device_blocks: int | None
+    num_host_blocks: int
+    num_disk_blocks: int = 0
+    instance: InstanceConfig | None = None  # where time passes: all of it
+    speed: float = 1.0
+
+    @property
+    def num_blocks(self) -> int:
+        """All tiers together: no more different blocks than that can be kept."""
+        return (self.num_device_blocks or 0) + self.num_host_blocks + self.num_disk_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """For a trace and so many blocks: hit rates with the future known, and without a bound."""
+
+    trace: int
+    num_blocks: int
+    belady: float
+    tails_first: float  # the same, ties broken for whole chains: the true optimum
+    unbounded: float
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    points: tuple[Point, ...]
+    found: tuple[Simulated | Replayed, ...]  # in the order of the points
+    limits: tuple[Limit, ...]
+
+    def limit_of(self, point: Point) -> Limit:
+        return next(
+            limit
+            for limit in self.limits
+            if (limit.trace, limit.num_blocks) == (point.trace, point.num_blocks)
+        )
+
+
+def sweep(
+    traces: Sequence[Trace],
+    points: Sequence[Point],
+    *,
+    num_processes: int = 1,
+    tick: Tick = lambda doing, share: None,
+) -> Swept:
+    """Measure every point, and the limits beside them. The order of the results is the points'."""
+    timed = {point.trace for point in points if point.instance is not None}
+    # Where time passes only full blocks can be kept; some traces name the rest of a prompt too.
+    traces = [_only_full(t) if number in timed else t for number, t in enumerate(traces)]
+    sizes = sorted({(point.trace, point.num_blocks) for point in points})
+    jobs: list[Point | tuple[int, int]] = [*points, *sizes]
+    if num_processes > 1 and len(jobs) > 1:
+        found = _side_by_side(traces, jobs, min(num_processes, len(jobs)), tick)
+    else:
+        found = _one_by_one(traces, jobs, tick)
+    return Swept(tuple(points), tuple(found[: len(points)]), tuple(found[len(points) :]))
+
+
+def _run(traces: Sequence[Trace], job: Point | tuple[int, int], tick: Callable[[int], None]) -> Any:
+    if isinstance(job, tuple):
+        number, num_blocks = job
+        requests = traces[number].requests
+        return Limit(
+            number,
+            num_blocks,
+            belady(requests, num_blocks).hit_rate,
+            belady(requests, num_blocks, tails_first=True).hit_rate,
+            unbounded(requests).hit_rate,
+        )
+    trace = traces[job.trace]
+    if job.instance is None:
+        ledger = new_ledger(job.policy, job.num_host_blocks)
+        return replay(trace.requests, ledger, tick, tails_first=job.policy in _TAILS_FIRST)
+    found = simulate(trace, job.instance, speed=job.speed, tick=tick)
+    return replace(found, requests=())  # what each request saw is too much to hand around
+
+
+def _one_by_one(
+    traces: Sequence[Trace], jobs: Sequence[Point | tuple[int, int]], tick: Tick
+) -> list[Any]:
+    found = []
+    for number, job in enumerate(jobs):
+        name, num_requests = _name(job), _num_requests(traces, job)
+
+        def tick_job(
+            done: int, number: int = number, name: str = name, n: int = num_requests
+        ) -> None:
+            tick(name, (number + done / max(1, n)) / len(jobs))
+
+        tick_job(0)
+        found.append(_run(traces, job, tick_job))
+    return found
+
+
+# What a process of a sweep has been given at its start.
+_shared: tuple[Sequence[Trace], Any] | None = None
+
+
+class _Stopped(Exception):
+    """Nobody waits for this point any more."""
+
+
+def _begin(traces: Sequence[Trace], progress: Any) -> None:
+    global _shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it stops us
+    _shared = traces, progress
+
+
+def _work(number: int, job: Point | tuple[int, int]) -> Any:
+    assert _shared is not None
+    traces, progress = _shared
+
+    def tick(done: int) -> None:
+        progress[number] = done
+        if progress[-1]:
+            raise _Stopped
+
+    found = _run(traces, job, tick)
+    progress[number] = _num_requests(traces, job)
+    return found
+
+
+def _side_by_side(
+    traces: Sequence[Trace], jobs: Sequence[Point | tuple[int, int]], num_processes: int, tick: Tick
+) -> list[Any]:
+    # Not forked: whoever calls may have threads, of a progress bar for one.
+    context = multiprocessing.get_context("spawn")
+    progress = context.Array("Q", len(jobs) + 1, lock=False)  # the last one says stop
+    num_all = max(1, sum(_num_requests(traces, job) for job in jobs))
+    with ProcessPoolExecutor(
+        num_processes, mp_context=context, initializer=_begin, initargs=(traces, progress)
+    ) as pool:
+        futures = [pool.submit(_work, number, job) for number, job in enumerate(jobs)]
+        try:
+            while wait(futures, _POLL_SECONDS).not_done:
+                num_done = sum(future.done() for future in futures)
+                name = f"{num_done} of {len(jobs)}"
+                tick(name, min(1.0, sum(progress) / num_all))
+                if any(future.done() and future.exception() for future in futures):
+                    break
+            return [future.result() for future in futures]
+        except BrokenProcessPool:
+            raise PenstockError(
+                "a process of the sweep was ended from outside, for want of memory perhaps: "
+                "expected all to run to their end; try fewer at a time with --jobs"
+            ) from None
+        except BaseException:
+            progress[len(jobs)] = 1
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _num_requests(traces: Sequence[Trace], job: Point | tuple[int, int]) -> int:
+    number = job[0] if isinstance(job, tuple) else job.trace
+    return len(traces[number].requests)
+
+
+def _name(job: Point | tuple[int, int]) -> str:
+    if isinstance(job, tuple):
+        return f"the optimum of {job[1]:,} blocks"
+    return f"{job.policy}, {job.num_blocks:,} blocks"
+
+
+def _only_full(trace: Trace) -> Trace:
+    requests = tuple(
+        request
+        if len(request.prompt_blocks) <= request.num_input_tokens // trace.block_tokens
+        else replace(
+            request,
+            prompt_blocks=request.prompt_blocks[: request.num_input_tokens // trace.block_tokens],
+        )
+        for request in trace.requests
+    )
+    return replace(trace, requests=requests)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+CHAT = ["--generate", "chat", "--requests", "60"]
+TIMED = [*CHAT, "--device-gib", "4", "--host-gib", "8", "--jobs", "1"]
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Path:
+    """Mooncake's format: two conversations in turn, each longer every time."""
+    path = tmp_path / "small.jsonl"
+    lines = [
+        {
+            "timestamp": 1000 * turn + 100 * who,
+            "input_length": 512 * (turn + 1),
+            "output_length": 4,
+            "hash_ids": [100 * who + block for block in range(turn + 1)],
+        }
+        for turn in range(6)
+        for who in range(2)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_hit_rates_in_blocks_without_time(run: Run, mooncake: Path) -> None:
+    ran = run("sim", mooncake, "--host-blocks", "2,100", "--policy", "lru,s3fifo", "--json")
+    found = ran.json
+    assert found["is_timed"] is False
+    assert found["unit"] == "blocks"
+    assert found["traces"][0] == {
+        "name": "small",
+        "block_tokens": 512,
+        "num_requests": 12,
+        "num_blocks": 42,
+        "num_input_tokens": 42 * 512,
+        "num_output_tokens": 48,
+        "seconds": pytest.approx(5.1),
+    }
+    points = {(p["policy"], p["num_host_blocks"]): p for p in found["points"]}
+    assert set(points) == {("lru", 2), ("lru", 100), ("s3fifo", 2), ("s3fifo", 100)}
+    plenty = points["lru", 100]
+    assert plenty["hit_rate"] == plenty["unbounded_hit_rate"] == pytest.approx(30 / 42)
+    assert points["lru", 2]["hit_rate"] <= points["lru", 2]["optimum_hit_rate_tails_first"]
+    assert "first_token_seconds" not in plenty
+
+
+def test_everything_that_is_promised_is_told(run: Run) -> None:
+    found = run("sim", *TIMED, "--disk-gib", "64", "--json").json
+    (point,) = found["points"]
+    assert set(point["hit_rate_by_tier"]) == {"device", "host", "disk"}
+    assert sum(point["hit_rate_by_tier"].values()) == pytest.approx(point["hit_rate"])
+    times = point["first_token_seconds"]
+    assert 0 < times["p50"] <= times["p90"] <= times["p99"]
+    assert point["rejections"] == {}
+    assert point["input_tokens_per_second"] > point["output_tokens_per_second"] > 0
+    assert set(point["links"]) == {"host_load", "host_save", "disk_load", "disk_save"}
+    assert point["links"]["host_save"]["num_bytes"] > 0
+    assert point["flash_bytes_per_day"] > 0
+    assert point["hit_rate"] <= point["optimum_hit_rate_tails_first"]
+    assert found["rates"]["prefill_tokens_per_second"] > 1000
+
+
+def test_tables_for_people(run: Run, mooncake: Path) -> None:
+    ran = run("sim", *TIMED, "--policy", "lru,s3fifo")
+    assert ran.code == 0
+    for text in ("Hit rate", "Times", "TTFT P50", "Bytes moved", "MIN", "unbounded", "s3fifo"):
+        assert text in ran.stdout
+    assert "The same for all: device 4 GiB, host 8 GiB." in ran.stdout
+    plain = run("sim", mooncake, "--host-blocks", 10)
+    assert "Times" not in plain.stdout
+
+
+def test_a_sweep_is_drawn_on_one_page(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "sim.html"
+    found = run("sim", *TIMED, "--sweep", "--policy", "lru,s3fifo", "--plot", page, "--json").json
+    assert len(found["points"]) == 10
+    html = page.read_text()
+    assert html.count("<figure>") == 2
+    assert "prefers-color-scheme: dark" in html
+    assert "<script" not in html
+    assert "src=" not in html
+    assert "http" not in html
+    for text in ("lru, P50", "s3fifo, P99", "MIN, the offline optimum", "host, GiB"):
+        assert text in html
+
+
+def test_several_traces_and_a_given_rate(run: Run, mooncake: Path) -> None:
+    options = ["--device-gib", 4, "--jobs", 1, "--json"]
+    slow = run("sim", mooncake, mooncake, "--prefill-tokens-per-second", 1000, *options).json
+    assert [point["trace"] for point in slow["points"]] == [0, 1]
+    assert slow["rates"]["prefill_tokens_per_second"] == 1000
+    fast = run("sim", mooncake, *options).json
+    p50 = [told["points"][0]["first_token_seconds"]["p50"] for told in (slow, fast)]
+    assert p50[0] > 4 * p50[1]
+
+
+def test_a_device_pool_too_small_rejects(run: Run, mooncake: Path) -> None:
+    (point,) = run("sim", mooncake, "--device-blocks", 4, "--json").json["points"]
+    assert point["rejections"]["too_long"] > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--host-gib", "8"], "no traffic is given"),
+        (["t.jsonl", "--generate", "chat", "--host-gib", "8"], "both t.jsonl and --generate"),
+        ([*CHAT], "no size is given"),
+        ([*CHAT, "--host-gib", "8", "--host-blocks", "9"], "all sizes in GiB, or all in blocks"),
+        ([*CHAT, "--host-gib", "eight"], "--host-gib is 'eight'"),
+        ([*CHAT, "--host-gib", "8,-1"], "--host-gib is '8,-1'"),
+        ([*CHAT, "--host-blocks", "1.5"], "--host-blocks is '1.5'"),
+        ([*CHAT, "--host-gib", "nan"], "--host-gib is 'nan'"),
+        ([*CHAT, "--host-gib", "0.000001"], "room for at least one block"),
+        ([*CHAT, "--host-gib", "8", "--disk-gib", "9"], "no --device-gib"),
+        ([*CHAT, "--device-gib", "8", "--disk-gib", "9"], "passes through DRAM"),
+        ([*CHAT, "--host-gib", "8,9", "--sweep"], "--sweep widens one size"),
+        ([*CHAT, "--host-gib", "8", "--policy", "lru,magic"], "no policy 'magic'"),
+        ([*CHAT, "--host-gib", "8", "--model", "llama-9"], "no model 'llama-9'"),
+        ([*CHAT, "--device-gib", "8", "--gpu", "abacus"], "no GPU 'abacus'"),
+        ([*CHAT, "--device-gib", "8", "--speed", "0"], "--speed is 0"),
+        ([*CHAT, "--device-gib", "8", "--prefill-tokens-per-second", "-5"], "tokens_per_second"),
+        ([*CHAT, "--device-gib", "8", "--disk-load-gb-per-second", "0"], "--disk-load-gb"),
+        (["--generate", "poems", "--host-gib", "8"], "no workload 'poems'"),
+        (["no-such-file.jsonl", "--host-gib", "8"], "no-such-file.jsonl"),
+        ([*CHAT, "--host-gib", "8", "--plot", "/no/such/folder/x.html"], "no such folder"),
+    ],
+)
+def test_refusals(run: Run, argv: list[str], words: str) -> None:
+    assert words in run("sim", *argv).refusal
+
+
+def test_help_is_quick_and_light(run: Run) -> None:
+    ran = run("sim", "--help")
+    assert ran.code == 0
+    assert "--host-blocks" in ran.stdout
