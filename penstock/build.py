@@ -139,7 +139,9 @@ def _assemble(
             lanes[Tier.DISK] = LaneSpec(StoreMover(host, disk, seals), config.disk.threads)
             recoveries.append(Recovery(Tier.DISK, disk, disk.num_slots))
             gates[Tier.DISK] = WriteGate(
-                spec.block_bytes, max_bytes_per_day=config.disk.write_per_day_bytes
+                spec.block_bytes,
+                from_second_use=config.disk.admit == "second-use",
+                max_bytes_per_day=config.disk.write_per_day_bytes,
             )
         if config.remote.url is not None:
             remote = open_remote(config.remote, spec, secret=_secret())
@@ -156,7 +158,11 @@ def _assemble(
             spec.block_bytes,
             Ledger(host.num_slots, POLICIES[config.host.policy](host.num_slots)),
             lower,
-            replace(limits, look_deadline_seconds=config.remote.lookup_deadline_seconds),
+            replace(
+                limits,
+                look_deadline_seconds=config.remote.lookup_deadline_seconds,
+                retain_share=config.host.retain_share,
+            ),
             read_only=frozenset(tier for tier, is_so in read_only.items() if is_so),
             gates=gates,
         )

@@ -18,13 +18,16 @@ import typer
 
 from penstock import __version__
 from penstock.commands import (
+    advise,
     chat,
     config,
     doctor,
     generate,
     kv_size,
+    plan,
     probe,
     serve,
+    sim,
     store,
     vllm_config,
 )
@@ -64,6 +67,9 @@ app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("vllm-config", epilog=vllm_config.EXAMPLE)(vllm_config.vllm_config)
 app.command("kv-size", epilog=kv_size.EXAMPLE)(kv_size.kv_size)
 app.command("probe", epilog=probe.EXAMPLE)(probe.probe)
+app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
+app.command("advise", epilog=advise.EXAMPLE)(advise.advise_server)
+app.command("sim", epilog=sim.EXAMPLE)(sim.sim)
 app.command("config", epilog=config.EXAMPLE)(config.config)
 app.add_typer(doctor.app, name="doctor")
 app.add_typer(store.app, name="store")

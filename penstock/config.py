@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from penstock.errors import ConfigError
 from penstock.units import GiB, MiB, parse_bytes
 
-POLICIES = ("lru", "s3fifo")
+POLICIES = ("reuse", "prefix-lru", "lru", "s3fifo", "arc", "lfu")
 ADMISSIONS = ("always", "second-use")
 ENV_PREFIX = "PENSTOCK_"
 ENV_FILE = "PENSTOCK_CONFIG"
@@ -102,6 +102,7 @@ def _one_of(words: tuple[str, ...]) -> _Kind:
 
 _SECONDS = _seconds(_SECONDS_PER_DAY)
 _POLICY = _one_of(POLICIES)
+_ADMISSION = _one_of(ADMISSIONS)
 _FOLDER = _Kind(
     "the path of a folder",
     accepts=lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
@@ -115,6 +116,14 @@ _URL = _Kind(
     accepts=lambda value: isinstance(value, str) and "://" in value and value.isprintable(),
     from_text=str.strip,
     optional=True,
+)
+_RETAIN_SHARE = _Kind(
+    "a share from 0 to 0.5",
+    accepts=lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 0.5
+    ),
+    from_text=float,
+    from_file=lambda value: float(value) if _is_whole(value, 0, 0) else value,
 )
 _THREADS = _whole(1, 256)
 _COUNT = _whole(1, 1 << 20)
@@ -133,7 +142,9 @@ class HostConfig:
     numa_node: int | None = field(default=None, metadata=_setting(_whole(0, 1023, optional=True)))
     huge_pages: bool = field(default=True, metadata=_setting(_FLAG))
     verify: bool = field(default=False, metadata=_setting(_FLAG))  # checksums on DRAM loads too
-    policy: str = field(default="s3fifo", metadata=_setting(_POLICY))
+    policy: str = field(default="reuse", metadata=_setting(_POLICY))
+    # Of it, what hints may keep from being evicted for a time.
+    retain_share: float = field(default=0.25, metadata=_setting(_RETAIN_SHARE))
 
     def __post_init__(self) -> None:
         _check_section("host", self)
@@ -147,8 +158,9 @@ class DiskConfig:
     size_bytes: int = field(default=32 * GiB, metadata=_setting(_SIZE, "size"))
     read_only: bool = field(default=False, metadata=_setting(_FLAG))
     direct: bool = field(default=True, metadata=_setting(_FLAG))  # O_DIRECT: past the page cache
-    policy: str = field(default="s3fifo", metadata=_setting(_POLICY))
+    policy: str = field(default="reuse", metadata=_setting(_POLICY))
     threads: int = field(default=4, metadata=_setting(_THREADS))
+    admit: str = field(default="always", metadata=_setting(_ADMISSION))
     # The most that is written in 24 hours, so that flash lasts; counted from the start.
     write_per_day_bytes: int | None = field(
         default=None, metadata=_setting(_OPTIONAL_SIZE, "write_per_day")
@@ -168,7 +180,7 @@ class RemoteConfig:
     url: str | None = field(default=None, metadata=_setting(_URL))
     read_only: bool = field(default=False, metadata=_setting(_FLAG))
     encrypt: bool = field(default=False, metadata=_setting(_FLAG))  # AES-256-GCM, by tenant
-    admit: str = field(default="always", metadata=_setting(_one_of(ADMISSIONS)))
+    admit: str = field(default="always", metadata=_setting(_ADMISSION))
     ttl_seconds: float | None = field(
         default=None, metadata=_setting(_seconds(366 * _SECONDS_PER_DAY, optional=True))
     )

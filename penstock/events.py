@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.types import BlockKey, Direction, Tier, Verdict
 
@@ -86,6 +86,22 @@ class Usage:
     num_leased: int
     num_queued_loads: int
     num_queued_saves: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """How much of HOST hints keep from being evicted. Sent when it changes."""
+
+    num_blocks: int
+    max_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """Blocks were brought up to HOST before anybody asked for them, or did not come."""
+
+    num_blocks: int
+    num_lost: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +248,22 @@ class Finished:
         return (self.seconds - self.first_token_seconds) / (self.num_output - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request has ended, told as a trace keeps it: its blocks by name, and where they were."""
+
+    arrival: float  # on the engine's clock
+    num_prompt: int
+    num_output: int
+    prompt_keys: tuple[BlockKey, ...] = field(repr=False)  # of full blocks
+    output_keys: tuple[BlockKey, ...] = field(repr=False)  # of those that the answer completed
+    found: tuple[tuple[Tier, int], ...]  # leading blocks of the prompt that were not computed
+    tenant: str = field(repr=False)
+    reason: str
+    seconds: float
+    first_token_seconds: float | None
+
+
 Event = (
     LookedUp
     | Moved
@@ -240,6 +272,8 @@ Event = (
     | Stored
     | Removed
     | Usage
+    | Retained
+    | Prefetched
     | TierRested
     | TierRevived
     | Recovered
@@ -253,6 +287,7 @@ Event = (
     | Refused
     | FirstToken
     | Finished
+    | Served
 )
 Observer = Callable[[Event], None]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.books import all_ok
@@ -24,6 +24,7 @@ from penstock.events import (
     LookedUp,
     Moved,
     Observer,
+    Prefetched,
     Recovered,
     TicketDone,
     TierRested,
@@ -31,12 +32,14 @@ from penstock.events import (
     tell,
 )
 from penstock.meters import LinkMeter
+from penstock.prefetches import Prefetches
 from penstock.stores.host import HostArena
 from penstock.tiers import TierStack
 from penstock.transfer.delegate import Engine
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
 from penstock.types import (
+    NO_HEADS,
     BlockKey,
     Direction,
     Done,
@@ -82,6 +85,7 @@ class Offloader:
         self._close_stores = close_stores
         self._meters: dict[Tier, LinkMeter] = {}
         self._kept: list[Done] = []  # met while draining, for the next `step`
+        self._prefetches = Prefetches(stack)
         self._closed = False
 
     def observe(self, observer: Observer) -> None:
@@ -102,12 +106,22 @@ class Offloader:
     @property
     def is_moving(self) -> bool:
         """Whether something is under way, an index that is still being read included."""
-        return bool(self._recoveries or self._stack.num_looking) or not self._stack.idle
+        is_waiting = self._recoveries or self._stack.num_looking or self._prefetches
+        return bool(is_waiting) or not self._stack.idle
 
     @property
     def num_pinned(self) -> int:
         """Blocks of HOST that are read where they lie."""
         return self._stack.num_pinned
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks of HOST that hints keep from being evicted."""
+        return self._stack.num_retained
+
+    @property
+    def is_prefetching(self) -> bool:
+        return bool(self._prefetches)
 
     @property
     def num_host_blocks(self) -> int:
@@ -150,7 +164,7 @@ class Offloader:
         deadline_seconds: float | None = None,
         patience_seconds: float | None = None,
         tenant: str = "",
-        heads: Collection[int] = (),
+        heads: Mapping[int, BlockKey | None] = NO_HEADS,
     ) -> TicketId:
         """Bring blocks to device slots. Past the deadline, what has not arrived is given up.
 
@@ -175,13 +189,14 @@ class Offloader:
         source: Sequence[Slot],
         *,
         tenant: str = "",
-        heads: Collection[int] = (),
+        heads: Mapping[int, BlockKey | None] = NO_HEADS,
     ) -> TicketId:
         """Copy device slots into HOST, and from there down. What finds no room is dropped.
 
         All blocks of a `tenant` are in its name: it is part of their keys, and its budget theirs.
-        Blocks follow each other in a chain, but for those at the positions `heads`: what does may
-        be kept together where a store likes large values.
+        Blocks follow each other in a chain, but for those at the positions in `heads`, which tells
+        what these follow (None: nothing, or unknown). Chains are evicted from their ends, and kept
+        together where a store likes large values.
         """
         self._require_open()
         ticket = self._stack.save(keys, source, self._clock.now(), tenant, heads)
@@ -201,6 +216,47 @@ class Offloader:
         """Take back one pin on each."""
         self._stack.unpin(slots)
 
+    def retain(self, keys: Sequence[BlockKey], seconds: float, name: str) -> int:
+        """Keep leading blocks in HOST for a time, or until `name` is released; returns how many.
+
+        A later call under the same name adds to it, and sets the time for all of it anew.
+        """
+        self._require_open()
+        return self._stack.retain(keys, name, self._clock.now() + seconds)
+
+    def release(self, name: str) -> int:
+        """Retain no more under this name; returns how many blocks that were."""
+        return self._stack.release(name)
+
+    def demote(self, keys: Sequence[BlockKey]) -> int:
+        """Somebody knows that these will not be used soon: HOST lets them go first."""
+        return self._stack.demote(keys)
+
+    def prefetch(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        tenant: str = "",
+        retain_seconds: float | None = None,
+        name: str = "",
+    ) -> int:
+        """Bring leading blocks from lower tiers up to HOST; returns how many are known there.
+
+        With `retain_seconds` what has come is retained under `name`. No `Done` tells of it.
+        """
+        self._require_open()
+        now = self._clock.now()
+        num_blocks = self._prefetches.ask(
+            keys,
+            self._load_deadline_seconds,
+            tenant=tenant,
+            look=self.look(keys),
+            retain=None if retain_seconds is None else (name, now + retain_seconds),
+        )
+        if self._prefetches.advance(now):
+            self._submit()
+        return num_blocks
+
     def cancel(self, ticket: TicketId) -> None:
         """Give a ticket up. Its `Done` still comes, once its device slots are left alone."""
         self._stack.cancel(ticket, self._clock.now())
@@ -216,7 +272,7 @@ class Offloader:
         self._stack.tick(self._clock.now())
         self._recover()
         self._submit()
-        dones = [self._checked(done) for done in self._stack.take_dones()]
+        dones = [self._checked(done) for done in self._own_dones()]
         events = self._stack.take_events()
         for event in events:
             if isinstance(event, Moved) and event.direction is Direction.LOAD:
@@ -235,6 +291,20 @@ class Offloader:
                 for done in dones
             ]
             self._tell(events)
+        return dones
+
+    def _own_dones(self) -> list[Done]:
+        """Those that the host waits for; prefetches are settled, and go on."""
+        now = self._clock.now()
+        dones: list[Done] = []
+        for done in self._stack.take_dones():
+            prefetched = self._prefetches.settle(done, now)
+            if prefetched is None:
+                dones.append(done)
+            else:
+                self._tell([Prefetched(*prefetched)])
+        if self._prefetches.advance(now):
+            self._submit()
         return dones
 
     def wait(self, tickets: Collection[TicketId], timeout_seconds: float = 60.0) -> list[Done]:
@@ -289,6 +359,7 @@ class Offloader:
         if self._closed:
             return True
         self._closed = True
+        self._prefetches.clear()
         drained = self.drain(timeout_seconds)
         stopped = self._engine.close(timeout_seconds)
         for recovery in self._recoveries:

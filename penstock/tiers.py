@@ -15,20 +15,23 @@ Pure: no I/O, no threads, no clock; time is an argument. `loads`, `saves`, `writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.books import Books
+from penstock.demotions import Demotions
 from penstock.errors import BookError
-from penstock.events import Event, Usage
+from penstock.events import Event, Retained, Usage
 from penstock.flights import Flights, HasRoom
 from penstock.ledger import Ledger
 from penstock.loads import Loads
 from penstock.looks import Looks
 from penstock.pins import Pins
+from penstock.retention import Retention
 from penstock.saves import Saves
 from penstock.tickets import Ticket, Tickets
 from penstock.types import (
+    NO_HEADS,
     Answer,
     BlockKey,
     Direction,
@@ -63,6 +66,7 @@ class Limits:
     max_pending_loads: int = 1024  # tickets
     max_pending_saves: int = 1024  # blocks on their way into HOST
     look_deadline_seconds: float = 0.25  # for which an answer of REMOTE is waited for
+    retain_share: float = 0.25  # of HOST, which hints may keep from being evicted
 
 
 _Held = Container[BlockKey]
@@ -97,6 +101,10 @@ class TierStack:
         )
         self._tickets = Tickets()
         self._pins = Pins(host)
+        self._retention = Retention(host, self._limits.retain_share)
+        self._demotions = Demotions(host, self._retention)
+        self._books.on_host_stored += [self._retention.arrived, self._demotions.arrived]
+        self._books.on_host_removed.append(self._retention.removed)
         self._loads = Loads(self._books, self._flights, self._tickets, self._write_down, self._pins)
         self._saves = Saves(
             self._books,
@@ -110,6 +118,7 @@ class TierStack:
             self._looks = Looks(self._books, Tier.REMOTE, self._limits.look_deadline_seconds)
         self._cancels: list[TransferId] = []
         self._usage: dict[Tier, Usage] = {}
+        self._retained: Retained | None = None  # as it was last told
 
     # What a host asks for.
 
@@ -143,12 +152,12 @@ class TierStack:
         now: float,
         deadline: float | None = None,
         tenant: str = "",
-        heads: Collection[int] = (),
+        heads: Mapping[int, BlockKey | None] = NO_HEADS,
     ) -> TicketId:
         """Start bringing blocks to device slots; each ends with a verdict of its own.
 
-        None in place of a slot brings a block as far as HOST and pins it there. `heads` are the
-        positions of blocks that do not follow the one before them in a chain.
+        None in place of a slot brings a block as far as HOST and pins it there. `heads` names by
+        position the blocks that do not follow the one before them, with what they do follow.
         """
         self._books.now = now
         num_loads = self._tickets.num_open(Direction.LOAD)
@@ -166,7 +175,7 @@ class TierStack:
         source: Sequence[Slot],
         now: float,
         tenant: str = "",
-        heads: Collection[int] = (),
+        heads: Mapping[int, BlockKey | None] = NO_HEADS,
     ) -> TicketId:
         """Start copying device slots into HOST. What is there, or coming, is not copied again."""
         self._books.now = now
@@ -199,11 +208,15 @@ class TierStack:
     def used(self, keys: Sequence[BlockKey], now: float, tenant: str = "") -> None:
         """Blocks were used where they lie on the device: what others would use should be shared.
 
-        Without a shared tier it does nothing, since it is in the way of a request.
+        Without a shared tier, or one that counts uses before it takes a block, only the last one in
+        HOST is noted, since it is in the way of a request: who knows prompts knows of the others.
         """
-        if self._looks is None:
-            return
         self._books.now = now
+        if self._looks is None and not self._write_down.counts_uses:
+            last = next((key for key in reversed(keys) if self._host.is_ready(key)), None)
+            if last is not None:
+                self._host.touch(last)
+            return
         positions = [place for place, key in enumerate(keys) if self._host.is_ready(key)]
         ready = [keys[position] for position in positions]
         for key in ready:
@@ -227,6 +240,25 @@ class TierStack:
         """Blocks of HOST that are read where they lie."""
         return len(self._pins)
 
+    def retain(self, keys: Sequence[BlockKey], name: str, until: float) -> int:
+        """Keep leading blocks in HOST until a time, or until `name` is released: see `Retention`.
+
+        Returns how many; those that are still being saved are kept from when they arrive.
+        """
+        return self._retention.retain(keys, name, until)
+
+    def release(self, name: str) -> int:
+        """Retain no more under this name; returns how many blocks that were."""
+        return self._retention.release(name)
+
+    @property
+    def num_retained(self) -> int:
+        return len(self._retention)
+
+    def demote(self, keys: Sequence[BlockKey]) -> int:
+        """Let these go from HOST first; those that somebody has retained are left alone."""
+        return self._demotions.demote(keys)
+
     @property
     def num_host_blocks(self) -> int:
         return self._host.capacity
@@ -238,6 +270,7 @@ class TierStack:
     def empty_host(self) -> int:
         """Drop every READY block from HOST; running copies keep their slots until they end."""
         keys = self._host.ready_keys()
+        self._retention.clear()
         self._books.drop(Tier.HOST, keys)
         return len(keys)
 
@@ -286,9 +319,10 @@ class TierStack:
         self._looks.settle(answer)
 
     def tick(self, now: float) -> None:
-        """Let time pass: end rests of failing tiers, give up loads past their deadline."""
+        """Let time pass: end rests and retentions, give up loads past their deadline."""
         self._books.now = now
         self._books.tick()
+        self._retention.tick(now, len(self._pins))
         if self._looks is not None:
             self._looks.tick()
         for ticket in self._tickets:
@@ -329,7 +363,7 @@ class TierStack:
         return self._books.take_events()
 
     def take_usage(self, depth: Callable[[Tier, Direction], int]) -> list[Event]:
-        """The tiers whose usage changed. `depth` tells how much the transfers have queued."""
+        """What has changed of the tiers' usage. `depth` tells how much the transfers queue."""
         changed: list[Event] = []
         for tier, ledger in self._books:
             usage = Usage(
@@ -343,6 +377,10 @@ class TierStack:
             if self._usage.get(tier) != usage:
                 self._usage[tier] = usage
                 changed.append(usage)
+        retained = Retained(len(self._retention), self._retention.max_blocks)
+        if retained != self._retained:
+            self._retained = retained
+            changed.append(retained)
         return changed
 
     @property
@@ -381,7 +419,9 @@ class TierStack:
                 num_flying[flight.ticket.id] += len(transfer.keys)
         leases[Tier.HOST].update(self._write_down.leased_slots())
         leases[Tier.HOST].update(self._pins.counts)
+        leases[Tier.HOST].update(self._retention.slots)
         self._write_down.check()
+        self._retention.check()
         for ticket in self._tickets:
             if ticket.over or ticket.leased or num_flying[ticket.id] != ticket.num_flying:
                 raise BookError(f"ticket {ticket.id} is over, idle or miscounted")

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from penstock.errors import BookError
 from penstock.ledger import Ledger
 from penstock.policies import POLICIES
+from penstock.prefetches import Prefetches
 from penstock.tiers import Limits, TierStack
 from penstock.types import (
     Answer,
@@ -45,6 +46,8 @@ KEYS = [BlockKey(bytes([i]) * 32) for i in range(10)]
 NUM_DEVICE_SLOTS = 24
 GARBAGE = BlockKey(b"garbage")
 FAULTS = [v for v in Verdict if v not in (Verdict.OK, Verdict.DROPPED)]
+
+GROUPS = ("one session", "another")
 
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
 
@@ -90,8 +93,10 @@ class Books(RuleBasedStateMachine):
             max_planned_blocks=max_planned,
             max_pending_loads=4,
             max_pending_saves=max_saves,
+            retain_share=0.5,
         )
         self.stack = self.stack_type(4096, self.host, lower, limits)
+        self.prefetches = Prefetches(self.stack)
         self.world: dict[Tier, dict[Slot, BlockKey]] = {tier: {} for tier in Tier}
         self.free_device = [Slot(i) for i in range(NUM_DEVICE_SLOTS)]
         self.under_way: list[Transfer] = []
@@ -155,6 +160,26 @@ class Books(RuleBasedStateMachine):
     def use(self, keys: list[BlockKey]) -> None:
         self.stack.used(keys, self.now)
 
+    @rule(keys=some_keys, name=st.sampled_from(GROUPS), seconds=st.floats(0, 3))
+    def retain(self, keys: list[BlockKey], name: str, seconds: float) -> None:
+        num_taken = self.stack.retain(keys, name, self.now + seconds)
+        assert 0 <= num_taken <= len(keys)
+
+    @rule(name=st.sampled_from(GROUPS))
+    def release(self, name: str) -> None:
+        self.stack.release(name)
+
+    @rule(keys=some_keys)
+    def demote(self, keys: list[BlockKey]) -> None:
+        self.stack.demote(keys)
+
+    @rule(keys=some_keys, patience=st.floats(0, 3), is_retained=st.booleans())
+    def prefetch(self, keys: list[BlockKey], patience: float, is_retained: bool) -> None:
+        retain = (GROUPS[0], self.now + patience) if is_retained else None
+        self.prefetches.ask(keys, patience, retain=retain)
+        self.prefetches.advance(self.now)
+        self.collect()
+
     @rule(room=st.integers(1, 4))
     def hand_out(self, room: int) -> None:
         self.start_transfers(room)
@@ -199,6 +224,7 @@ class Books(RuleBasedStateMachine):
         """Whatever happened, all of it ends, and nothing stays leased, claimed or unreported."""
         if not hasattr(self, "stack"):
             return
+        self.prefetches.clear()
         for _ in range(1000):
             self.start_transfers(100)
             if not self.under_way and not self.stack.has_more_to_plan:
@@ -207,6 +233,9 @@ class Books(RuleBasedStateMachine):
                 continue
             self.finish(0, None, 0)
         assert self.stack.idle
+        for name in GROUPS:
+            self.stack.release(name)
+        assert not self.prefetches, "a prefetch never ended"
         assert not self.tickets, "a ticket was never reported"
         assert len(self.free_device) == NUM_DEVICE_SLOTS
         for _, book in self.stack._books:
@@ -278,6 +307,8 @@ class Books(RuleBasedStateMachine):
 
     def collect(self) -> None:
         for done in self.stack.take_dones():
+            if self.prefetches.settle(done, self.now) is not None:
+                continue
             keys, slots = self.tickets.pop(done.ticket)
             assert done.keys == keys
             assert len(done.verdicts) == len(keys)

@@ -58,8 +58,8 @@ def machine_refusal(config: Config, total_memory_bytes: int | None = None) -> st
 def test_defaults() -> None:
     config = load_config(env={})
     assert config == Config()
-    assert config.host == HostConfig(4 * GIB, None, True, False, "s3fifo")
-    assert config.disk == DiskConfig(None, 32 * GIB, False, True, "s3fifo", 4)
+    assert config.host == HostConfig(4 * GIB, None, True, False, "reuse")
+    assert config.disk == DiskConfig(None, 32 * GIB, False, True, "reuse", 4)
     assert config.transfer == TransferConfig(2, 256, 32 << 20, 10.0, 1024, 4 * GIB)
 
 
@@ -71,6 +71,7 @@ def test_every_key_can_be_set_in_a_file(write: Write) -> None:
         huge_pages = false
         verify = true
         policy = "lru"
+        retain_share = 0
         [disk]
         path = "/kv"
         size = 1_000_000
@@ -78,6 +79,7 @@ def test_every_key_can_be_set_in_a_file(write: Write) -> None:
         direct = false
         policy = "lru"
         threads = 8
+        admit = "second-use"
         [transfer]
         copy_threads = 3
         queue_transfers = 7
@@ -87,8 +89,8 @@ def test_every_key_can_be_set_in_a_file(write: Write) -> None:
         max_pending_save_bytes = "2 GB"
     """)
     config = load_config(path, env={})
-    assert config.host == HostConfig(8 * GIB, 1, False, True, "lru")
-    assert config.disk == DiskConfig("/kv", 1_000_000, True, False, "lru", 8)
+    assert config.host == HostConfig(8 * GIB, 1, False, True, "lru", 0.0)
+    assert config.disk == DiskConfig("/kv", 1_000_000, True, False, "lru", 8, "second-use")
     assert config.transfer == TransferConfig(3, 7, 1 << 20, 2.0, 5, 2_000_000_000)
     assert isinstance(config.transfer.load_deadline_seconds, float)
 
@@ -240,6 +242,8 @@ def test_absurd_size() -> None:
         ("disk.threads", "{}"),
         ("disk.threads", "0"),
         ("disk.threads", "257"),
+        ("disk.admit", '"third-use"'),
+        ("disk.admit", "2"),
         ("transfer.copy_threads", "0"),
         ("transfer.queue_transfers", "0"),
         ("transfer.max_pending_loads", "-3"),
@@ -268,6 +272,7 @@ def test_wrong_type_or_range_in_a_file(write: Write, dotted: str, toml: str) -> 
         ("PENSTOCK_DISK_THREADS", "4.5"),
         ("PENSTOCK_DISK_THREADS", ""),
         ("PENSTOCK_DISK_POLICY", "random"),
+        ("PENSTOCK_DISK_ADMIT", "never"),
         ("PENSTOCK_TRANSFER_LOAD_DEADLINE_SECONDS", "soon"),
         ("PENSTOCK_TRANSFER_LOAD_DEADLINE_SECONDS", "1e999"),
     ],
@@ -322,8 +327,12 @@ def test_unreadable_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: HostConfig(size_bytes="4GiB"),  # type: ignore[arg-type]
         lambda: HostConfig(policy="fifo"),
         lambda: HostConfig(numa_node=-1),
+        lambda: HostConfig(retain_share=0.6),
+        lambda: HostConfig(retain_share=-0.1),
+        lambda: HostConfig(retain_share=True),
         lambda: DiskConfig(threads=257),
         lambda: DiskConfig(path=""),
+        lambda: DiskConfig(admit=""),
         lambda: DiskConfig(path=Path("/kv")),  # type: ignore[arg-type]
         lambda: TransferConfig(load_deadline_seconds=-1),
         lambda: TransferConfig(batch_bytes=None),  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,6 +84,14 @@ def serve(
             min=0, max=86400, metavar="S", help="How long running requests may finish at the end."
         ),
     ] = 30.0,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a line for each request, for `penstock sim`; no text, no token.",
+            show_default=False,
+        ),
+    ] = None,
     log_level: Annotated[
         LogLevel, typer.Option(help="debug: also each request's story.")
     ] = LogLevel.INFO,
@@ -111,7 +120,9 @@ def serve(
     from penstock.server.backend import Backend
     from penstock.server.load import load_serving
     from penstock.server.process import Process, ProcessSettings, bind, url_of
+    from penstock.server.record import Recorder
 
+    recorder = None if record is None else Recorder(record)
     listener = bind(host, port)
     started, url = time.monotonic(), url_of(listener)
     _tell(f"listening on {url}")
@@ -123,7 +134,14 @@ def serve(
     metrics = Metrics()
 
     def load() -> Serving:
-        return load_serving(engine.options(model), tiers, metrics=metrics, names=names, tell=_tell)
+        return load_serving(
+            engine.options(model),
+            tiers,
+            metrics=metrics,
+            names=names,
+            tell=_tell,
+            recorder=recorder,
+        )
 
     def announce(serving: Serving) -> None:
         seconds = time.monotonic() - started
@@ -144,6 +162,8 @@ def serve(
         # The loader cannot be interrupted, and has written nothing that a crash could spoil.
         sys.stdout.flush()
         os._exit(0)
+    if recorder is not None:
+        recorder.close()
     _tell("stopped")
 
 

@@ -37,9 +37,11 @@ from penstock.engine.scheduler import Chunk, Scheduler
 from penstock.engine.story import Story
 from penstock.errors import ConfigError
 from penstock.events import Observer
+from penstock.hints import Hint
 from penstock.keys import KeyChain, Namespace
 from penstock.offload import Offloader
 from penstock.plan.sizing import suggest_block_tokens
+from penstock.sessions import Sessions
 from penstock.stores.device import DevicePool
 from penstock.transfer.cuda import CudaMover
 from penstock.transfer.pinning import has_same_addresses
@@ -125,6 +127,7 @@ class Engine:
             self.offloader = build_offloader(
                 tiers, spec, device, observers=observers, device_mover=mover
             )
+        self.sessions = None if self.offloader is None else Sessions(self.offloader)
         host = None if self.offloader is None else self.offloader.host
         residency = config.residency
         self.runner: Runner
@@ -143,7 +146,7 @@ class Engine:
             residency = replace(residency, cold=residency.cold and not device.on_gpu)
         self._residency = Residency(residency, self.block_tokens, block_bytes, num_blocks)
         self._costs = LoadOrCompute(block_bytes, self.block_tokens)
-        self._story = Story(block_bytes, observers)
+        self._story = Story(block_bytes, self.block_tokens, observers)
         self.admission = Admission(
             self.block_tokens,
             num_blocks,
@@ -213,12 +216,26 @@ class Engine:
             sequence=next(self._sequence),
         )
         self.scheduler.add(request)
+        if self.sessions is not None:
+            self.sessions.began(params.hints, tenant)
         self._live[request_id] = _Live(
             request,
             make_generator(params.seed, index),
             Detokenizer(self.loaded.tokenizer, list(prompt_ids), params),
         )
         return request
+
+    def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
+        """Follow a hint for its session or, if it names none, for a prompt; returns its blocks.
+
+        0 where nothing is offloaded, and where nothing is known of the session or the prompt.
+        """
+        if self.sessions is None:
+            return 0
+        prefix = KeyChain(
+            replace(self.namespace, tenant=tenant), prompt_ids[: self.loaded.max_tokens]
+        )
+        return self.sessions.apply(hint, prefix.keys, tenant)
 
     def abort(self, request_id: str) -> None:
         """Give a request up, whatever it is doing. Unknown names are passed over."""
@@ -256,6 +273,8 @@ class Engine:
         self.scheduler.check()
         if self.offloader is not None:
             self.offloader.check()
+        if self.sessions is not None:
+            self.sessions.check()
 
     def _settle(self) -> None:
         if self.offloader is None:
@@ -307,6 +326,13 @@ class Engine:
         self.scheduler.remove(request)
         self.admission.end(request.id, request.finished_time)
         self._story.finished(request)
+        if self.sessions is not None:
+            self.sessions.ended(
+                request.params.hints,
+                request.chain.keys[: request.max_computed // self.block_tokens],
+                request.num_cached_tokens // self.block_tokens,
+                request.tenant,
+            )
 
     def _judge(self, live: _Live, token_id: int) -> str:
         """Whether the request ends with this token, and the text it adds."""

@@ -22,6 +22,7 @@ from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.sampler import Sampled
 from penstock.errors import ConfigError
+from penstock.hints import Hint
 
 Prompt = str | list[int] | dict[str, Any]
 
@@ -91,6 +92,28 @@ class LLM:
             tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts
         ]
         return self.generate(ids, sampling_params, **options)
+
+    def hint(
+        self,
+        action: str,
+        *,
+        session: str | None = None,
+        prompt: Prompt | None = None,
+        retain_seconds: float | None = None,
+    ) -> int:
+        """Retain, demote, prefetch or release a session's KV, or a prompt's; see docs/hints.md.
+
+        Returns how many tokens' KV that was. A prefetch has ended when this returns.
+        """
+        if (session is None) == (prompt is None):
+            raise ConfigError("a hint is for a session or for a prompt: expected one; name it.")
+        prompt_ids = [] if prompt is None else self._encode(prompt)[1]
+        num_blocks = self.engine.hint(Hint(action, session, retain_seconds), prompt_ids)
+        offloader = self.engine.offloader
+        while offloader is not None and offloader.is_prefetching:
+            self.engine.step()
+            offloader.pause(0.002)
+        return num_blocks * self.engine.block_tokens
 
     def close(self) -> None:
         """Finish the saves and let go of everything; the disk tier is ready for the next start."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from penstock.engine.blocks import BlockPool
 from penstock.engine.placement import Tiers
 from penstock.engine.request import Request
-from penstock.types import Done, Slot, TicketId, Verdict
+from penstock.types import Done, Slot, TicketId, Tier, Verdict
 
 _NUM_PIECES = 16
 
@@ -39,6 +39,7 @@ class _Meeting:
     under_way: dict[TicketId, _Piece] = field(default_factory=dict)
     early: list[_Piece] = field(default_factory=list)  # have come before one behind them
     given_up: bool = False  # one did not come: no more are asked for
+    sources: dict[int, Tier] = field(default_factory=dict)  # of those that have come, by block
 
 
 class Meetings:
@@ -93,6 +94,9 @@ class Meetings:
                 self._pool.name(slot, key)
             request.table.extend(meeting.slots)
             request.num_loaded_tokens += len(meeting.slots) * self._block_tokens
+            if not request.num_preemptions:
+                last = meeting.back + len(meeting.slots)
+                request.found.update(meeting.sources[n] for n in range(meeting.back, last))
             meeting.slots = []
             self.leave(request)
             return True
@@ -114,6 +118,9 @@ class Meetings:
         if self._meetings.get(meeting.request.id) is not meeting:
             self._pool.release(piece.slots)
             return True
+        for index, source in enumerate(done.sources, piece.start):
+            if source is not None:
+                meeting.sources[index] = source
         bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
         if bad:  # what lies before a gap is of no use
             num_lost = bad[-1] + 1
@@ -155,7 +162,8 @@ class Meetings:
             slots = self._pool.take(num_blocks)
             assert slots is not None
             keys = request.chain.keys[start : meeting.next_end]
-            ticket = self._tiers.load(keys, slots, tenant=request.tenant)
+            heads = {0: request.chain.key_before(start)}
+            ticket = self._tiers.load(keys, slots, tenant=request.tenant, heads=heads)
             meeting.under_way[ticket] = _Piece(start, slots)
             self._tickets[ticket] = meeting
             meeting.next_end = start

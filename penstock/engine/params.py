@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from penstock.errors import ConfigError
+from penstock.hints import Hints
 
 MAX_LOGPROBS = 20
 
@@ -116,6 +117,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
     kv_residency: KvResidency | Mapping[str, object] | None = None
+    kv_hints: Hints | Mapping[str, object] | None = None  # what becomes of its KV: docs/hints.md
 
     def __post_init__(self) -> None:
         self._check_whole_numbers()
@@ -135,6 +137,7 @@ class SamplingParams:
         self._set("stop", _strings(self.stop))
         self._set("stop_token_ids", _ids(self.stop_token_ids))
         self._set("kv_residency", KvResidency.of(self.kv_residency))
+        self._set("kv_hints", Hints.of(self.kv_hints))
 
     @property
     def greedy(self) -> bool:
@@ -158,6 +161,11 @@ class SamplingParams:
     def residency(self) -> KvResidency:
         """`kv_residency`, always one."""
         return KvResidency.of(self.kv_residency)
+
+    @property
+    def hints(self) -> Hints:
+        """`kv_hints`, always some."""
+        return Hints.of(self.kv_hints)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ back is a copy beside the computation; until it has ended the block is read from
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from penstock.engine.blocks import BlockPool
@@ -16,7 +16,7 @@ from penstock.engine.residency import Residency
 from penstock.engine.table import shared_places
 from penstock.errors import BookError
 from penstock.events import Migrated
-from penstock.types import BlockKey, Done, LookId, Match, Slot, TicketId, Verdict
+from penstock.types import NO_HEADS, BlockKey, Done, LookId, Match, Slot, TicketId, Verdict
 
 _MAX_RETURNING = 64  # blocks on their way back at a time: others load too
 
@@ -36,7 +36,7 @@ class Tiers(Protocol):
         *,
         patience_seconds: float | None = None,
         tenant: str = "",
-        heads: Collection[int] = (),
+        heads: Mapping[int, BlockKey | None] = NO_HEADS,
     ) -> TicketId: ...
     def save(
         self,
@@ -44,7 +44,7 @@ class Tiers(Protocol):
         source: Sequence[Slot],
         *,
         tenant: str = "",
-        heads: Collection[int] = (),
+        heads: Mapping[int, BlockKey | None] = NO_HEADS,
     ) -> TicketId: ...
     def cancel(self, ticket: TicketId) -> None: ...
     def is_in_host(self, key: BlockKey) -> bool: ...
@@ -166,11 +166,11 @@ class Placement:
         keys: Sequence[BlockKey],
         slots: Sequence[Slot],
         tenant: str = "",
-        heads: Collection[int] = (),
+        heads: Mapping[int, BlockKey | None] = NO_HEADS,
     ) -> None:
         """Copy complete blocks to HOST; they are held until that has ended.
 
-        `heads` are the positions of those that do not follow the one before them in a chain.
+        `heads` names those that do not follow the one before them in a chain: see `Offloader.save`.
         """
         if self._tiers is None or not keys:
             return
@@ -239,7 +239,9 @@ class Placement:
         for request, index in victims:
             self._chill(running, request, index)
         if len(victims) < count:  # HOST lost them, or had no room: once more
-            self.save(list(unsaved), list(unsaved.values()), heads=range(len(unsaved)))
+            self.save(
+                list(unsaved), list(unsaved.values()), heads=dict.fromkeys(range(len(unsaved)))
+            )
 
     def _chill(self, running: Sequence[Request], request: Request, index: int) -> None:
         assert self._tiers is not None
@@ -274,7 +276,7 @@ class Placement:
         for tenant, targets in wanted.items():
             slots = [slot for _, slot in targets.values()]
             ticket = self._tiers.load(
-                list(targets), slots, tenant=tenant, heads=range(len(targets))
+                list(targets), slots, tenant=tenant, heads=dict.fromkeys(range(len(targets)))
             )
             self._returning[ticket] = targets
 

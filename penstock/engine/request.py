@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.engine.params import SamplingParams
 from penstock.engine.table import BlockTable
 from penstock.keys import KeyChain
-from penstock.types import LookId, Slot, TicketId
+from penstock.types import LookId, Slot, TicketId, Tier
 
 
 class Phase(Enum):
@@ -45,6 +46,7 @@ class Request:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # of the prompt: found on the device or loaded, at first admission
     num_loaded_tokens: int = 0
+    found: Counter[Tier] = field(default_factory=Counter)  # blocks, until it is first preempted
     num_recomputed_tokens: int = 0  # computed more than once
     max_computed: int = 0  # the most leading tokens that were ever computed or loaded
     num_preemptions: int = 0

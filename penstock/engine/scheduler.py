@@ -22,7 +22,7 @@ from penstock.engine.request import Phase, Request
 from penstock.engine.residency import Residency, Turns
 from penstock.errors import PenstockError
 from penstock.events import Decided, Event, Preempted
-from penstock.types import BlockKey, Done, Match, Slot, TicketId
+from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier
 
 _MAX_STALLS = 200  # steps
 
@@ -165,7 +165,8 @@ class Scheduler:
     def computed(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' KV is on the device: name and save the blocks that became complete."""
         complete: dict[str, dict[BlockKey, Slot]] = {}  # by tenant
-        heads: dict[str, set[int]] = {}  # where in these another request's begin
+        # Where in these another request's begin, and what they follow.
+        heads: dict[str, dict[int, BlockKey | None]] = {}
         for chunk in chunks:
             request = chunk.request
             if request.phase is not Phase.RUNNING:
@@ -175,12 +176,13 @@ class Scheduler:
             request.num_recomputed_tokens += max(0, again)
             request.max_computed = max(request.max_computed, request.num_computed)
             blocks = complete.setdefault(request.tenant, {})
-            heads.setdefault(request.tenant, set()).add(len(blocks))
+            parents = heads.setdefault(request.tenant, {})
+            parents[len(blocks)] = request.chain.key_before(request.num_named)
             for index in range(request.num_named, request.num_computed // self._block_tokens):
                 key, slot = request.chain.keys[index], request.table.slot(index)
                 self._pool.name(slot, key)
                 if blocks.setdefault(key, slot) != slot:  # another has just computed the same
-                    heads[request.tenant].add(len(blocks))
+                    parents[len(blocks)] = key
             request.num_named = request.num_computed // self._block_tokens
         for tenant, blocks in complete.items():
             self.placement.save(list(blocks), list(blocks.values()), tenant, heads[tenant])
@@ -214,6 +216,7 @@ class Scheduler:
         request.num_loaded_tokens += num_arrived * self._block_tokens
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
+            request.found.update(tier for tier in done.sources[:num_arrived] if tier is not None)
         self._run(request, arrived)
         return request
 
@@ -308,6 +311,7 @@ class Scheduler:
             request.meeting_end = num_shared + num_loads + choice.num_meeting
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
+            request.found[Tier.DEVICE] = num_shared
         if num_loads:
             assert self._tiers is not None
             request.phase = Phase.LOADING
@@ -317,6 +321,7 @@ class Scheduler:
                 into,
                 patience_seconds=choice.patience_seconds,
                 tenant=request.tenant,
+                heads={0: request.chain.key_before(num_shared)},
             )
             self._loading[request.ticket] = request
         else:

@@ -21,14 +21,18 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import TracebackType
+from typing import TypeVar
 
 from penstock.engine.engine import Engine, Progress
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.sampler import Sampled
 from penstock.errors import PenstockError
+from penstock.hints import Hint
 
 log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _IDLE_SECONDS = 0.5  # between looks at the tiers, while nothing moves
 _MOVING_SECONDS = 0.002  # while something does
@@ -143,22 +147,40 @@ class Service:
             except Exception as error:
                 for name in added:
                     self.engine.abort(name)
-                _resolve(accepted, error)
+                _resolve(accepted, None, error)
                 return
             for index, name in enumerate(names):
                 self._streams[name] = (stream, index)
-            _resolve(accepted)
+            _resolve(accepted, None)
 
-        with self._gate:
-            if self._closing:
-                raise Stopped("the engine takes no more requests; ask another instance, or later.")
-            self._commands.put(add)
+        self._queue(add)
         try:
             await asyncio.wrap_future(accepted)
         except asyncio.CancelledError:
             self.abort(names)  # comes after `add` in the queue, whatever became of it
             raise
         return stream
+
+    async def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
+        """As `Engine.hint`. Raises Stopped."""
+        followed: Future[int] = Future()
+
+        def follow() -> None:
+            try:
+                num_blocks = self.engine.hint(hint, prompt_ids, tenant=tenant)
+            except Exception as error:
+                _resolve(followed, 0, error)
+            else:
+                _resolve(followed, num_blocks)
+
+        self._queue(follow)
+        return await asyncio.wrap_future(followed)
+
+    def _queue(self, command: Callable[[], None]) -> None:
+        with self._gate:
+            if self._closing:
+                raise Stopped("the engine takes no more requests; ask another instance, or later.")
+            self._commands.put(command)
 
     def abort(self, request_ids: Sequence[str] | dict[str, None]) -> None:
         """Give sequences up; from any thread. Those that have ended are passed over."""
@@ -246,10 +268,10 @@ class Service:
             stream.close()
 
 
-def _resolve(future: Future[None], error: Exception | None = None) -> None:
+def _resolve(future: Future[_Result], result: _Result, error: Exception | None = None) -> None:
     try:
         if error is None:
-            future.set_result(None)
+            future.set_result(result)
         else:
             future.set_exception(error)
     except InvalidStateError:  # whoever asked has gone

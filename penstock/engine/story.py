@@ -19,6 +19,7 @@ from penstock.events import (
     Refused,
     ResidentShare,
     Sequences,
+    Served,
     Stepped,
     Usage,
     tell,
@@ -30,8 +31,11 @@ log = logging.getLogger("penstock.engine")
 
 
 class Story:
-    def __init__(self, block_bytes: int, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self, block_bytes: int, block_tokens: int, observers: Sequence[Observer] = ()
+    ) -> None:
         self._block_bytes = block_bytes
+        self._block_tokens = block_tokens
         self._observers = observers
         self._latest: dict[type[Event], Event] = {}  # of those told only when they change
 
@@ -137,6 +141,26 @@ class Story:
             finished.num_recomputed,
         )
         self._tell([finished])
+        if self._observers:
+            self._tell([self._served(request, finished)])
+
+    def _served(self, request: Request, finished: Finished) -> Served:
+        # The last token of an answer is never read: what it completes is not there.
+        num_there = request.max_computed // self._block_tokens
+        num_prompt = finished.num_prompt // self._block_tokens
+        keys = request.chain.keys
+        return Served(
+            request.arrival,
+            finished.num_prompt,
+            finished.num_output,
+            tuple(keys[:num_prompt]),
+            tuple(keys[num_prompt:num_there]),
+            tuple((tier, num) for tier, num in sorted(request.found.items()) if num),
+            request.tenant,
+            finished.reason,
+            finished.seconds,
+            finished.first_token_seconds,
+        )
 
     def _tell(self, events: Iterable[Event]) -> None:
         tell(self._observers, events)

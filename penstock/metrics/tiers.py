@@ -9,8 +9,10 @@ from penstock.events import (
     LookedUp,
     Lost,
     Moved,
+    Prefetched,
     Recovered,
     Removed,
+    Retained,
     TicketDone,
     TierRested,
     TierRevived,
@@ -67,6 +69,17 @@ class TierMetrics:
         self._used = make.gauge("penstock_used_blocks", "Slots in use.", ("tier",))
         self._slots = make.gauge("penstock_capacity_blocks", "Slots there are.", ("tier",))
         self._leased = make.gauge("penstock_leased_blocks", "Slots leased.", ("tier",))
+        self._retained = make.gauge(
+            "penstock_retained_blocks", "Blocks of HOST that hints keep from being evicted."
+        )
+        self._max_retained = make.gauge(
+            "penstock_retainable_blocks", "Blocks of HOST that hints may keep at most."
+        )
+        self._prefetched = make.counter(
+            "penstock_prefetched_blocks",
+            "Blocks that hints had brought up to HOST, or that did not come.",
+            ("result",),
+        )
         self._queued = make.gauge(
             "penstock_queued_transfers",
             "Transfers waiting for the link to a tier.",
@@ -128,6 +141,12 @@ class TierMetrics:
                 self._leased.labels(tier.label).set(num_leased)
                 self._queued.labels(tier.label, "load").set(num_loads)
                 self._queued.labels(tier.label, "save").set(num_saves)
+            case Retained(num_blocks, max_blocks):
+                self._retained.set(num_blocks)
+                self._max_retained.set(max_blocks)
+            case Prefetched(num_blocks, num_lost):
+                self._prefetched.labels("ok").inc(num_blocks)
+                self._prefetched.labels("lost").inc(num_lost)
             case TierRested(tier, direction):
                 self._resting.labels(tier.label, direction.value).set(1)
                 self._faults.labels(tier.label, direction.value).inc()

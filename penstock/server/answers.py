@@ -107,6 +107,13 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
 
+class HintAnswer(BaseModel):
+    object: Literal["penstock.hint"]
+    action: str
+    blocks: int  # that it applies to
+    tokens: int  # whose KV these hold
+
+
 class Model(BaseModel):
     id: str
     object: Literal["model"]

@@ -18,6 +18,7 @@ from penstock.server.answers import (
     ChatCompletion,
     Completion,
     ErrorEnvelope,
+    HintAnswer,
     Model,
     ModelList,
 )
@@ -27,7 +28,13 @@ from penstock.server.chat import Chat
 from penstock.server.completions import Completions
 from penstock.server.errors import ApiError
 from penstock.server.front import Front
-from penstock.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+from penstock.server.hinting import follow_hint
+from penstock.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    HintRequest,
+)
 from penstock.server.sse import ClientGone, unless_gone
 from penstock.server.tenants import tenant_of
 from penstock.units import MiB
@@ -142,6 +149,13 @@ def _openai_routes(backend: Backend, settings: AppSettings) -> APIRouter:
         body = await read_body(request, CompletionRequest, settings.max_body_bytes)
         return await answer(request, body, Completions(body, serving))
 
+    @router.post("/penstock/hints", response_model=HintAnswer, tags=["Penstock"])
+    async def hints(request: Request) -> HintAnswer:
+        """What a client knows of a session's KV, or of a prefix's, between its requests."""
+        serving = backend.require()
+        body = await read_body(request, HintRequest, settings.max_body_bytes)
+        return await follow_hint(body, serving, tenant_of(request, body))
+
     @router.get("/models", response_model=ModelList)
     async def models() -> ModelList:
         serving = backend.require()
@@ -193,6 +207,7 @@ def _describe_bodies(app: FastAPI) -> None:
             for path, model in (
                 ("/v1/chat/completions", ChatRequest),
                 ("/v1/completions", CompletionRequest),
+                ("/v1/penstock/hints", HintRequest),
             ):
                 body = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 schema["components"]["schemas"].update(body.pop("$defs", {}))
@@ -203,8 +218,9 @@ def _describe_bodies(app: FastAPI) -> None:
                     "required": True,
                     "content": {"application/json": {"schema": reference}},
                 }
-                events = {"schema": {"description": "Chunks, where `stream` is true."}}
-                operation["responses"]["200"]["content"]["text/event-stream"] = events
+                if issubclass(model, GenerationRequest):
+                    events = {"schema": {"description": "Chunks, where `stream` is true."}}
+                    operation["responses"]["200"]["content"]["text/event-stream"] = events
         return app.openapi_schema or {}
 
     app.openapi = openapi  # type: ignore[method-assign]

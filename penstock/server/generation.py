@@ -43,6 +43,8 @@ def sampling_params(
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
     if request.kv_residency is not None:
         given["kv_residency"] = request.kv_residency.model_dump()
+    if request.penstock is not None:
+        given["kv_hints"] = request.penstock.plain()
     try:
         return SamplingParams(
             max_tokens=max_tokens,

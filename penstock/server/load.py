@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from penstock import __version__
 from penstock.config import Config
 from penstock.engine.options import EngineOptions
 from penstock.errors import ConfigError
-from penstock.events import Event, Recovered
+from penstock.events import Event, Observer, Recovered
 from penstock.metrics import Metrics
 from penstock.server.backend import Serving
 from penstock.server.prompts import Prompts
+from penstock.server.record import Recorder
 from penstock.server.schema import MAX_CHOICES
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
 
 log = logging.getLogger("penstock.server")
 
@@ -27,6 +33,7 @@ def load_serving(
     metrics: Metrics,
     names: tuple[str, ...],
     tell: Callable[[str], None],
+    recorder: Recorder | None = None,
 ) -> Serving:
     """Open the engine and start it.
 
@@ -37,7 +44,9 @@ def load_serving(
     from penstock.engine.open import open_engine
     from penstock.engine.service import Service
 
-    observers = (metrics, RecoveryTeller(tell))
+    observers: tuple[Observer, ...] = (metrics, RecoveryTeller(tell))
+    if recorder is not None:
+        observers = (*observers, recorder)
     try:
         engine = open_engine(options, tiers, observers=observers, progress=tell)
     except (MemoryError, RuntimeError) as error:  # torch's, for memory that is not there
@@ -49,11 +58,25 @@ def load_serving(
         ) from error
     try:
         prompts = Prompts(engine.loaded.tokenizer, engine.loaded.max_tokens)
+        names = names or (default_name(options.model),)
+        if recorder is not None:
+            recorder.begin(engine.block_tokens, names[0], _settings(engine, options))
     except BaseException:
         engine.close()
         raise
-    max_choices = min(MAX_CHOICES, options.max_waiting)
-    return Serving(Service(engine), prompts, names or (default_name(options.model),), max_choices)
+    return Serving(Service(engine), prompts, names, min(MAX_CHOICES, options.max_waiting))
+
+
+def _settings(engine: Engine, options: EngineOptions) -> dict[str, object]:
+    """What a simulator must know to do the same; nothing that tells where things lie."""
+    offloader = engine.offloader
+    return {
+        "penstock": __version__,
+        "device_blocks": engine.pool.num_blocks,
+        "host_blocks": 0 if offloader is None else offloader.num_host_blocks,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "max_num_seqs": options.max_num_seqs,
+    }
 
 
 def default_name(model: str) -> str:

@@ -24,6 +24,16 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock.engine.params import MAX_LOGPROBS
+from penstock.errors import ConfigError
+from penstock.hints import (
+    ACTIONS,
+    MAX_NAME_CHARS,
+    MAX_PREFETCHED_SESSIONS,
+    MAX_RETAIN_SECONDS,
+    ON_END,
+    Hint,
+    Hints,
+)
 
 MAX_CHOICES = 128
 _MAX_STOPS = 16
@@ -99,6 +109,40 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
+def _must_hold(make: Callable[[], object], param: str | None) -> None:
+    """What hints say of themselves, as this request's client must see it."""
+    try:
+        make()
+    except ConfigError as error:
+        raise _refused(f"{error}.", param) from None
+
+
+def _one_of(*words: str, advice: str) -> Any:
+    """A string that is one of these, and a sentence for those who send another."""
+
+    def check(word: str) -> str:
+        if word not in words:
+            known = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
+            raise _unsupported(f"{word[:40]!r} is not supported: expected {known}; {advice}.")
+        return word
+
+    return Annotated[
+        str, AfterValidator(check), WithJsonSchema({"type": "string", "enum": list(words)})
+    ]
+
+
+if TYPE_CHECKING:
+    _Role = str
+    _Text = str
+    _OnEnd = str
+    _Action = str
+else:
+    _Role = _one_of(*_ROLES, advice="there are no tools here")
+    _Text = _one_of("text", advice="this model reads and writes text only")
+    _OnEnd = _one_of(*ON_END, advice="see docs/hints.md")
+    _Action = _one_of(*ACTIONS, advice="see docs/hints.md")
+
+
 class StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
@@ -113,7 +157,35 @@ class Residency(_Strict):
     never_cold: bool = False
 
 
-class GenerationRequest(_Strict):
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+_RetainSeconds = Annotated[float, Field(gt=0, le=MAX_RETAIN_SECONDS)]
+
+
+class RequestHints(_Strict):
+    """What is to become of this request's KV, as its client knows it: see docs/hints.md."""
+
+    session: _Name | None = None
+    retain_seconds: _RetainSeconds | None = None
+    on_end: _OnEnd = "keep"
+    prefetch: Annotated[list[_Name], Field(max_length=MAX_PREFETCHED_SESSIONS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> RequestHints:
+        _must_hold(self.plain, "penstock")
+        return self
+
+    def plain(self) -> Hints:
+        return Hints(self.session, self.retain_seconds, self.on_end, self.prefetch or ())
+
+
+class TenantFields(_Strict):
+    """Who asks, where no header says it: see tenants."""
+
+    user: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class GenerationRequest(TenantFields):
     """What chats and completions share."""
 
     model: str | None = None
@@ -135,9 +207,8 @@ class GenerationRequest(_Strict):
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     kv_residency: Residency | None = None
+    penstock: RequestHints | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
     logit_bias: Refused = None
 
     @model_validator(mode="after")
@@ -148,28 +219,6 @@ class GenerationRequest(_Strict):
                 "stream_options",
             )
         return self
-
-
-def _one_of(*words: str, advice: str) -> Any:
-    """A string that is one of these, and a sentence for those who send another."""
-
-    def check(word: str) -> str:
-        if word not in words:
-            known = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
-            raise _unsupported(f"{word[:40]!r} is not supported: expected {known}; {advice}.")
-        return word
-
-    return Annotated[
-        str, AfterValidator(check), WithJsonSchema({"type": "string", "enum": list(words)})
-    ]
-
-
-if TYPE_CHECKING:
-    _Role = str
-    _Text = str
-else:
-    _Role = _one_of(*_ROLES, advice="there are no tools here")
-    _Text = _one_of("text", advice="this model reads and writes text only")
 
 
 class TextPart(BaseModel):
@@ -276,3 +325,29 @@ class CompletionRequest(GenerationRequest):
                 "echo",
             )
         return self
+
+
+class HintRequest(TenantFields):
+    """A hint between requests: for a session, or for the prefix that a prompt makes."""
+
+    model: str | None = None
+    action: _Action
+    session: _Name | None = None
+    prompt: Annotated[str | _TokenIds, _expected("a string or a list of token ids")] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    retain_seconds: _RetainSeconds | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> HintRequest:
+        given = [x for x in (self.session, self.prompt, self.messages) if x is not None]
+        if len(given) != 1:
+            raise _refused(
+                f"{len(given)} of session, prompt and messages are given: expected one, which "
+                "says whose KV the hint is for; give that one.",
+                "session",
+            )
+        _must_hold(self.plain, None)
+        return self
+
+    def plain(self) -> Hint:
+        return Hint(self.action, self.session, self.retain_seconds)

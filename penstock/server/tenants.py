@@ -11,13 +11,13 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from penstock.server.errors import ApiError
-from penstock.server.schema import GenerationRequest
+from penstock.server.schema import TenantFields
 
 HEADER = "X-Penstock-Tenant"
 MAX_CHARS = 256
 
 
-def tenant_of(request: Request, body: GenerationRequest) -> str:
+def tenant_of(request: Request, body: TenantFields) -> str:
     """The salt of the request's keys; "" is the tenant of all who give no name."""
     for source, name in (
         (HEADER, request.headers.get(HEADER)),

@@ -20,6 +20,9 @@ Run = Callable[..., Any]
 COMMANDS = [
     ["kv-size"],
     ["probe"],
+    ["plan"],
+    ["sim"],
+    ["advise"],
     ["config"],
     ["vllm-config"],
     ["doctor", "vllm"],

@@ -17,6 +17,17 @@ from penstock.connectors.vllm import scheduler
 
 Models = Callable[..., Vllm]
 
+HINTS: list[Any] = [
+    None,
+    None,
+    {"session": "a", "retain_seconds": 40},
+    {"retain_seconds": 20},
+    {"session": "b", "prefetch": ["a", "b"]},
+    {"session": "a", "on_end": "demote"},
+    {"session": "b", "on_end": "release"},
+    {"wrong": 1},
+]
+
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
@@ -42,6 +53,7 @@ class Users:
     def __init__(self, vllm: Vllm, seed: int) -> None:
         self._vllm = vllm
         self._rng = random.Random(seed)
+        self._hint_rng = random.Random(seed + 1000)
         self._systems = [self._tokens(length) for length in (3, 8, 13, 20)]
 
     def ask(self) -> Request:
@@ -55,7 +67,13 @@ class Users:
         if rng.random() < 0.7:
             prompt += self._tokens(rng.randint(1, 9))
         salt = "salt" if rng.random() < 0.1 else None
-        return self._vllm.add(prompt[: self.max_prompt], rng.randint(1, 9), cache_salt=salt)
+        params = {"penstock": self._hint_rng.choice(HINTS)}
+        return self._vllm.add(
+            prompt[: self.max_prompt],
+            rng.randint(1, 9),
+            cache_salt=salt,
+            kv_transfer_params=params,
+        )
 
     def _tokens(self, num: int) -> list[int]:
         return [self._rng.randrange(VOCABULARY) for _ in range(num)]

@@ -19,8 +19,10 @@ from penstock.events import (
     LookedUp,
     Lost,
     Moved,
+    Prefetched,
     Recovered,
     Removed,
+    Retained,
     Stored,
     TicketDone,
     TierRested,
@@ -39,6 +41,8 @@ events = st.one_of(
     st.builds(Lost, tiers, tiers, ways, st.sampled_from(Verdict), counts, st.text(max_size=9)),
     st.builds(Removed, tiers, st.integers(0, 9).map(lambda n: tuple(keys_of(n))), st.booleans()),
     st.builds(Usage, tiers, counts, counts, counts, counts, counts),
+    st.builds(Retained, counts, counts),
+    st.builds(Prefetched, counts, counts),
     st.builds(TicketDone, ways, counts, counts, seconds),
     st.builds(TierRested, tiers, ways, seconds, st.text(max_size=9)),
     st.builds(TierRevived, tiers, ways),
@@ -83,8 +87,9 @@ def test_the_log_hands_each_event_out_once(given_events: list[Event]) -> None:
         log(event)
     plain = log.take()
     assert log.take() == []
-    others = [e for e in given_events if not isinstance(e, Moved | Usage)]
-    arrived = [e for e in map(from_plain, plain) if not isinstance(e, Moved | Usage)]
+    summed = Moved | Usage | Retained
+    others = [e for e in given_events if not isinstance(e, summed)]
+    arrived = [e for e in map(from_plain, plain) if not isinstance(e, summed)]
     assert [type(event) for event in arrived] == [type(event) for event in others]
 
 

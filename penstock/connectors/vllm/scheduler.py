@@ -31,12 +31,15 @@ from penstock.connectors.vllm.identity import RequestKeys, adapter_name, namespa
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.offers import Offers, is_in_dram
 from penstock.connectors.vllm.orders import Orders, Reports
+from penstock.connectors.vllm.request_hints import RequestHints
 from penstock.connectors.vllm.ticker import Ticker
 from penstock.connectors.vllm.tracked import Loading, Offer, Tracked
 from penstock.costs import Choice
 from penstock.errors import BookError
 from penstock.events import Decided, Observer, tell
+from penstock.hints import NO_HINTS
 from penstock.keys import Namespace
+from penstock.sessions import Sessions
 from penstock.types import (
     Direction,
     Done,
@@ -104,6 +107,8 @@ class SchedulerSide:
         self._computing: set[str] = set()  # the requests of the last step
         self._adapters: dict[tuple[str, str], str] = {}
         self._tracked: dict[str, Tracked] = {}
+        self._hints = RequestHints()
+        self._sessions = Sessions(tiers.offloader)
         self._loadings: dict[TicketId, Loading] = {}
         self._timed: dict[int, list[tuple[int, int]]] = {}
         self._lock = threading.RLock()
@@ -186,6 +191,8 @@ class SchedulerSide:
             tracked = self._track(request)
             offer, tracked.offer = tracked.offer, None
             if offer is not None:
+                if tracked.num_found is None:
+                    tracked.num_found = offer.start + offer.match.num_blocks
                 self._offloader.note(offer.match)
                 if offer.match.num_blocks:
                     self._tell_choice(offer.match.num_blocks, offer.choice)
@@ -264,6 +271,7 @@ class SchedulerSide:
             else:
                 self._save_rest(tracked)
                 self._dispatch.gather(before=True)
+            self._follow_hints(tracked)
             if not tracked.tokens_from:
                 return None
             hits = {tier.label: count for tier, count in tracked.tokens_from.items()}
@@ -290,6 +298,7 @@ class SchedulerSide:
         with self._lock:
             self._namespace = replace(self._namespace, tenant=f"reset {time.time_ns()}")
             self._offloader.empty_host()
+            self._sessions.clear()
             for tracked in self._tracked.values():
                 tracked.keys = None
                 tracked.offer = None
@@ -312,6 +321,7 @@ class SchedulerSide:
         with self._lock:
             self._offloader.check()
             self._dispatch.check()
+            self._sessions.check()
             waiting = {t.loading.ticket for t in self._tracked.values() if t.loading is not None}
             if not waiting <= self._loadings.keys():
                 raise BookError("a request waits for a load that nobody knows")
@@ -323,8 +333,17 @@ class SchedulerSide:
         if tracked is None:
             namespace = namespace_of(self._namespace, request, self._adapter)
             keys = None if namespace is None else RequestKeys(namespace, request)
-            tracked = self._tracked[request.request_id] = Tracked(request, keys)
+            hints = self._hints.of(request)
+            tracked = self._tracked[request.request_id] = Tracked(request, keys, hints)
+            if self._sessions.began(hints, tracked.tenant):
+                self._ticker.wake()
         return tracked
+
+    def _follow_hints(self, tracked: Tracked) -> None:
+        if tracked.keys is not None and tracked.hints is not NO_HINTS:
+            keys = tracked.keys.first(tracked.num_saved * self._block_tokens)
+            num_found = min(tracked.num_found or 0, len(keys))
+            self._sessions.ended(tracked.hints, keys, num_found, tracked.tenant)
 
     def _adapter(self, lora_request: Any) -> str:
         place = (lora_request.lora_name, lora_request.lora_path)
@@ -364,7 +383,8 @@ class SchedulerSide:
         if keys:
             if self._news is not None:
                 self._news.name(keys, start, tracked.request, self._block_tokens)
-            self._offloader.save(keys, slots, tenant=tracked.tenant)
+            heads = {0: tracked.key_before(start, self._block_tokens)}
+            self._offloader.save(keys, slots, tenant=tracked.tenant, heads=heads)
             self._ticker.wake()
 
     def _save_rest(self, tracked: Tracked) -> None:
@@ -418,6 +438,7 @@ class SchedulerSide:
             deadline_seconds=deadline,
             patience_seconds=patience,
             tenant=tracked.tenant,
+            heads={0: tracked.key_before(offer.start, self._block_tokens)},
         )
         self._loadings[loading.ticket] = loading
         self._ticker.wake()

@@ -12,8 +12,10 @@ from penstock.events import (
     LookedUp,
     Lost,
     Moved,
+    Prefetched,
     Recovered,
     Removed,
+    Retained,
     TicketDone,
     TierRested,
     TierRevived,
@@ -32,6 +34,7 @@ class EventLog:
     def __init__(self) -> None:
         self._moved: dict[_Hop, Moved] = {}
         self._usage: dict[Tier, Usage] = {}
+        self._retained: Retained | None = None
         self._others: list[Event] = []
 
     def __call__(self, event: Event) -> None:
@@ -43,12 +46,16 @@ class EventLog:
                 self._usage[tier] = event  # only the last one counts
             case LookedUp() | Lost() | Removed() | TicketDone() | TierRested() | TierRevived():
                 self._others.append(event)
-            case Recovered() | Decided() | Asked():
+            case Retained():
+                self._retained = event
+            case Recovered() | Decided() | Asked() | Prefetched():
                 self._others.append(event)
 
     def take(self) -> list[Plain]:
         events: list[Event] = [*self._moved.values(), *self._usage.values(), *self._others]
-        self._moved, self._usage, self._others = {}, {}, []
+        if self._retained is not None:
+            events.append(self._retained)
+        self._moved, self._usage, self._retained, self._others = {}, {}, None, []
         return [to_plain(event) for event in events]
 
 
@@ -95,6 +102,10 @@ def to_plain(event: Event) -> Plain:
                 event.num_queued_loads,
                 event.num_queued_saves,
             ]
+        case Retained(num_blocks, max_blocks):
+            return ["retained", num_blocks, max_blocks]
+        case Prefetched(num_blocks, num_lost):
+            return ["prefetched", num_blocks, num_lost]
         case TicketDone(direction, num_blocks, num_ok, seconds):
             return ["ticket", direction.value, num_blocks, num_ok, seconds]
         case TierRested(tier, direction, seconds, error):
@@ -145,6 +156,8 @@ _READERS: dict[str, Callable[..., Event]] = {
     "asked": lambda tier, *rest: Asked(Tier(tier), *rest),
     "removed": lambda tier, count, evicted: Removed(Tier(tier), (BlockKey(b""),) * count, evicted),
     "usage": lambda tier, *rest: Usage(Tier(tier), *rest),
+    "retained": Retained,
+    "prefetched": Prefetched,
     "ticket": lambda way, *rest: TicketDone(Direction(way), *rest),
     "rested": lambda tier, way, *rest: TierRested(Tier(tier), Direction(way), *rest),
     "revived": lambda tier, way: TierRevived(Tier(tier), Direction(way)),

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.connectors.vllm.identity import RequestKeys, tenant_of
 from penstock.costs import Choice
+from penstock.hints import NO_HINTS, Hints
 from penstock.types import BlockKey, LookId, Match, Slot, TicketId, Tier
 
 
@@ -43,11 +44,13 @@ class Loading:
 class Tracked:
     request: Any
     keys: RequestKeys | None  # None: its KV cannot be named, and is left alone
+    hints: Hints = NO_HINTS
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose KV the steps ordered so far compute
     num_saved: int = 0  # leading blocks that need no further save
     offer: Offer | None = None
     loading: Loading | None = None  # the one that it waits for
+    num_found: int | None = None  # leading blocks that were there when it was first let in
     has_looked: bool = False
     look: LookId | None = None  # an answer of the tier that instances share, awaited
     barred_until: float = 0.0  # a load failed: computing cannot fail in the same way again
@@ -56,6 +59,12 @@ class Tracked:
     @property
     def tenant(self) -> str:
         return "" if self.keys is None else tenant_of(self.request)
+
+    def key_before(self, index: int, block_tokens: int) -> BlockKey | None:
+        """Of the block that the one at `index` follows."""
+        if self.keys is None or not index:
+            return None
+        return self.keys.first(index * block_tokens)[-1]
 
     def unsaved(
         self, num_tokens: int, block_tokens: int
