@@ -154,13 +154,19 @@ class Engine:
             config.max_waiting,
             num_cold_blocks=self._num_cold_blocks(residency),
         )
+        # A chunk is computed on the device, beside blocks that stay there: with sequences larger
+        # than the pool, one that takes all of it would wait for ever.
+        max_chunk_tokens = max(1, num_blocks // 2) * self.block_tokens
+        num_batched = config.max_batched_tokens
+        if self._num_cold_blocks(residency):
+            num_batched = min(num_batched, max_chunk_tokens)
         self.scheduler = Scheduler(
             self.pool,
             self.block_tokens,
             admission=self.admission,
             tiers=self.offloader,
             choose=self._choose,
-            max_batched_tokens=config.max_batched_tokens,
+            max_batched_tokens=num_batched,
             max_running=config.max_running,
             residency=self._residency,
             turns=Turns(residency.max_cold_bytes_per_step, block_bytes),

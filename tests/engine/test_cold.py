@@ -153,6 +153,16 @@ def test_one_sequence_may_be_larger_than_the_device(engines: Engines, loaded: Lo
     idle(engine)
 
 
+def test_a_budget_larger_than_the_device_keeps_nobody_waiting(
+    engines: Engines, loaded: LoadedModel
+) -> None:
+    question = prompts(1, 1, shared=300)[0]
+    roomy = Engine(loaded, EngineConfig(128 * BLOCK_BYTES, BLOCK_TOKENS))
+    wanted = run(roomy, [question])[0]
+    roomy.close()
+    assert run(engines(12, batch=512), [question])[0] == wanted
+
+
 def test_a_disk_feeds_sequences_larger_than_the_device(
     engines: Engines, tmp_path: Path, answers: list[list[int]]
 ) -> None:
