@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.gpu_model import (
     Sequence,
     link_bytes_per_second,
@@ -246,8 +248,6 @@ def beside(scale: Scale) -> None:
 @contextmanager
 def bare_copies(*, loads: bool, saves: bool) -> Iterator[Callable[[], None]]:
     """Large copies of pinned memory; call what is yielded now and then, to keep them going."""
-    import torch
-
     size = 256 << 20
     pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     on_gpu = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]

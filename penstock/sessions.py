@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.errors import BookError
-from penstock.hints import Hint, Hints
+from penstock.hints import NO_HINTS, Hint, Hints
 from penstock.types import BlockKey
 
 _MAX_KEYS = 1 << 18  # about 25 MB
@@ -67,6 +67,8 @@ class Sessions:
         self, hints: Hints, keys: Sequence[BlockKey], num_found: int, tenant: str = ""
     ) -> None:
         """A request has ended with these blocks, of which so many were there before it came."""
+        if hints == NO_HINTS:
+            return
         name = _prefix_name(keys)
         own = keys[num_found:]
         if hints.session is not None:

@@ -127,15 +127,13 @@ class _Lane:
             Direction.SAVE: deque(),
         }
         self._lock = threading.Lock()
-        # Which threads wait for what: those of a duplex link serve one direction each.
-        loads_and_saves = threading.Condition(self._lock)
-        self._ready = {
-            direction: threading.Condition(self._lock) if spec.mover.is_duplex else loads_and_saves
-            for direction in self._queues
-        }
-        served = [[direction] for direction in self._queues]
-        if not spec.mover.is_duplex:
-            served = [list(self._queues)]
+        # The threads of a duplex link serve one direction each, and wait for that alone.
+        served = [list(self._queues)]
+        if spec.mover.is_duplex:
+            served = [[direction] for direction in self._queues]
+        self._ready: dict[Direction, threading.Condition] = {}
+        for directions in served:
+            self._ready |= dict.fromkeys(directions, threading.Condition(self._lock))
         self._running: dict[TransferId, Transfer] = {}
         self._stopping = False
         # Daemons: a thread stuck in a dead disk must not keep the process from ending.
