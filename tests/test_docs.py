@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import tomllib
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import yaml
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.config import Config, describe, load_config
 from penstock.metrics import Metrics
+from penstock.metrics.familiar import FamiliarNames
+from penstock.metrics.families import RegistryFamilies
+from penstock.metrics.tiers import TierMetrics
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT))
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
     return [
-        (f"{page.name}-{number}", text)
+        (f"{name_of(page)}-{number}", text)
         for page in PAGES
         for number, (found, text) in enumerate(BLOCK.findall(page.read_text()))
         if found == language
@@ -50,11 +57,18 @@ def test_settings_load(name: str, text: str, tmp_path: Path) -> None:
     assert isinstance(load_config(file, env={}), Config)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_quickstart_serves_as_the_readme_does() -> None:
+    """Whose commands are run by tests/test_readme.py, in one piece."""
+    (whole,) = [text for name, text in blocks("sh") if "README" in name and "kill -9" in text]
+    parts = [text for name, text in blocks("sh") if name.startswith("quickstart.md")]
+    assert whole in "".join(parts)
 
 
 def test_every_setting_is_documented() -> None:
@@ -67,34 +81,64 @@ def test_every_setting_is_documented() -> None:
     assert set(documented) == {field.name for field in fields(Config)}
 
 
-def test_every_metric_is_documented() -> None:
+class Noted(RegistryFamilies):
+    """Notes the kind and the labels of what is made."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.made: dict[str, tuple[str, str]] = {}
+
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        self.made[name] = "counter", ", ".join(labels)
+        return super().counter(name, text, labels)
+
+    def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        self.made[name] = "gauge", ", ".join(labels)
+        return super().gauge(name, text, labels)
+
+    def histogram(
+        self, name: str, text: str, labels: Sequence[str] = (), *, buckets: Sequence[float]
+    ) -> Histogram:
+        self.made[name] = "histogram", ", ".join(labels)
+        return super().histogram(name, text, labels, buckets=buckets)
+
+
+def test_every_metric_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its type and labels, and in the part of those hosts that have it."""
     text = (ROOT / "docs" / "metrics.md").read_text()
-    documented = {name.removesuffix("_total") for name in re.findall(r"^\| `(\w+)` \|", text, re.M)}
-    assert documented == {metric.name for metric in Metrics().registry.collect()}
-
-
-RULES = ROOT / "deploy" / "penstock.rules.yml"
-
-
-def test_alerts_speak_of_metrics_that_exist() -> None:
-    names = [metric.name for metric in Metrics().registry.collect()]
-    exposed = {name + end for name in names for end in ("", "_total", "_bucket")}
-    rules = [
-        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
-    ]
-    assert len({rule["alert"] for rule in rules}) == len(rules) >= 7
-    for rule in rules:
-        named = set(re.findall(r"penstock_\w+", rule["expr"]))
-        assert named, rule["alert"]
-        assert named <= exposed
-
-
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus's promtool")
-def test_prometheus_accepts_the_alerts() -> None:
-    done = subprocess.run(
-        ["promtool", "check", "rules", str(RULES)], capture_output=True, text=True
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
+    documented = {
+        title: {
+            name: (kind, labels.strip())
+            for name, kind, labels in re.findall(
+                r"^\| `(\w+)` \| (\w+) \|([\w ,]*)\|", part, re.MULTILINE
+            )
+        }
+        for title, part in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    everywhere = Noted(CollectorRegistry())
+    TierMetrics(everywhere)  # all that vLLM's /metrics has
+    made = []
+    monkeypatch.setattr(
+        "penstock.metrics.RegistryFamilies",
+        lambda registry: made.append(Noted(registry)) or made[-1],
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    names = {metric.name for metric in Metrics().registry.collect()}
+    (noted,) = made
+    kinds = {"unknown": "untyped"}
+    familiar = {
+        sample.name: (kinds.get(metric.type, metric.type), "")
+        for metric in FamiliarNames().collect()
+        for sample in metric.samples
+    }
+    assert documented == {
+        "The tiers: in every host": everywhere.made,
+        "The embedded engine: not in vLLM": {
+            name: facts for name, facts in noted.made.items() if name not in everywhere.made
+        },
+        "Names that others use: not in vLLM": familiar,
+    }
+    assert names == {*noted.made, *(name.removesuffix("_total") for name in familiar)}
 
 
 def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
