@@ -21,6 +21,7 @@ from penstock.commands import (
     advise,
     chat,
     config,
+    dashboard,
     doctor,
     generate,
     kv_size,
@@ -29,6 +30,7 @@ from penstock.commands import (
     serve,
     sim,
     store,
+    top,
     vllm_config,
 )
 from penstock.errors import PenstockError
@@ -69,6 +71,8 @@ app.command("kv-size", epilog=kv_size.EXAMPLE)(kv_size.kv_size)
 app.command("probe", epilog=probe.EXAMPLE)(probe.probe)
 app.command("plan", epilog=plan.EXAMPLE)(plan.plan)
 app.command("advise", epilog=advise.EXAMPLE)(advise.advise_server)
+app.command("top", epilog=top.EXAMPLE)(top.top)
+app.command("dashboard", epilog=dashboard.EXAMPLE)(dashboard.dashboard)
 app.command("sim", epilog=sim.EXAMPLE)(sim.sim)
 app.command("config", epilog=config.EXAMPLE)(config.config)
 app.add_typer(doctor.app, name="doctor")

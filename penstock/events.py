@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from penstock.types import BlockKey, Direction, Tier, Verdict
+from penstock.types import BlockKey, Direction, Origin, Tier, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +264,44 @@ class Served:
     first_token_seconds: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A request entered a phase: waiting, loading or running."""
+
+    phase: str
+    start: float  # seconds since it came
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A request has ended, told as a story: what it did when, and where its KV came from.
+
+    Blocks are counted until it was first preempted, by tier; the estimates are those by which it
+    was decided how much to load.
+    """
+
+    request_id: str
+    origin: Origin
+    tenant: str = field(repr=False)
+    arrival: float  # on the engine's clock
+    stages: tuple[Stage, ...]
+    first_token_seconds: float | None
+    seconds: float
+    reason: str
+    num_prompt: int
+    num_output: int
+    num_cached: int  # of the prompt: not computed
+    num_recomputed: int
+    num_preemptions: int
+    matched: tuple[tuple[Tier, int], ...]
+    found: tuple[tuple[Tier, int], ...]
+    lost: tuple[tuple[Verdict, int], ...]  # were to be loaded, and did not arrive
+    load_seconds: float | None
+    compute_seconds: float | None
+    block_tokens: int
+    block_bytes: int
+
+
 Event = (
     LookedUp
     | Moved
@@ -288,6 +326,7 @@ Event = (
     | FirstToken
     | Finished
     | Served
+    | Told
 )
 Observer = Callable[[Event], None]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from penstock.errors import PenstockError
 from penstock.events import (
     Event,
     LookedUp,
+    Lost,
     Moved,
     Observer,
     Prefetched,
@@ -415,6 +417,11 @@ class Offloader:
         bad = {slot: key for (key, slot), v in zip(pairs, verdicts, strict=True) if v}
         self._stack.unpin([slot for _, slot in pairs if slot in bad])
         self._stack.drop(list(bad.values()))
+        counts = Counter(verdict for verdict in verdicts if verdict)
+        self._tell(
+            Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, verdict, count)
+            for verdict, count in counts.items()
+        )
         return [None if slot in bad else slot for slot in slots]
 
     def _require_open(self) -> None:

@@ -78,6 +78,18 @@ class Direction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """How whoever asked names a request. Handed on to stories and spans, and never acted upon."""
+
+    request_id: str = ""
+    traceparent: str = ""  # W3C's trace context, as it came
+    tracestate: str = ""
+
+
+NO_ORIGIN = Origin()
+
+
+@dataclass(frozen=True, slots=True)
 class BlockSpec:
     """What every block of a store has in common."""
 

@@ -38,7 +38,7 @@ FLOORS = [
     BOOKS | STORES,
     {"transfer", "metrics"},
     {"offload", "build"},
-    {"engine", "connectors", "sim", "plan"},
+    {"engine", "connectors", "sim", "plan", "watch"},
     {"server", "commands"},
     {"cli", "__main__", "__init__"},
 ]
@@ -68,6 +68,7 @@ ALLOWED = {
     "pydantic": {"server"},
     "pydantic_core": {"server"},
     "uvicorn": {"server"},
+    "opentelemetry": {"server/spans", "server/tracing"},
     "typer": {"cli", "commands"},
     "rich": {"cli", "commands"},
 }

@@ -14,7 +14,7 @@ from penstock import build
 from penstock.clock import ManualClock
 from penstock.costs import LinkRate
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
-from penstock.events import Event, LookedUp, Recovered, TicketDone, TierRested
+from penstock.events import Event, LookedUp, Lost, Recovered, TicketDone, TierRested
 from penstock.ledger import Ledger
 from penstock.offload import Offloader
 from penstock.policies import LRU
@@ -26,7 +26,7 @@ from penstock.transfer.engine import LaneSpec, TransferEngine
 from penstock.transfer.io import CopyMover, StoreMover
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
-from penstock.types import BlockKey, Slot, TicketId, Tier, Verdict
+from penstock.types import BlockKey, Direction, Slot, TicketId, Tier, Verdict
 
 Rigs = Callable[..., Rig]
 
@@ -420,3 +420,21 @@ def test_a_tier_that_cannot_be_had_is_one_clear_error(rigs: Rigs, tmp_path: Path
     with pytest.raises(ConfigError):
         Rig(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_is_read_in_place_and_damaged_is_told(rigs: Rigs, tmp_path: Path) -> None:
+    told: list[Event] = []
+    rig = rigs(tmp_path, verify=True, observers=[told.append])
+    keys = keys_of(3)
+    rig.save(keys)
+    pins = rig.offloader.pin(keys)
+    assert None not in pins
+    rig.offloader.unpin(pins)
+    assert rig.offloader.host is not None
+    view = rig.offloader.host.view(pins[1])
+    view[7] ^= 1
+    again = rig.offloader.pin(keys)
+    assert [pin is None for pin in again] == [False, True, False]
+    (lost,) = [event for event in told if isinstance(event, Lost)]
+    assert lost == Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, Verdict.CORRUPT, 1)
+    rig.offloader.unpin([pin for pin in again if pin is not None])

@@ -109,6 +109,7 @@ class Rig:
         num_disk: int = 64,
         batch_blocks: int = 32,
         disk: dict[str, Any] | None = None,
+        verify: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.spec = block_spec or spec()
@@ -118,7 +119,7 @@ class Rig:
         self.metrics = Metrics()
         self.clock = ManualClock()  # nothing expires and no rest ends unless a test says so
         config = Config(
-            host=HostConfig(size_bytes=num_host * self.spec.stride_bytes),
+            host=HostConfig(size_bytes=num_host * self.spec.stride_bytes, verify=verify),
             disk=DiskConfig(
                 path=str(directory),
                 **{"size_bytes": cap_for(self.spec, num_disk), "threads": 2, **(disk or {})},

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import BLOCK, MODEL
@@ -130,3 +131,54 @@ def test_chat_streams(url: str) -> None:
         model="smol", messages=messages, max_tokens=5, stream=True
     )
     assert sum(1 for _ in pieces) >= 2
+
+
+def test_the_dashboard_and_top_show_it(url: str) -> None:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=url + "/v1", api_key="none")
+
+    def ask() -> None:
+        client.completions.create(model="smol", prompt=WORDS, max_tokens=8, temperature=0)
+
+    ask()
+    _post(url, "/reset_prefix_cache")
+    time.sleep(0.5)
+    ask()  # from DRAM
+    ask()  # a step more, so that what happened last has been counted
+    penstock = [sys.executable, "-m", "penstock"]
+    top = [*penstock, "top", url, "--once", "--json"]
+    done = subprocess.run(top, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    _check_shown(json.loads(done.stdout))
+
+    command = [*penstock, "dashboard", "--metrics", url, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dashboard:
+        try:
+            assert dashboard.stdout is not None
+            there = json.loads(dashboard.stdout.readline())["url"]
+            page = urllib.request.urlopen(there, timeout=30)
+            assert page.headers["Content-Type"].startswith("text/html")
+            state = urllib.request.urlopen(f"{there}/v1/penstock/state", timeout=30).read()
+            _check_shown(json.loads(state))
+        finally:
+            dashboard.terminate()
+    assert dashboard.returncode == 0
+
+
+def _check_shown(state: dict[str, Any]) -> None:
+    assert (state["host"], state["models"], state["phase"]) == ("vllm", ["smol"], "serving")
+    view = state["view"]
+    tiers = {tier["name"]: tier for tier in view["tiers"]}
+    assert set(tiers) == {"device", "host", "disk"}
+    assert tiers["device"]["capacity_blocks"] > 1
+    assert tiers["host"]["used_bytes"] > 0
+    assert tiers["host"]["capacity_bytes"] <= 1 << 30
+    moved = {(flow["source"], flow["target"]): flow["total_bytes"] for flow in view["flows"]}
+    assert moved["device", "host"] > 0
+    assert moved["host", "device"] > 0
+    assert view["hit_rate_since_start"] > 0
+    assert view["tokens_saved"] >= 5 * BLOCK
+    assert {"running", "waiting"} <= set(view["sequences"])
+    assert "all" in view["first_token_seconds"]
+    assert not any(view["corrupt_blocks"].values())

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
 import os
-import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,13 +19,14 @@ from penstock.commands.engine_arguments import (
     require_extra,
     with_engine,
 )
+from penstock.commands.until_stopped import check_key, is_loopback, stop_on_signals, tell
 from penstock.config import ENV_API_KEY
 from penstock.engine.options import EMBEDDED
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.server.backend import Serving
-    from penstock.server.process import Process
+    from penstock.server.tracing import Tracer
 
 EXAMPLE = (
     "Example: penstock serve --kv-offloading-size 8 --disk-path /var/cache/penstock --disk-size 64"
@@ -92,6 +87,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send each request's spans to this OpenTelemetry collector, over HTTP: its "
+            "/v1/traces, or what that lies below. By default as OTEL_EXPORTER_OTLP_ENDPOINT says.",
+            show_default=False,
+        ),
+    ] = None,
     log_level: Annotated[
         LogLevel, typer.Option(help="debug: also each request's story.")
     ] = LogLevel.INFO,
@@ -109,7 +113,7 @@ def serve(
     require_extra("server", "fastapi", "uvicorn", "pydantic")
     require_extra("engine", "torch", "transformers")
     tiers = engine.tiers(model)
-    _check_key(api_key)
+    check_key(api_key)
     names = tuple(served_model_name or ())
     if not all(name.strip() for name in names):
         raise ConfigError("a --served-model-name is empty; clients need something to call it.")
@@ -118,29 +122,32 @@ def serve(
     from penstock.metrics import Metrics
     from penstock.server.app import AppSettings
     from penstock.server.backend import Backend
+    from penstock.server.listening import bind, url_of
     from penstock.server.load import load_serving
-    from penstock.server.process import Process, ProcessSettings, bind, url_of
+    from penstock.server.process import Process, ProcessSettings
     from penstock.server.record import Recorder
 
+    tracer = _open_tracer(otlp_traces_endpoint)
     recorder = None if record is None else Recorder(record)
     listener = bind(host, port)
     started, url = time.monotonic(), url_of(listener)
-    _tell(f"listening on {url}")
-    if api_key is None and not _is_loopback(listener):
-        _tell(
+    tell(f"listening on {url}")
+    if api_key is None and not is_loopback(listener):
+        tell(
             f"warning: everybody who reaches {url} may use it; give an --api-key, or listen on "
             "127.0.0.1"
         )
-    metrics = Metrics()
+    backend = Backend(Metrics())
 
     def load() -> Serving:
         return load_serving(
             engine.options(model),
             tiers,
-            metrics=metrics,
+            observers=backend.observers,
             names=names,
-            tell=_tell,
+            tell=tell,
             recorder=recorder,
+            tracer=tracer,
         )
 
     def announce(serving: Serving) -> None:
@@ -155,8 +162,12 @@ def serve(
     settings = ProcessSettings(
         AppSettings(api_key, max_body_bytes), grace_seconds, log_level is LogLevel.DEBUG
     )
-    process = Process(listener, Backend(metrics), load, settings, announce)
-    with _stop_on_signals(process):
+    process = Process(listener, backend, load, settings, announce)
+    with stop_on_signals(
+        process.stop,
+        first="stopping: running requests may finish; ask again to stop at once",
+        second="stopped at once; requests that were running are cut off",
+    ):
         was_loaded = asyncio.run(process.run())
     if not was_loaded:
         # The loader cannot be interrupted, and has written nothing that a crash could spoil.
@@ -164,7 +175,30 @@ def serve(
         os._exit(0)
     if recorder is not None:
         recorder.close()
-    _tell("stopped")
+    if tracer is not None:
+        tracer.close()
+    tell("stopped")
+
+
+def _open_tracer(option: str | None) -> Tracer | None:
+    """None if nobody wants spans. Raises ConfigError if they are wanted and cannot be sent."""
+    from penstock.server.collector import ENV_DISABLED, find_collector, is_disabled
+
+    if option is not None and is_disabled(os.environ):
+        tell(f"{ENV_DISABLED} is true: no spans are sent")
+    collector = find_collector(option, os.environ)
+    if collector is None:
+        return None
+    try:
+        from penstock.server.tracing import Tracer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{collector.source} asks for spans, and {error.name} is not installed; run "
+            f"`pip install 'penstock[otel]'`, or set {ENV_DISABLED}=true."
+        ) from None
+    tracer = Tracer(collector.url)
+    tell(f"spans of requests go to {collector.url}")
+    return tracer
 
 
 def _ready_text(url: str, model: str, seconds: float, *, has_key: bool) -> str:
@@ -176,21 +210,6 @@ def _ready_text(url: str, model: str, seconds: float, *, has_key: bool) -> str:
     )
 
 
-def _tell(text: str) -> None:
-    typer.echo(f"penstock: {text}", err=True)
-
-
-def _check_key(api_key: str | None) -> None:
-    if api_key is not None and (not api_key.strip() or not api_key.isprintable()):
-        raise ConfigError(
-            "the API key is empty or has characters that no header can carry; choose another."
-        )
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
-
-
 def _set_logging(level: LogLevel) -> None:
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -199,28 +218,3 @@ def _set_logging(level: LogLevel) -> None:
     # It tells of every connection that comes and goes.
     quiet = logging.INFO if level is LogLevel.DEBUG else logging.WARNING
     logging.getLogger("uvicorn").setLevel(quiet)
-
-
-@contextmanager
-def _stop_on_signals(process: Process) -> Iterator[None]:
-    num_asked = 0
-
-    def say(text: str) -> None:
-        # Not through `sys.stderr`: the signal may have come while that was being written to.
-        os.write(2, f"penstock: {text}\n".encode())
-
-    def ask(number: int, _: FrameType | None) -> None:
-        nonlocal num_asked
-        num_asked += 1
-        if num_asked > 1:
-            say("stopped at once; requests that were running are cut off")
-            os._exit(128 + number)
-        say("stopping: running requests may finish; ask again to stop at once")
-        process.stop()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)

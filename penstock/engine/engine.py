@@ -26,6 +26,7 @@ from penstock.config import Config
 from penstock.costs import Choice
 from penstock.engine.admission import Admission, Busy, TooLong
 from penstock.engine.blocks import BlockPool
+from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
@@ -45,7 +46,7 @@ from penstock.sessions import Sessions
 from penstock.stores.device import DevicePool
 from penstock.transfer.cuda import CudaMover
 from penstock.transfer.pinning import has_same_addresses
-from penstock.types import BlockSpec, Done, Match, Tier
+from penstock.types import NO_ORIGIN, BlockSpec, Done, Match, Origin, Tier
 from penstock.units import format_bytes
 
 _HOP_SECONDS = 0.005
@@ -194,6 +195,7 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         index: int = 0,
+        origin: Origin = NO_ORIGIN,
     ) -> Request:
         """Queue a request. Raises ConfigError or TooLong if it can never be served, or Busy."""
         if not prompt_ids:
@@ -217,6 +219,7 @@ class Engine:
             KeyChain(replace(self.namespace, tenant=tenant)),
             priority=priority,
             tenant=tenant,
+            origin=origin,
             max_total_tokens=len(prompt_ids) + max_new,
             arrival=time.monotonic(),
             sequence=next(self._sequence),
@@ -243,6 +246,10 @@ class Engine:
         )
         return self.sessions.apply(hint, prefix.keys, tenant)
 
+    def census(self) -> list[Sighting]:
+        """Every sequence there is: those that run, load and wait, each kind in its order."""
+        return take_census(self.scheduler, time.monotonic())
+
     def abort(self, request_id: str) -> None:
         """Give a request up, whatever it is doing. Unknown names are passed over."""
         live = self._live.pop(request_id, None)
@@ -254,6 +261,7 @@ class Engine:
         """Compute one batch. Empty when nothing could run yet, or nothing is left to do."""
         self._settle()
         chunks = self.scheduler.schedule()
+        self._story.entered(self.scheduler, time.monotonic())
         self._story.scheduled(self.scheduler, self.pool)
         if not chunks:
             if self.offloader is not None and self.scheduler.has_work:

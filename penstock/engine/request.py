@@ -8,8 +8,9 @@ from enum import Enum
 
 from penstock.engine.params import SamplingParams
 from penstock.engine.table import BlockTable
+from penstock.events import Stage
 from penstock.keys import KeyChain
-from penstock.types import LookId, Slot, TicketId, Tier
+from penstock.types import NO_ORIGIN, LookId, Origin, Slot, TicketId, Tier, Verdict
 
 
 class Phase(Enum):
@@ -27,6 +28,7 @@ class Request:
     chain: KeyChain
     priority: int = 0  # lower is served first
     tenant: str = ""
+    origin: Origin = NO_ORIGIN
     max_total_tokens: int = 0  # prompt and all it may still say
     arrival: float = 0.0
     stamp: float = 0.0  # its turn among those of its priority (see fairness)
@@ -46,7 +48,12 @@ class Request:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # of the prompt: found on the device or loaded, at first admission
     num_loaded_tokens: int = 0
-    found: Counter[Tier] = field(default_factory=Counter)  # blocks, until it is first preempted
+    # Blocks, until it is first preempted: in which tiers they lay, which of them it got.
+    matched: Counter[Tier] = field(default_factory=Counter)
+    found: Counter[Tier] = field(default_factory=Counter)
+    lost: Counter[Verdict] = field(default_factory=Counter)  # did not arrive
+    estimate: tuple[float | None, float | None] = (None, None)  # seconds to load, to compute
+    stages: list[Stage] = field(default_factory=list)
     num_recomputed_tokens: int = 0  # computed more than once
     max_computed: int = 0  # the most leading tokens that were ever computed or loaded
     num_preemptions: int = 0

@@ -9,7 +9,7 @@ have been saved as they were filled, so it resumes by loading them instead of co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.costs import Choice
@@ -22,7 +22,7 @@ from penstock.engine.request import Phase, Request
 from penstock.engine.residency import Residency, Turns
 from penstock.errors import PenstockError
 from penstock.events import Decided, Event, Preempted
-from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier
+from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier, Verdict
 
 _MAX_STALLS = 200  # steps
 
@@ -77,6 +77,7 @@ class Scheduler:
         )
         self._turns = turns
         self._events: list[Event] = []
+        self._entered: list[tuple[Request, Phase]] = []
         self.num_preemptions = 0
 
     @property
@@ -106,6 +107,12 @@ class Scheduler:
         if self._tiers is not None:
             request.look = self._tiers.look(request.chain.keys)
         self._enqueue(request)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All requests: those that run, load and wait, each kind in its order."""
+        yield from self._running
+        yield from self._loading.values()
+        yield from self._waiting
 
     def remove(self, request: Request) -> None:
         """Take out a request, ended or given up, at any moment.
@@ -217,6 +224,7 @@ class Scheduler:
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
             request.found.update(tier for tier in done.sources[:num_arrived] if tier is not None)
+            request.lost.update(verdict for verdict in done.verdicts if verdict is not Verdict.OK)
         self._run(request, arrived)
         return request
 
@@ -224,6 +232,11 @@ class Scheduler:
         """What happened since the last call."""
         events, self._events = self._events, []
         return events
+
+    def take_entered(self) -> list[tuple[Request, Phase]]:
+        """Who has entered which phase since the last call, in order."""
+        entered, self._entered = self._entered, []
+        return entered
 
     def check(self) -> None:
         self._pool.check()
@@ -236,8 +249,12 @@ class Scheduler:
     def _has_seat(self) -> bool:
         return len(self._running) + len(self._loading) < self._max_running
 
+    def _enter(self, request: Request, phase: Phase) -> None:
+        request.phase = phase
+        self._entered.append((request, phase))
+
     def _enqueue(self, request: Request) -> None:
-        request.phase = Phase.WAITING
+        self._enter(request, Phase.WAITING)
         self._waiting.append(request)
         self._waiting.sort(key=lambda r: r.order)
 
@@ -311,10 +328,13 @@ class Scheduler:
             request.meeting_end = num_shared + num_loads + choice.num_meeting
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
-            request.found[Tier.DEVICE] = num_shared
+            request.found[Tier.DEVICE] = request.matched[Tier.DEVICE] = num_shared
+            if match is not None:
+                request.matched.update({tier: match.num_from(tier) for tier in Tier})
+                request.estimate = (choice.load_seconds, choice.compute_seconds)
         if num_loads:
             assert self._tiers is not None
-            request.phase = Phase.LOADING
+            self._enter(request, Phase.LOADING)
             request.into = into
             request.ticket = self._tiers.load(
                 keys[num_shared : num_shared + num_loads],
@@ -336,7 +356,7 @@ class Scheduler:
 
     def _run(self, request: Request, num_there: int) -> None:
         """So many of its blocks are there, and others may come from the back."""
-        request.phase = Phase.RUNNING
+        self._enter(request, Phase.RUNNING)
         self._running.append(request)
         end, request.meeting_end = request.meeting_end, 0
         if end > num_there:

@@ -18,17 +18,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TypeVar
 
+from penstock.engine.census import Sighting
 from penstock.engine.engine import Engine, Progress
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.sampler import Sampled
 from penstock.errors import PenstockError
 from penstock.hints import Hint
+from penstock.types import NO_ORIGIN, Origin
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +129,7 @@ class Service:
         *,
         tenant: str = "",
         priority: int = 0,
+        origin: Origin = NO_ORIGIN,
     ) -> Stream:
         """Queue a request; its n sequences are accepted together or not at all.
 
@@ -141,13 +145,19 @@ class Service:
             try:
                 for index, name in enumerate(names):
                     self.engine.add(
-                        name, prompt_ids, params, priority=priority, tenant=tenant, index=index
+                        name,
+                        prompt_ids,
+                        params,
+                        priority=priority,
+                        tenant=tenant,
+                        index=index,
+                        origin=origin,
                     )
                     added.append(name)
             except Exception as error:
                 for name in added:
                     self.engine.abort(name)
-                _resolve(accepted, None, error)
+                _fail(accepted, error)
                 return
             for index, name in enumerate(names):
                 self._streams[name] = (stream, index)
@@ -163,18 +173,26 @@ class Service:
 
     async def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
         """As `Engine.hint`. Raises Stopped."""
-        followed: Future[int] = Future()
+        return await self._ask(lambda: self.engine.hint(hint, prompt_ids, tenant=tenant))
 
-        def follow() -> None:
+    async def census(self) -> list[Sighting]:
+        """As `Engine.census`; between two steps. Raises Stopped."""
+        return await self._ask(self.engine.census)
+
+    async def _ask(self, question: Callable[[], _Result]) -> _Result:
+        """Have the engine's thread answer."""
+        answered: Future[_Result] = Future()
+
+        def answer() -> None:
             try:
-                num_blocks = self.engine.hint(hint, prompt_ids, tenant=tenant)
+                result = question()
             except Exception as error:
-                _resolve(followed, 0, error)
+                _fail(answered, error)
             else:
-                _resolve(followed, num_blocks)
+                _resolve(answered, result)
 
-        self._queue(follow)
-        return await asyncio.wrap_future(followed)
+        self._queue(answer)
+        return await asyncio.wrap_future(answered)
 
     def _queue(self, command: Callable[[], None]) -> None:
         with self._gate:
@@ -268,14 +286,14 @@ class Service:
             stream.close()
 
 
-def _resolve(future: Future[_Result], result: _Result, error: Exception | None = None) -> None:
-    try:
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-    except InvalidStateError:  # whoever asked has gone
-        pass
+def _resolve(future: Future[_Result], result: _Result) -> None:
+    with suppress(InvalidStateError):  # whoever asked has gone
+        future.set_result(result)
+
+
+def _fail(future: Future[_Result], error: Exception) -> None:
+    with suppress(InvalidStateError):
+        future.set_exception(error)
 
 
 def _delta(index: int, progress: Progress) -> Delta:

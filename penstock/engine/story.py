@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from penstock.costs import LinkRate, PrefillRate
@@ -20,7 +21,9 @@ from penstock.events import (
     ResidentShare,
     Sequences,
     Served,
+    Stage,
     Stepped,
+    Told,
     Usage,
     tell,
 )
@@ -41,6 +44,12 @@ class Story:
 
     def refused(self, reason: str) -> None:
         self._tell([Refused(reason)])
+
+    def entered(self, scheduler: Scheduler, now: float) -> None:
+        """Requests have entered other phases."""
+        for request, phase in scheduler.take_entered():
+            start = now - request.arrival if request.stages else 0.0
+            request.stages.append(Stage(phase.value, start))
 
     def scheduled(self, scheduler: Scheduler, pool: BlockPool) -> None:
         """What the scheduler has decided, and the state it has come to."""
@@ -142,7 +151,7 @@ class Story:
         )
         self._tell([finished])
         if self._observers:
-            self._tell([self._served(request, finished)])
+            self._tell([self._served(request, finished), self._told(request, finished)])
 
     def _served(self, request: Request, finished: Finished) -> Served:
         # The last token of an answer is never read: what it completes is not there.
@@ -155,15 +164,44 @@ class Story:
             finished.num_output,
             tuple(keys[:num_prompt]),
             tuple(keys[num_prompt:num_there]),
-            tuple((tier, num) for tier, num in sorted(request.found.items()) if num),
+            _counts(request.found),
             request.tenant,
             finished.reason,
             finished.seconds,
             finished.first_token_seconds,
         )
 
+    def _told(self, request: Request, finished: Finished) -> Told:
+        load_seconds, compute_seconds = request.estimate
+        return Told(
+            request.id,
+            request.origin,
+            request.tenant,
+            request.arrival,
+            tuple(request.stages),
+            finished.first_token_seconds,
+            finished.seconds,
+            finished.reason,
+            finished.num_prompt,
+            finished.num_output,
+            request.num_cached_tokens,
+            finished.num_recomputed,
+            finished.num_preemptions,
+            _counts(request.matched),
+            _counts(request.found),
+            tuple(sorted(request.lost.items())),
+            load_seconds,
+            compute_seconds,
+            self._block_tokens,
+            self._block_bytes,
+        )
+
     def _tell(self, events: Iterable[Event]) -> None:
         tell(self._observers, events)
+
+
+def _counts(by_tier: Counter[Tier]) -> tuple[tuple[Tier, int], ...]:
+    return tuple((tier, num) for tier, num in sorted(by_tier.items()) if num)
 
 
 def _ms(seconds: float | None) -> str:

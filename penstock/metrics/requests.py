@@ -47,6 +47,9 @@ class RequestMetrics:
             buckets=_LONG_SECONDS,
         )
 
+        for reason in ("too_long", "busy"):
+            self._refused.labels(reason)  # there from the beginning: else the first goes unseen
+
     def __call__(self, event: Event) -> None:
         match event:
             case Sequences(num_waiting, num_loading, num_running):

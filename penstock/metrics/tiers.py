@@ -19,7 +19,7 @@ from penstock.events import (
     Usage,
 )
 from penstock.metrics.families import Families
-from penstock.types import Direction, Verdict
+from penstock.types import Direction, Tier, Verdict
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _HOP = ("source", "target", "direction")
@@ -107,6 +107,17 @@ class TierMetrics:
             "penstock_saved_seconds",
             "Seconds that loading was estimated to save over computing.",
         )
+
+        # A series that begins with its first event has no increase to show: the first corrupt block
+        # would go unseen. Those that alerts look at are there from the beginning.
+        for tier in Tier:
+            if tier is not Tier.DEVICE:
+                for counter in (self._corrupt, self._dropped, self._hits):
+                    counter.labels(tier.label)
+                for direction in Direction:
+                    self._faults.labels(tier.label, direction.value)
+        for choice in ("load", "part", "compute"):
+            self._decisions.labels(choice)
 
     def __call__(self, event: Event) -> None:
         match event:

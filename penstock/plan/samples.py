@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from penstock.errors import ConfigError
 
@@ -25,6 +26,8 @@ _GAUGES = (
     "penstock_recovered_ratio",
     "penstock_sequences",
     "penstock_resident_share",
+    "penstock_retained_blocks",
+    "penstock_retainable_blocks",
 )
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)\s*(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*", re.ASCII)
 _LABEL = re.compile(r'\s*([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?', re.ASCII)
@@ -33,9 +36,16 @@ _ESCAPE = re.compile(r"\\(.)")
 Key = tuple[str, frozenset[tuple[str, str]]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Samples:
     values: Mapping[Key, float]
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, list[tuple[frozenset[tuple[str, str]], float]]]:
+        found: dict[str, list[tuple[frozenset[tuple[str, str]], float]]] = {}
+        for (name, labels), value in self.values.items():
+            found.setdefault(name, []).append((labels, value))
+        return found
 
     def __bool__(self) -> bool:
         return bool(self.values)
@@ -43,14 +53,16 @@ class Samples:
     def total(self, name: str, **labels: str) -> float:
         """The sum of all samples of that name whose labels include these; 0 for none."""
         wanted = frozenset(labels.items())
-        return sum(
-            value for (found, has), value in self.values.items() if found == name and wanted <= has
-        )
+        return sum((value for has, value in self._by_name.get(name, ()) if wanted <= has), 0.0)
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """The same, apart by one label's values."""
-        values = {v for found, has in self.values if found == name for k, v in has if k == label}
-        return {value: self.total(name, **labels, **{label: value}) for value in sorted(values)}
+        wanted = frozenset(labels.items())
+        sums: dict[str, float] = {}
+        for has, value in self._by_name.get(name, ()):
+            if wanted <= has and (own := dict(has).get(label)) is not None:
+                sums[own] = sums.get(own, 0.0) + value
+        return dict(sorted(sums.items()))
 
     def since(self, before: Samples) -> Samples:
         """What has been counted since `before`; gauges as they are now.
@@ -65,8 +77,11 @@ class Samples:
         )
 
 
-def read_samples(text: str) -> Samples:
-    """Penstock's own; the rest is passed over. Raises ConfigError where it is no such text."""
+def read_samples(text: str, prefixes: tuple[str, ...] = (PREFIX,)) -> Samples:
+    """Those whose names begin so; the rest is passed over.
+
+    Raises ConfigError where it is no such text.
+    """
     values: dict[Key, float] = {}
     num_lines = 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -83,7 +98,7 @@ def read_samples(text: str) -> Samples:
                 f"line {number} is {line[:80]!r}: expected Prometheus's text format, a name and "
                 "a number"
             )
-        if match[1].startswith(PREFIX) and math.isfinite(value):
+        if match[1].startswith(prefixes) and math.isfinite(value):
             key = (match[1], frozenset(_labels(match[2] or "")))
             values[key] = values.get(key, 0.0) + value
     if num_lines == 0:

@@ -17,7 +17,8 @@ def _corruption(seen: Samples) -> Iterator[Advice]:
     changes = {
         "disk": "run `penstock store check` on its folder; if it goes on, replace the disk",
         "remote": "run `penstock store check` on its URL, and see who else writes there",
-        "host": "test the machine's memory; until then set host.verify=true",
+        "host": "test the machine's memory; until then set host.verify=true, which vLLM does not "
+        "have",
     }
     for tier, count in seen.by("penstock_corrupt_blocks_total", "tier").items():
         if count:

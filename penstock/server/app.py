@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from penstock import __version__
 from penstock.server.answers import (
     ChatCompletion,
     Completion,
@@ -26,9 +22,10 @@ from penstock.server.backend import Backend, Phase, Serving
 from penstock.server.body import read_body
 from penstock.server.chat import Chat
 from penstock.server.completions import Completions
-from penstock.server.errors import ApiError
-from penstock.server.front import Front
+from penstock.server.dashboard import data_routes, page_routes, watch_backend
+from penstock.server.guards import guarded_app, key_check
 from penstock.server.hinting import follow_hint
+from penstock.server.origins import origin_of
 from penstock.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -37,6 +34,7 @@ from penstock.server.schema import (
 )
 from penstock.server.sse import ClientGone, unless_gone
 from penstock.server.tenants import tenant_of
+from penstock.server.watching import Watch
 from penstock.units import MiB
 
 log = logging.getLogger("penstock.server")
@@ -48,36 +46,16 @@ class AppSettings:
     max_body_bytes: int = 32 * MiB
 
 
-def make_app(backend: Backend, settings: AppSettings) -> FastAPI:
-    app = FastAPI(
-        title="Penstock",
-        version=__version__,
-        description="OpenAI's chat and text completions over tiered KV.",
-        docs_url=None,  # its page loads scripts from elsewhere
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+def make_app(backend: Backend, settings: AppSettings, watch: Watch | None = None) -> FastAPI:
+    watch = watch or watch_backend(backend)
+    app = guarded_app("OpenAI's chat and text completions over tiered KV.")
+    wants_key = Depends(key_check(settings.api_key))
+    app.include_router(page_routes())
     app.include_router(_operator_routes(backend))
-    app.include_router(_openai_routes(backend, settings))
-    app.add_middleware(Front)
-    app.add_exception_handler(ApiError, _answer_api_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.include_router(data_routes(watch, [wants_key]))
+    app.include_router(_openai_routes(backend, settings, wants_key))
     _describe_bodies(app)
     return app
-
-
-def _answer_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own: there is no such path, or not with this method."""
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"[:200]
-    message = f"{what}: {str(error.detail).lower()}; see /openapi.json for what there is."
-    headers = dict(error.headers or {})
-    return ApiError(error.status_code, message, headers=headers).response()
 
 
 def _operator_routes(backend: Backend) -> APIRouter:
@@ -107,7 +85,7 @@ def _operator_routes(backend: Backend) -> APIRouter:
     return router
 
 
-def _openai_routes(backend: Backend, settings: AppSettings) -> APIRouter:
+def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> APIRouter:
     refusals = (400, 401, 404, 408, 413, 415, 429, 500, 503)
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorEnvelope} for status in refusals
@@ -115,13 +93,13 @@ def _openai_routes(backend: Backend, settings: AppSettings) -> APIRouter:
     router = APIRouter(
         prefix="/v1",
         tags=["OpenAI"],
-        dependencies=[Depends(_key_check(settings.api_key))],
+        dependencies=[wants_key],
         responses=errors,
     )
 
     async def answer(request: Request, body: GenerationRequest, work: Chat | Completions) -> Any:
         async def run() -> Response:
-            generation = await work.start(tenant_of(request, body))
+            generation = await work.start(tenant_of(request, body), origin_of(request))
             names = ", ".join(generation.request_ids)
             log.debug("request %s is %s of the engine", request.state.request_id, names)
             if body.stream:
@@ -178,23 +156,6 @@ def _model(serving: Serving, name: str) -> Model:
         owned_by="penstock",
         max_model_len=serving.service.engine.loaded.max_tokens,
     )
-
-
-def _key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    async def check(request: Request) -> None:
-        if api_key is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
-        if scheme.lower() != "bearer" or not is_right:
-            raise ApiError(
-                401,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY.",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-    return check
 
 
 def _describe_bodies(app: FastAPI) -> None:

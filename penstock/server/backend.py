@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from penstock.events import Observer
 from penstock.metrics import Metrics
 from penstock.server.errors import ApiError
+from penstock.server.stories import Stories
 
 if TYPE_CHECKING:
     from penstock.engine.service import Service
@@ -33,6 +35,7 @@ class Serving:
     prompts: Prompts
     names: tuple[str, ...]  # what clients may call it; answers and lists begin with the first
     max_choices: int  # sequences that one request may ask for
+    settings: dict[str, dict[str, object]] = field(default_factory=dict)  # in force, to be seen
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -57,8 +60,19 @@ class Serving:
 class Backend:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
+        self.stories = Stories()
         self._serving: Serving | None = None
         self._stopping = False
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Who wants to hear what the engine tells."""
+        return (self.metrics, self.stories)
+
+    @property
+    def serving(self) -> Serving | None:
+        """The model, once it is loaded; whatever has become of it since."""
+        return self._serving
 
     @property
     def phase(self) -> Phase:

@@ -23,6 +23,7 @@ from penstock.server.generation import Generation, sampling_params
 from penstock.server.logprobs import chat_logprobs
 from penstock.server.schema import ChatRequest
 from penstock.server.sse import EventStream
+from penstock.types import Origin
 
 if TYPE_CHECKING:
     from penstock.engine.sampler import Sampled
@@ -48,7 +49,7 @@ class Chat:
             "system_fingerprint": serving.fingerprint,
         }
 
-    async def start(self, tenant: str) -> Generation:
+    async def start(self, tenant: str, origin: Origin) -> Generation:
         messages = [message.plain() for message in self._request.messages]
         ids = await self._serving.prompts.encode_chat(messages)
         return await Generation.start(
@@ -56,6 +57,7 @@ class Chat:
             [ids],
             self._params,
             tenant=tenant,
+            origin=origin,
             priority=self._request.priority or 0,
         )
 

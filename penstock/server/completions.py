@@ -15,6 +15,7 @@ from penstock.server.generation import Generation, sampling_params
 from penstock.server.logprobs import completion_logprobs
 from penstock.server.schema import CompletionRequest
 from penstock.server.sse import EventStream
+from penstock.types import Origin
 
 if TYPE_CHECKING:
     from penstock.engine.service import Delta
@@ -44,7 +45,7 @@ class Completions:
             "system_fingerprint": serving.fingerprint,
         }
 
-    async def start(self, tenant: str) -> Generation:
+    async def start(self, tenant: str, origin: Origin) -> Generation:
         prompts = []
         for prompt in self._prompts():
             if isinstance(prompt, str):
@@ -59,6 +60,7 @@ class Completions:
             prompts,
             self._params,
             tenant=tenant,
+            origin=origin,
             priority=self._request.priority or 0,
         )
 

@@ -1,4 +1,4 @@
-"""The outermost layer: every request has an id, and every failure an answer.
+"""The outermost layer: every request has an id, every failure an answer, every answer its guards.
 
 What went wrong is logged as a place in the code, never as a value: prompts stay out of logs.
 """
@@ -19,6 +19,15 @@ from penstock.server.errors import internal, stopped
 log = logging.getLogger("penstock.server")
 
 HEADER = "X-Request-Id"
+# What is no page is never taken for one, and no other site may show or read what is here.
+SAFETY = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+}
 _SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -38,7 +47,10 @@ class Front:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)[HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                for name, value in SAFETY.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         try:

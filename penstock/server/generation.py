@@ -12,6 +12,7 @@ from penstock.errors import PenstockError
 from penstock.server.answers import PromptTokensDetails, Usage
 from penstock.server.errors import ApiError, from_engine
 from penstock.server.schema import GenerationRequest
+from penstock.types import NO_ORIGIN, Origin
 
 if TYPE_CHECKING:
     from penstock.engine.service import Delta, Stream
@@ -77,6 +78,7 @@ class Generation:
         *,
         tenant: str,
         priority: int,
+        origin: Origin = NO_ORIGIN,
     ) -> Generation:
         """Queue every prompt, or none: raises ApiError, and then nothing is left behind."""
         num_choices = len(prompts) * params.n
@@ -90,9 +92,10 @@ class Generation:
         streams: list[Stream] = []
         try:
             for ids in prompts:
-                streams.append(
-                    await serving.service.submit(ids, params, tenant=tenant, priority=priority)
+                stream = await serving.service.submit(
+                    ids, params, tenant=tenant, priority=priority, origin=origin
                 )
+                streams.append(stream)
         except PenstockError as error:
             _close(streams)
             raise from_engine(error) from None

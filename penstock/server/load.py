@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock import __version__
-from penstock.config import Config
+from penstock.config import Config, describe
 from penstock.engine.options import EngineOptions
 from penstock.errors import ConfigError
 from penstock.events import Event, Observer, Recovered
-from penstock.metrics import Metrics
 from penstock.server.backend import Serving
 from penstock.server.prompts import Prompts
 from penstock.server.record import Recorder
@@ -20,20 +20,30 @@ from penstock.server.schema import MAX_CHOICES
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+    from penstock.server.tracing import Tracer  # wants an extra
 
 log = logging.getLogger("penstock.server")
 
 _STEPS = 10  # of a long recovery
+_OF_TIERS = (
+    "model",
+    "kv_offloading_backend",
+    "kv_offloading_size",
+    "disk_path",
+    "disk_size",
+    "remote",
+)
 
 
 def load_serving(
     options: EngineOptions,
     tiers: Config | None,
     *,
-    metrics: Metrics,
+    observers: tuple[Observer, ...],
     names: tuple[str, ...],
     tell: Callable[[str], None],
     recorder: Recorder | None = None,
+    tracer: Tracer | None = None,
 ) -> Serving:
     """Open the engine and start it.
 
@@ -44,9 +54,11 @@ def load_serving(
     from penstock.engine.open import open_engine
     from penstock.engine.service import Service
 
-    observers: tuple[Observer, ...] = (metrics, RecoveryTeller(tell))
+    observers = (*observers, RecoveryTeller(tell))
     if recorder is not None:
         observers = (*observers, recorder)
+    if tracer is not None:
+        observers = (*observers, tracer)
     try:
         engine = open_engine(options, tiers, observers=observers, progress=tell)
     except (MemoryError, RuntimeError) as error:  # torch's, for memory that is not there
@@ -61,10 +73,18 @@ def load_serving(
         names = names or (default_name(options.model),)
         if recorder is not None:
             recorder.begin(engine.block_tokens, names[0], _settings(engine, options))
+        if tracer is not None:
+            tracer.begin(names[0])
     except BaseException:
         engine.close()
         raise
-    return Serving(Service(engine), prompts, names, min(MAX_CHOICES, options.max_waiting))
+    return Serving(
+        Service(engine),
+        prompts,
+        names,
+        min(MAX_CHOICES, options.max_waiting),
+        settings_in_force(engine, options, tiers),
+    )
 
 
 def _settings(engine: Engine, options: EngineOptions) -> dict[str, object]:
@@ -77,6 +97,24 @@ def _settings(engine: Engine, options: EngineOptions) -> dict[str, object]:
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_num_seqs": options.max_num_seqs,
     }
+
+
+def settings_in_force(
+    engine: Engine, options: EngineOptions, tiers: Config | None
+) -> dict[str, dict[str, object]]:
+    """What the operator has set or left to us, for people to see: no password, no key."""
+    given = asdict(options)
+    for name in _OF_TIERS:
+        del given[name]  # as the tiers' own settings tell it, and of a URL what may be seen
+    own = {
+        **given,
+        "device": str(engine.loaded.device),
+        "dtype": str(engine.loaded.dtype).removeprefix("torch."),
+        "block_tokens": engine.block_tokens,
+        "device_blocks": engine.pool.num_blocks,
+        "max_model_len": engine.loaded.max_tokens,
+    }
+    return {"engine": own} if tiers is None else {"engine": own, **describe(tiers)}
 
 
 def default_name(model: str) -> str:

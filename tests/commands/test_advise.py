@@ -148,7 +148,7 @@ def test_nobody_there(run: Run) -> None:
 
 
 def test_a_server_that_hangs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.commands.advise._TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("penstock.watch.scrape._TIMEOUT_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         refusal = run("advise", f"http://127.0.0.1:{silent.getsockname()[1]}").refusal
     assert "did not answer within" in refusal

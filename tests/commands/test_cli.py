@@ -23,6 +23,8 @@ COMMANDS = [
     ["plan"],
     ["sim"],
     ["advise"],
+    ["top"],
+    ["dashboard"],
     ["config"],
     ["vllm-config"],
     ["doctor", "vllm"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         (["--api-key", ""], "API key is empty"),
         (["--api-key", "a\nb"], "no header can carry"),
         (["--served-model-name", ""], "something to call it"),
+        (["--otlp-traces-endpoint", "localhost:4318"], "--otlp-traces-endpoint 'localhost:4318'"),
         (["--log-level", "loud"], "--log-level"),
         (["--prot", "1"], "--prot"),
     ],
@@ -107,6 +109,29 @@ def test_parts_that_are_not_installed_are_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'penstock[server]'" in serve()
+
+
+@pytest.mark.parametrize("by_option", [True, False], ids=["option", "environment"])
+def test_spans_without_their_extra(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch, by_option: bool
+) -> None:
+    url, name = "http://127.0.0.1:4318", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+    monkeypatch.delitem(sys.modules, "penstock.server.tracing", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    if not by_option:
+        monkeypatch.setenv(name, url)
+    said = serve(*(("--otlp-traces-endpoint", url) if by_option else ()))
+    assert said.startswith("--otlp-traces-endpoint asks" if by_option else f"{name} asks")
+    assert "opentelemetry.exporter.otlp.proto.http.trace_exporter is not installed" in said
+    assert "pip install 'penstock[otel]'" in said
+
+
+def test_a_url_for_spans_that_is_wrong_in_the_environment(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "grpc://localhost:4317")
+    said = serve()
+    assert said.startswith("OTEL_EXPORTER_OTLP_ENDPOINT 'grpc://localhost:4317' is no collector's")
 
 
 def test_the_key_in_the_environment_is_no_setting(

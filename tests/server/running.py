@@ -28,8 +28,9 @@ from penstock.engine.weights import embedded_gguf, gguf_folder, quiet
 from penstock.metrics import Metrics
 from penstock.server.app import AppSettings
 from penstock.server.backend import Backend, Serving
+from penstock.server.listening import bind, url_of
 from penstock.server.load import load_serving
-from penstock.server.process import Process, ProcessSettings, bind, url_of
+from penstock.server.process import Process, ProcessSettings
 
 TIMEOUT_SECONDS = 120.0  # of everything that should end by itself, and soon
 MAX_TOKENS = 512  # of the tiny model
@@ -84,6 +85,7 @@ class Local:
         settings: AppSettings | None = None,
         grace_seconds: float = 10.0,
         names: tuple[str, ...] = ("tiny",),
+        port: int = 0,
         **options: Any,
     ) -> None:
         self.metrics = Metrics()
@@ -107,7 +109,7 @@ class Local:
             return load_serving(
                 EngineOptions(str(model), **options),
                 config,
-                metrics=self.metrics,
+                observers=self.backend.observers,
                 names=names,
                 tell=self.told.append,
             )
@@ -116,7 +118,7 @@ class Local:
             self.serving = serving
             self._is_ready.set()
 
-        listener = bind("127.0.0.1", 0)
+        listener = bind("127.0.0.1", port)
         self.url = url_of(listener)
         self.process = Process(
             listener,

@@ -15,7 +15,7 @@ import pytest
 from server.running import TIMEOUT_SECONDS, Client, Local, wait_until
 
 from penstock.errors import ConfigError
-from penstock.server.process import bind, url_of
+from penstock.server.listening import bind, url_of
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 480, "temperature": 0}
 

@@ -248,7 +248,7 @@ def test_content_types_with_parameters(client: Client) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v1", 404),
         ("GET", "/v1/nothing", 404),
         ("POST", "/v1/embeddings", 404),

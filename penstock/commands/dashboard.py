@@ -1,0 +1,86 @@
+"""`penstock dashboard`: the page for a server that is not `penstock serve`, or is elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from penstock.commands.engine_arguments import require_extra
+from penstock.commands.until_stopped import check_key, is_loopback, stop_on_signals, tell
+from penstock.config import ENV_API_KEY
+from penstock.watch.scrape import metrics_url
+
+EXAMPLE = (
+    "Example: penstock dashboard --metrics http://127.0.0.1:8000\n\n"
+    "Example: penstock dashboard --metrics http://gpu7:8000/metrics --port 8101 --json"
+)
+
+
+def dashboard(
+    metrics: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="The server to show: a vLLM that Penstock is part of, or a `penstock serve`.",
+        ),
+    ],
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="The address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="0 takes a free one.")
+    ] = 8100,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=ENV_API_KEY,
+            metavar="KEY",
+            help="Wanted of who asks for the numbers. Safer in the environment: others see "
+            "options.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="When ready, print one line of JSON on stdout.")
+    ] = False,
+) -> None:
+    """Serve the dashboard of a server elsewhere, from its /metrics.
+
+    Above all for a vLLM that Penstock is part of: `penstock serve` has the same page itself, at /.
+    A server that does not answer is no error: the page says so, and goes on when it does. Stop it
+    with Ctrl-C or SIGTERM.
+    """
+    require_extra("server", "fastapi", "uvicorn", "pydantic")
+    parts = metrics_url(metrics)
+    check_key(api_key)
+
+    from penstock.server.listening import bind, url_of
+    from penstock.server.remote_dashboard import RemoteDashboard
+    from penstock.watch.elsewhere import Elsewhere
+
+    server = Elsewhere(parts)
+
+    listener = bind(host, port)
+    url = url_of(listener)
+    if api_key is None and not is_loopback(listener):
+        tell(
+            f"warning: everybody who reaches {url} sees these numbers; give an --api-key, or "
+            "listen on 127.0.0.1"
+        )
+
+    def announce() -> None:
+        tell(f"the dashboard of {server.url} is at {url}")
+        if as_json:
+            facts = {"url": url, "metrics_url": server.metrics_url, "pid": os.getpid()}
+            typer.echo(json.dumps(facts))
+            sys.stdout.flush()
+
+    process = RemoteDashboard(listener, server, api_key, announce)
+    with stop_on_signals(process.stop, first="stopping", second="stopped at once"):
+        asyncio.run(process.run())
+    tell("stopped")

@@ -1,0 +1,193 @@
+"""`penstock top`: a running server in the terminal, live."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.commands import print_json, stdout_console
+from penstock.commands.until_stopped import check_key
+from penstock.config import ENV_API_KEY
+from penstock.watch.scrape import NoMetrics, metrics_url
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.watch.onlooker import Look, Onlooker
+
+EXAMPLE = (
+    "Example: penstock top http://127.0.0.1:8000\n\n"
+    "Example: penstock top http://127.0.0.1:8000 --once\n\n"
+    "Example: penstock top http://127.0.0.1:8000 --json --interval 10 >> numbers.jsonl"
+)
+_REDRAWS_PER_SECOND = 2.0  # also while a server does not answer, and when the window changes
+
+Wait = Callable[[float], bool]
+"""Wait so many seconds; True: somebody wants to end."""
+
+
+def top(
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL", help="A `penstock serve`, or a vLLM that Penstock is part of."
+        ),
+    ],
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, metavar="S", help="Look every so many seconds.")
+    ] = 1.0,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once",
+            help="Look twice, an interval apart, print that, and end. Without a terminal "
+            "that can be redrawn this is the default.",
+        ),
+    ] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=ENV_API_KEY,
+            metavar="KEY",
+            help="The server's key: without it no sessions are told.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="JSON on stdout: one document with --once, else a line per interval."
+        ),
+    ] = False,
+) -> None:
+    """Watch a running server: tiers, transfers, first tokens, sessions, and what hurts.
+
+    It reads the server's /metrics and changes nothing there. End it with q or Ctrl-C. A server
+    that stops answering is asked again until it answers; one that never did is an error.
+    """
+    from penstock.watch.onlooker import Onlooker
+
+    check_key(api_key)
+    onlooker = Onlooker(metrics_url(url), api_key)
+    console = stdout_console()
+    if once or not (as_json or (console.is_terminal and not console.is_dumb_terminal)):
+        _print_once(onlooker, interval, console, as_json=as_json)
+        return
+    first = onlooker.look()  # whoever names a wrong server is told so before anything is drawn
+    with _ending_well():
+        if as_json:
+            _write_lines(onlooker, interval)
+        else:
+            _draw_live(onlooker, interval, console, first)
+
+
+def _print_once(onlooker: Onlooker, interval: float, console: Console, *, as_json: bool) -> None:
+    from penstock.commands.top_screen import Screen
+
+    onlooker.look()
+    time.sleep(interval)
+    look = onlooker.look(since_start=True)
+    if look.error:
+        raise NoMetrics(look.error)
+    if as_json:
+        print_json(look.as_data())
+    else:
+        console.print(Screen(look, time.monotonic()))
+
+
+def _write_lines(onlooker: Onlooker, interval: float) -> None:
+    for look in _looks(onlooker, interval, _sleep):
+        sys.stdout.write(json.dumps(look.as_data(), allow_nan=False) + "\n")
+        sys.stdout.flush()
+
+
+def _draw_live(onlooker: Onlooker, interval: float, console: Console, latest: Look) -> None:
+    from rich.live import Live
+
+    from penstock.commands.top_screen import Screen
+
+    patience_seconds = max(3.0, 2 * interval)
+
+    def draw() -> Screen:
+        return Screen(latest, time.monotonic(), patience_seconds)
+
+    with (
+        _keys() as wait,
+        Live(
+            get_renderable=draw,
+            console=console,
+            screen=True,
+            refresh_per_second=_REDRAWS_PER_SECOND,
+        ) as live,
+    ):
+        for latest in _looks(onlooker, interval, wait):  # noqa: B007, draw shows it
+            live.refresh()
+
+
+def _looks(onlooker: Onlooker, interval: float, wait: Wait) -> Iterator[Look]:
+    """One every interval, however long the server takes to answer; the first after one."""
+    spent = 0.0
+    while not wait(max(0.05, interval - spent)):
+        began = time.monotonic()
+        yield onlooker.look()
+        spent = time.monotonic() - began
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+@contextmanager
+def _ending_well() -> Iterator[None]:
+    """Ctrl-C and SIGTERM are how it ends; the terminal is put right on the way out."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _keys() -> Iterator[Wait]:
+    """A wait that q ends. What is typed is not shown: it would stand amid the drawing."""
+    try:
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+    except (OSError, ValueError, termios.error):  # stdin is no terminal
+        yield _sleep
+        return
+
+    def wait(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if select.select([fd], [], [], left)[0]:
+                typed = os.read(fd, 64)
+                if not typed:  # it is gone
+                    return _sleep(left)
+                if b"q" in typed.lower():
+                    return True
+        return False
+
+    tty.setcbreak(fd)
+    try:
+        yield wait
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -1,0 +1,131 @@
+"""Lines for a terminal: tables whose one bar takes the room that is left, and fields that flow.
+
+Every line fits its width. What a server says is shown as it is, but for what would steer the
+terminal.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+GAP = 2
+LABEL_WIDTH = 12
+_FULL = "█"
+_EMPTY = "░"
+# One for one, so that no line grows.
+_PLAIN = str.maketrans({_FULL: "#", _EMPTY: ".", "–": "-", "…": "~", "µ": "u", "·": "|", "→": ">"})
+
+
+def plain(value: object, max_chars: int = 200) -> str:
+    """What another has written, on one line and without anything that a terminal obeys."""
+    text = "".join(char if char.isprintable() else "?" for char in str(value)[: max_chars + 1])
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
+
+def bar(share: float, width: int, style: str) -> Text:
+    """Full and empty are different characters: no colour is needed to read it."""
+    share = min(1.0, max(0.0, share))
+    num_full = round(share * width)
+    if width > 1:
+        # Neither a little nor all but a little is rounded away.
+        num_full = max(num_full, 1) if share > 0 else 0
+        num_full = min(num_full, width - 1) if share < 1 else width
+    return Text(_FULL * num_full, style) + Text(_EMPTY * (width - num_full), "dim")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A cell as wide as the table can make it."""
+
+    share: float | None
+    style: str = "cyan"
+
+
+Cell = str | Text | Bar
+
+
+def table(rows: Sequence[Sequence[Cell]], aligns: str, width: int, max_bar: int) -> list[Text]:
+    """A line a row. `aligns` has a letter for each column: l, r, or b for the one of bars."""
+    texts = [[_text(cell) for cell in row] for row in rows]
+    widths = [max((row[i].cell_len for row in texts), default=0) for i in range(len(aligns))]
+    if "b" in aligns:
+        at = aligns.index("b")
+        left = width - sum(widths[:at] + widths[at + 1 :]) - GAP * (len(aligns) - 1)
+        widths[at] = max(widths[at], 4, min(max_bar, left))
+    lines = []
+    for row, drawn in zip(rows, texts, strict=True):
+        line = Text()
+        for i, (cell, text) in enumerate(zip(row, drawn, strict=True)):
+            if isinstance(cell, Bar) and cell.share is not None:
+                text = bar(cell.share, widths[i], cell.style)
+            pad = " " * (widths[i] - text.cell_len)
+            line += Text(" " * GAP if i else "")
+            line += Text(pad) + text if aligns[i] == "r" else text + Text(pad)
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def fields(label: str, values: Sequence[str | Text], width: int, style: str = "") -> list[Text]:
+    """A label, and behind it what there is; on further lines what does not fit on the first."""
+    lines = [Text(label.ljust(LABEL_WIDTH), "dim")]
+    for value in values:
+        text = value if isinstance(value, Text) else Text(value, style)
+        is_first = lines[-1].cell_len == LABEL_WIDTH
+        if not is_first and lines[-1].cell_len + 3 + text.cell_len > width:
+            lines.append(Text(" " * LABEL_WIDTH))
+            is_first = True
+        lines[-1] += text if is_first else Text("   ") + text
+    return lines if values else []
+
+
+def paragraph(text: Text, width: int, indent: int) -> list[Text]:
+    """Wrapped, the lines below the first set in. A style that it begins with stays there."""
+    pieces = textwrap.wrap(text.plain, max(10, width), subsequent_indent=" " * indent)
+    if not pieces:
+        return []
+    head = Text(pieces[0])
+    for span in text.spans:
+        if span.end <= len(pieces[0]):
+            head.stylize(span.style, span.start, span.end)
+    return [head, *(Text(piece) for piece in pieces[1:])]
+
+
+def sides(left: Text, right: Text, width: int) -> Text:
+    """One at each end of the line; the right one only where there is room."""
+    room = width - left.cell_len - right.cell_len
+    return left + Text(" " * room) + right if room >= GAP else left
+
+
+def beside(left: Sequence[Text], right: Sequence[Text], left_width: int) -> list[Text]:
+    """Two columns."""
+    lines = []
+    for i in range(max(len(left), len(right))):
+        line = left[i].copy() if i < len(left) else Text()
+        if i < len(right):
+            line += Text(" " * max(GAP, left_width - line.cell_len)) + right[i]
+        lines.append(line)
+    return lines
+
+
+def fitted(lines: Sequence[Text], width: int, *, ascii_only: bool) -> list[Text]:
+    """None wider than that, and none with a character that the terminal cannot show."""
+    made = []
+    for line in lines:
+        line = line.copy()
+        line.truncate(width, overflow="ellipsis")
+        if ascii_only:
+            shown = line.plain.translate(_PLAIN)
+            line.plain = shown.encode("ascii", "replace").decode()
+        made.append(line)
+    return made
+
+
+def _text(cell: Cell) -> Text:
+    if isinstance(cell, Bar):
+        return Text("–") if cell.share is None else Text()
+    return cell if isinstance(cell, Text) else Text(cell)

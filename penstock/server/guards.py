@@ -1,0 +1,63 @@
+"""What stands before the endpoints of a server of ours: the key, and an answer to every fault."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.server.errors import ApiError
+from penstock.server.front import Front
+
+
+def guarded_app(description: str) -> FastAPI:
+    """Without endpoints yet. Whatever goes wrong behind it is answered in OpenAI's envelope."""
+    app = FastAPI(
+        title="Penstock",
+        version=__version__,
+        description=description,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.add_middleware(Front)
+    app.add_exception_handler(ApiError, _answer_api_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    return app
+
+
+def key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
+    """A dependency: 401 for whoever lacks the key, where there is one."""
+
+    async def check(request: Request) -> None:
+        if api_key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
+        if scheme.lower() != "bearer" or not is_right:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    return check
+
+
+def _answer_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: there is no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"[:200]
+    message = f"{what}: {str(error.detail).lower()}; see /openapi.json for what there is."
+    headers = dict(error.headers or {})
+    return ApiError(error.status_code, message, headers=headers).response()

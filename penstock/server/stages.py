@@ -1,0 +1,56 @@
+"""What a request did, one stage after the other, as people are shown it. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.events import Stage, Told
+
+WAIT, LOAD, PREFILL, DECODE = STAGES = ("wait", "load", "prefill", "decode")
+_NAMES = {"waiting": WAIT, "loading": LOAD}
+_RUNNING = "running"
+
+
+class Piece(NamedTuple):
+    """A stage as it is shown, in nanoseconds since the request came."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    num_preemptions: int  # before it
+
+
+def pieces_of(told: Told) -> tuple[list[Piece], list[int]]:
+    """Its stages, from its arrival to its end without a gap; and when it was preempted.
+
+    Running is split at the first token. What took no time is left out.
+    """
+    # One that was given up before the engine's next step has only waited.
+    stages = told.stages or (Stage("waiting", 0.0),)
+    ends = [*(stage.start for stage in stages[1:]), told.seconds]
+    end_ns = to_ns(told.seconds)
+    first_ns = end_ns if told.first_token_seconds is None else to_ns(told.first_token_seconds)
+    pieces: list[Piece] = []
+    preempted_ns: list[int] = []
+    reached = 0
+
+    def add(name: str, until_ns: int) -> None:
+        nonlocal reached
+        until_ns = min(until_ns, end_ns)
+        if until_ns > reached:
+            pieces.append(Piece(name, reached, until_ns, len(preempted_ns)))
+            reached = until_ns
+
+    for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
+        if number and stage.phase == "waiting":
+            preempted_ns.append(reached)
+        if stage.phase == _RUNNING:
+            add(PREFILL, min(first_ns, to_ns(end)))
+            add(DECODE, to_ns(end))
+        else:
+            add(_NAMES[stage.phase], to_ns(end))
+    return pieces, preempted_ns
+
+
+def to_ns(seconds: float) -> int:
+    return round(seconds * 1e9)

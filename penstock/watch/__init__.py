@@ -1,0 +1,1 @@
+"""What a running server shows of itself: numbers in, a view of them out."""

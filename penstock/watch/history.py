@@ -1,0 +1,77 @@
+"""What a server's metrics were of late: enough for rates, and for the last minutes. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from penstock.plan.samples import Samples
+
+RATE_SECONDS = 5.0
+RECENT_SECONDS = 300.0
+_SPACING_SECONDS = 5.0
+_COUNTED = ("_total", "_count", "_bucket", "_sum")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What was counted in the last so many seconds. Gauges are as they are now."""
+
+    seconds: float
+    seen: Samples
+
+
+class History:
+    """Samples of the last minutes: every one of late, one every few seconds before that."""
+
+    def __init__(self) -> None:
+        self._late: deque[tuple[float, Samples]] = deque()
+        self._early: deque[tuple[float, Samples]] = deque()
+
+    def add(self, at: float, samples: Samples) -> None:
+        """`at` is on a clock that does not go back.
+
+        Of a server that was started anew all that was before is forgotten: counted from there,
+        what it has done since would be mixed with what another has done.
+        """
+        if self._late and _was_restarted(self._late[-1][1], samples):
+            self._late.clear()
+            self._early.clear()
+        self._late.append((at, samples))
+        if not self._early or at - self._early[-1][0] >= _SPACING_SECONDS:
+            self._early.append((at, samples))
+        _forget(self._late, at - RATE_SECONDS)
+        _forget(self._early, at - RECENT_SECONDS)
+
+    @property
+    def latest(self) -> Samples | None:
+        return self._late[-1][1] if self._late else None
+
+    def rate_span(self) -> Span:
+        """Of the last few seconds."""
+        return self._since(self._late)
+
+    def recent_span(self) -> Span:
+        """Of the last minutes."""
+        return self._since(self._early)
+
+    def _since(self, kept: deque[tuple[float, Samples]]) -> Span:
+        if not self._late:
+            return Span(0.0, Samples({}))
+        (at, now), (then, before) = self._late[-1], kept[0]
+        return Span(at - then, now.since(before))
+
+
+def _was_restarted(before: Samples, now: Samples) -> bool:
+    """Whether something counted is less than it was."""
+    return any(
+        value < before.values.get(key, value)
+        for key, value in now.values.items()
+        if key[0].endswith(_COUNTED)
+    )
+
+
+def _forget(kept: deque[tuple[float, Samples]], before: float) -> None:
+    """Of those that are too old the youngest stays: the span is to reach back that far."""
+    while len(kept) > 1 and kept[1][0] <= before:
+        kept.popleft()

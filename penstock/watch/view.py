@@ -1,0 +1,213 @@
+"""A server at a glance, from its metrics alone: the same for the page, the terminal and scripts.
+
+Pure: samples in, plain numbers out. Rates are of the last seconds, shares and quantiles of the last
+minutes, totals since the server's start. None says that there is nothing to tell it from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.plan.advice import Urgency, block_bytes, hit_rate
+from penstock.plan.adviser import advise
+from penstock.plan.samples import Samples
+from penstock.watch.history import History, Span
+from penstock.watch.quantiles import quantile
+
+TIERS = ("device", "host", "disk", "remote")
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    name: str
+    used_blocks: float
+    capacity_blocks: float
+    used_bytes: float | None
+    capacity_bytes: float | None
+    leased_blocks: float
+    hit_share: float | None  # of the blocks that were looked up below the device
+    queued_loads: float
+    queued_saves: float
+    resting: tuple[str, ...]  # directions in which it is left alone, because it fails
+    recovered_share: float | None  # of its index, after a restart
+
+
+@dataclass(frozen=True, slots=True)
+class FlowView:
+    source: str
+    target: str
+    direction: str
+    bytes_per_second: float
+    total_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    count: float
+    p50: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceView:
+    urgency: str
+    topic: str
+    finding: str
+    change: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    recent_seconds: float  # what "of the last minutes" covers
+    is_since_start: bool  # then it covers all since the server's start instead
+    tiers: tuple[TierView, ...]
+    flows: tuple[FlowView, ...]
+    hit_rate: float | None
+    hit_rate_since_start: float | None
+    prompt_tokens: dict[str, float]  # by where their KV came from; recent
+    tokens_saved: float  # of prompts: not computed
+    seconds_saved: float  # by loading instead, as estimated
+    first_token_seconds: dict[str, Spread]
+    step_seconds: Spread
+    token_seconds: Spread
+    tokens_per_second: float | None  # computed, of prompts and answers
+    sequences: dict[str, float]
+    preemptions: float
+    recent_preemptions: float
+    cold_reads_per_token: float | None
+    resident_share: dict[str, float]
+    decisions: dict[str, float]  # recent
+    requests: dict[str, float]
+    refused: dict[str, float]
+    corrupt_blocks: dict[str, float]
+    dropped_blocks: dict[str, float]
+    lost_blocks: dict[str, float]  # by what became of them
+    retained_blocks: float
+    retainable_blocks: float
+    advice: tuple[AdviceView, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_view(history: History, *, since_start: bool = False) -> View:
+    """`since_start`: for who looks once, and has no last minutes to tell of."""
+    now = history.latest or Samples({})
+    late, recent = history.rate_span(), history.recent_span()
+    if since_start:
+        recent = Span(recent.seconds, now)
+    return View(
+        recent_seconds=recent.seconds,
+        is_since_start=since_start,
+        tiers=tuple(_tiers(now, recent.seen)),
+        flows=tuple(_flows(now, late)),
+        hit_rate=hit_rate(recent.seen),
+        hit_rate_since_start=hit_rate(now),
+        prompt_tokens=recent.seen.by("penstock_prompt_tokens_total", "source"),
+        tokens_saved=now.total("penstock_prompt_tokens_total")
+        - now.total("penstock_prompt_tokens_total", source="computed"),
+        seconds_saved=now.total("penstock_saved_seconds_total"),
+        first_token_seconds={
+            kind: _spread(recent.seen, "penstock_first_token_seconds", prompt=kind)
+            for kind in now.by("penstock_first_token_seconds_count", "prompt")
+        },
+        step_seconds=_spread(recent.seen, "penstock_step_seconds"),
+        token_seconds=_spread(recent.seen, "penstock_token_seconds"),
+        tokens_per_second=_per_second(late, "penstock_step_tokens_total"),
+        sequences=now.by("penstock_sequences", "phase"),
+        preemptions=now.total("penstock_preemptions_total"),
+        recent_preemptions=recent.seen.total("penstock_preemptions_total"),
+        cold_reads_per_token=_ratio(
+            recent.seen, "penstock_cold_blocks_read_total", "penstock_output_tokens_total"
+        ),
+        resident_share=now.by("penstock_resident_share", "of"),
+        decisions=_some(recent.seen.by("penstock_load_decisions_total", "choice")),
+        requests=now.by("penstock_requests_total", "reason"),
+        refused=_some(now.by("penstock_refused_requests_total", "reason")),
+        corrupt_blocks=_some(now.by("penstock_corrupt_blocks_total", "tier")),
+        dropped_blocks=_some(now.by("penstock_dropped_blocks_total", "tier")),
+        lost_blocks=_some(now.by("penstock_lost_blocks_total", "verdict")),
+        retained_blocks=now.total("penstock_retained_blocks"),
+        retainable_blocks=now.total("penstock_retainable_blocks"),
+        advice=tuple(_advice(recent.seen)),
+    )
+
+
+def _tiers(now: Samples, recent: Samples) -> list[TierView]:
+    size = block_bytes(now)
+    asked = recent.total("penstock_lookup_blocks_total")
+    capacities = now.by("penstock_capacity_blocks", "tier")
+    recovered = now.by("penstock_recovered_ratio", "tier")
+    moved = (now.by("penstock_bytes_total", "source"), now.by("penstock_bytes_total", "target"))
+    found = []
+    for name in TIERS:
+        if not (name in capacities or any(name in ends for ends in moved)):
+            continue
+        used, capacity = now.total("penstock_used_blocks", tier=name), capacities.get(name, 0.0)
+        # vLLM's own pool has blocks of its own size.
+        is_ours = name != "device" or now.total("penstock_step_seconds_count")
+        bytes_each = size if is_ours else None
+        resting = now.by("penstock_tier_resting", "direction", tier=name)
+        found.append(
+            TierView(
+                name,
+                used,
+                capacity,
+                None if bytes_each is None else used * bytes_each,
+                None if bytes_each is None else capacity * bytes_each,
+                now.total("penstock_leased_blocks", tier=name),
+                recent.total("penstock_hit_blocks_total", tier=name) / asked if asked else None,
+                now.total("penstock_queued_transfers", tier=name, direction="load"),
+                now.total("penstock_queued_transfers", tier=name, direction="save"),
+                tuple(direction for direction, is_so in resting.items() if is_so),
+                recovered.get(name),
+            )
+        )
+    return found
+
+
+def _flows(now: Samples, late: Span) -> list[FlowView]:
+    found = []
+    for source in TIERS:
+        for target in TIERS:
+            hop = {"source": source, "target": target}
+            for direction, total in now.by("penstock_bytes_total", "direction", **hop).items():
+                moved = late.seen.total("penstock_bytes_total", direction=direction, **hop)
+                rate = moved / late.seconds if late.seconds else 0.0
+                if total:
+                    found.append(FlowView(source, target, direction, rate, total))
+    return found
+
+
+def _spread(seen: Samples, name: str, **labels: str) -> Spread:
+    return Spread(
+        seen.total(f"{name}_count", **labels),
+        quantile(seen, name, 0.5, **labels),
+        quantile(seen, name, 0.99, **labels),
+    )
+
+
+def _advice(recent: Samples) -> list[AdviceView]:
+    return [
+        AdviceView(advice.urgency, advice.topic, advice.finding, advice.change)
+        for advice in advise(recent)
+        # What has no numbers only says that there is too little yet to judge by.
+        if advice.urgency is not Urgency.WELL and advice.numbers
+    ]
+
+
+def _per_second(span: Span, name: str) -> float | None:
+    return span.seen.total(name) / span.seconds if span.seconds else None
+
+
+def _ratio(seen: Samples, above: str, below: str) -> float | None:
+    """None also where nobody counts the upper one: that is not 0."""
+    num = seen.total(below)
+    is_counted = any(name == above for name, _ in seen.values)
+    return seen.total(above) / num if num and is_counted else None
+
+
+def _some(counts: dict[str, float]) -> dict[str, float]:
+    """Those that are not 0."""
+    return {name: count for name, count in counts.items() if count}

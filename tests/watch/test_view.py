@@ -1,0 +1,197 @@
+"""A server at a glance: every number that the page, the terminal and scripts show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from watch.prepared import BLOCK_BYTES, samples, trouble, usage, vllm_text, work
+
+from penstock.events import LookedUp, Recovered, TierRevived, Usage
+from penstock.plan.samples import Samples, read_samples
+from penstock.types import Direction, Tier
+from penstock.watch.dialects import in_our_words
+from penstock.watch.history import History
+from penstock.watch.view import View, make_view
+
+
+def seen(*looks: Samples, spacing: float = 5.0) -> View:
+    history = History()
+    for number, look in enumerate(looks):
+        history.add(number * spacing, look)
+    return make_view(history)
+
+
+@pytest.fixture
+def busy() -> View:
+    """Since the first look five times as much has happened as before it, in five seconds."""
+    return seen(samples(usage(), work()), samples(usage(), work(6)))
+
+
+def test_nothing_known() -> None:
+    view = make_view(History())
+    assert view.tiers == view.flows == view.advice == ()
+    assert view.hit_rate is None
+    assert view.hit_rate_since_start is None
+    assert view.tokens_per_second is None
+    assert view.cold_reads_per_token is None
+    assert view.first_token_seconds == {}
+    assert view.step_seconds.p50 is None
+    assert view.tokens_saved == view.seconds_saved == 0
+
+
+def test_it_is_plain_data(busy: View) -> None:
+    data = json.loads(json.dumps(busy.as_data(), allow_nan=False))
+    assert data["tiers"][1]["name"] == "host"
+    assert data["recent_seconds"] == 5
+    assert data["is_since_start"] is False
+
+
+def test_tiers_from_the_top_down(busy: View) -> None:
+    device, host, disk = busy.tiers
+    assert (device.name, host.name, disk.name) == ("device", "host", "disk")
+    assert (host.used_blocks, host.capacity_blocks) == (32768, 32768)
+    assert host.used_bytes == host.capacity_bytes == 32768 * BLOCK_BYTES
+    assert device.capacity_bytes == 1000 * BLOCK_BYTES
+    assert host.leased_blocks == 100
+    assert host.hit_share == pytest.approx(0.4)
+    assert disk.hit_share == pytest.approx(0.1)
+    assert (host.queued_loads, host.queued_saves) == (3, 0)
+    assert (disk.queued_loads, disk.queued_saves) == (0, 12)
+    assert host.resting == ()
+    assert host.recovered_share is None
+
+
+def test_sizes_are_unknown_until_a_block_has_moved() -> None:
+    (host,) = seen(samples([Usage(Tier.HOST, 1, 10, 0, 0, 0)])).tiers
+    assert (host.used_blocks, host.used_bytes, host.capacity_bytes) == (1, None, None)
+
+
+def test_a_tier_that_rests_and_comes_back() -> None:
+    _, _, disk = seen(samples(usage(), trouble())).tiers
+    assert disk.resting == ("save",)
+    revived = [TierRevived(Tier.DISK, Direction.SAVE)]
+    assert seen(samples(usage(), trouble(), revived)).tiers[2].resting == ()
+
+
+def test_an_index_that_is_being_read() -> None:
+    _, _, disk = seen(samples(usage(), [Recovered(Tier.DISK, 25, 100, 20)])).tiers
+    assert disk.recovered_share == 0.25
+
+
+def test_flows_now_and_in_all(busy: View) -> None:
+    flows = {(flow.source, flow.target, flow.direction): flow for flow in busy.flows}
+    assert set(flows) == {
+        ("device", "host", "save"),
+        ("host", "device", "load"),
+        ("host", "disk", "save"),
+        ("disk", "host", "load"),
+    }
+    save = flows["device", "host", "save"]
+    assert save.bytes_per_second == pytest.approx(500 * BLOCK_BYTES / 5)
+    assert save.total_bytes == 600 * BLOCK_BYTES
+
+
+def test_what_is_found_and_saved(busy: View) -> None:
+    assert busy.hit_rate == busy.hit_rate_since_start == pytest.approx(0.5)
+    assert busy.prompt_tokens == {"computed": 120_000, "device": 0, "loaded": 40_000}
+    assert busy.tokens_saved == 48_000  # since the start
+    assert busy.seconds_saved == pytest.approx(120 * 1.5)
+    assert busy.decisions == {"load": 100}
+
+
+def test_the_hit_rate_is_of_late() -> None:
+    misses = [LookedUp(10, ())] * 20
+    view = seen(samples(work()), samples(work(), misses))
+    assert view.hit_rate == 0
+    assert view.hit_rate_since_start == pytest.approx(0.25)
+
+
+def test_first_tokens_by_where_kv_came_from(busy: View) -> None:
+    assert set(busy.first_token_seconds) == {"computed", "loaded"}
+    loaded, computed = (busy.first_token_seconds[kind] for kind in ("loaded", "computed"))
+    assert (loaded.count, computed.count) == (50, 50)
+    assert loaded.p50 == pytest.approx(0.035)
+    assert loaded.p99 == pytest.approx(0.0497)
+    assert computed.p50 == pytest.approx(1.5)
+
+
+def test_speed(busy: View) -> None:
+    assert busy.tokens_per_second == pytest.approx(250 * 20 / 5)
+    assert busy.step_seconds.count == 250
+    assert busy.step_seconds.p50 == pytest.approx(0.015)
+    assert busy.token_seconds.count == 100
+    assert busy.cold_reads_per_token == pytest.approx(250 * 40 / (100 * 50))
+
+
+def test_sequences(busy: View) -> None:
+    assert busy.sequences == {"loading": 2, "running": 12, "waiting": 5}
+    assert busy.resident_share == {"all": 0.78, "lowest": 0.4}
+    assert (busy.retained_blocks, busy.retainable_blocks) == (120, 400)
+    assert busy.requests == {"stop": 120}
+
+
+def test_trouble_is_counted_since_the_start_and_advised_of_late() -> None:
+    calm, after = samples(usage(), work()), samples(usage(), work(), trouble())
+    view = seen(calm, after)
+    assert view.corrupt_blocks == {"disk": 3}
+    assert view.dropped_blocks == {"host": 11}
+    assert view.lost_blocks == {"corrupt": 3, "dropped": 11, "expired": 7}
+    assert view.refused == {"busy": 1}
+    assert (view.preemptions, view.recent_preemptions) == (1, 1)
+    topics = {advice.topic: advice.urgency for advice in view.advice}
+    assert topics["corruption"] == topics["health"] == "act"
+    later = seen(after, after)
+    assert later.corrupt_blocks == {"disk": 3}
+    assert later.recent_preemptions == 0
+    assert [advice.topic for advice in later.advice] == ["health"]  # it still rests
+
+
+def test_where_all_is_well_nothing_is_advised(busy: View) -> None:
+    assert busy.advice == ()
+
+
+def test_too_little_to_judge_by_does_not_hurt() -> None:
+    assert seen(samples(usage()), samples(usage())).advice == ()
+
+
+def test_who_looks_once_sees_all_since_the_start() -> None:
+    history = History()
+    for at in (0.0, 1.0):
+        history.add(at, samples(usage(), work(), trouble()))
+    view, once = make_view(history), make_view(history, since_start=True)
+    assert view.first_token_seconds["loaded"].p50 is None
+    assert once.is_since_start
+    assert once.first_token_seconds["loaded"].count == 10
+    assert once.hit_rate == pytest.approx(0.5)
+    assert once.recent_preemptions == 1
+    assert once.tokens_per_second == 0  # a rate is of the last seconds all the same
+    assert "corruption" in {advice.topic for advice in once.advice}
+
+
+def test_vllm_in_the_same_shape() -> None:
+    looks = [
+        in_our_words(read_samples(vllm_text(times), ("penstock_", "vllm:"))) for times in (1, 6)
+    ]
+    view = seen(*looks)
+    device, host = view.tiers
+    assert (device.used_blocks, device.capacity_blocks) == (pytest.approx(100), 400)
+    assert device.used_bytes is None  # its blocks are not ours
+    assert host.used_bytes == 100 * BLOCK_BYTES
+    assert view.hit_rate == pytest.approx(0.6)
+    assert view.tokens_saved == 6 * 700
+    assert view.tokens_per_second == pytest.approx(5 * 380 / 5)
+    assert view.sequences == {"running": 3, "waiting": 4}
+    assert view.first_token_seconds["all"].count == 50
+    assert view.cold_reads_per_token is None  # vLLM has none, which is not 0
+    assert view.resident_share == {}
+    (flow,) = view.flows
+    assert (flow.source, flow.target) == ("host", "device")
+
+
+def test_a_restart_does_not_mix_two_servers() -> None:
+    first, second = samples(usage(), work(10)), samples(usage(), work(1))
+    view = seen(first, second, samples(usage(), work(3)))
+    assert view.recent_seconds == 5
+    assert view.first_token_seconds["loaded"].count == 20
+    assert view.tokens_per_second == pytest.approx(100 * 20 / 5)
