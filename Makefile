@@ -11,11 +11,12 @@ VLLM       ?= 0.32.0
 VLLM_VENV  := .venv-vllm-$(VLLM)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help demo demo-core test test-vllm lint types unit bench docs docs-serve clean
+.PHONY: help demo demo-core demo-dashboard test test-vllm lint types unit bench docs docs-serve clean
 
 help:
 	@echo "make demo    a real model: first tokens recomputed, from DRAM, from disk; sessions; a restart"
 	@echo "make demo-core   the tiers alone: fill DRAM, spill to disk, kill -9, load back, verified"
+	@echo "make demo-dashboard   a server with something to see, until Ctrl-C"
 	@echo "make test    lint, types and tests, as CI runs them"
 	@echo "make test-vllm   the connector in real vLLM on this machine's processor"
 	@echo "make bench   benchmarks, each beside its limit"
@@ -35,6 +36,9 @@ demo: $(STAMP)
 
 demo-core: $(STAMP)
 	$(BIN)/python demo/core/main.py --out demo/out/core
+
+demo-dashboard: $(STAMP)
+	$(BIN)/python demo/dashboard.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,12 +3,12 @@
 import { make, svg } from "./dom.js";
 import { duration, NONE, number, percent, rate, short } from "./format.js";
 
-const WIDTH = 300;
+const WIDTH = 220;
 const HEIGHT = 84;
 const SPAN_SECONDS = 300;
 
 const CHARTS = [
-  { title: "Hit rate of what is looked up", lines: [["hits", (p) => p.hit_rate]], show: percent, top: 1 },
+  { title: "Hit rate below the device", lines: [["hits", (p) => p.hit_rate]], show: percent, top: 1 },
   { title: "First token, median", show: duration, lines: [
     ["loaded", (p) => p.first_token_seconds.loaded],
     ["computed", (p) => p.first_token_seconds.computed],
@@ -16,7 +16,7 @@ const CHARTS = [
     ["all", (p) => p.first_token_seconds.all]] },
   { title: "KV that moves", show: rate, lines: [["loads", (p) => p.load], ["saves", (p) => p.save]] },
   { title: "Tokens computed", show: (v) => `${short(v)}/s`, lines: [["tokens", (p) => p.tokens_per_second]] },
-  { title: "Cold blocks read per token", show: (v) => number(v, 1), lines: [["blocks", (p) => p.cold_reads_per_token]] },
+  { title: "Cold reads per token", show: (v) => number(v, 1), lines: [["blocks", (p) => p.cold_reads_per_token]] },
 ];
 
 export class Charts {

@@ -6,7 +6,7 @@ export function bytes(value) {
   if (value === null || value === undefined) return NONE;
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
-  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
+  while (value >= 1000 && unit < units.length - 1) { value /= 1024; unit += 1; }
   return `${number(value, unit === 0 ? 0 : 1)} ${units[unit]}`;
 }
 

@@ -63,21 +63,22 @@ function point(at, view) {
 
 function tiles(view) {
   const { loaded, computed, resident, all } = view.first_token_seconds;
-  const ratio = loaded?.p50 && computed?.p50 ? `computed ${duration(computed.p50)}: ${number(computed.p50 / loaded.p50, 1)} times as long` : `computed ${duration(computed?.p50)}, on the device ${duration(resident?.p50)}`;
+  const others = [["computed", computed], ["on the device", resident]].filter(([, spread]) => spread?.p50).map(([name, spread]) => `${name} ${duration(spread.p50)}`);
+  const ratio = loaded?.p50 && computed?.p50 ? `computed ${duration(computed.p50)}: ${number(computed.p50 / loaded.p50, 1)} times as long` : others.join(", ") || "none was computed lately";
   const total = Object.values(view.prompt_tokens).reduce((sum, tokens) => sum + tokens, 0);
   const reused = total ? 1 - (view.prompt_tokens.computed ?? 0) / total : null;
   const corrupt = sum(view.corrupt_blocks);
-  const lost = sum(view.lost_blocks);
+  const { dropped: _saves, cancelled: _called_back, ...failed } = view.lost_blocks;
   const dropped = sum(view.dropped_blocks);
   const { running = 0, waiting = 0, loading = 0 } = view.sequences;
   const given = [
-    ["Prompt tokens reused", percent(reused), `${percent(view.hit_rate)} of blocks looked up below the device`],
+    ["Prompts reused", percent(reused), `${percent(view.hit_rate)} of what is looked up below the device`],
     ["Tokens saved", short(view.tokens_saved), `about ${duration(view.seconds_saved)} of computing, since the start`],
     all ? ["First token, median", duration(all.p50), `P99 ${duration(all.p99)}`] : ["First token, loaded", duration(loaded?.p50), ratio],
     ["Sequences running", number(running), `${number(waiting)} waiting, ${number(loading)} loading, ${plural(view.recent_preemptions, "preemption")}`],
     ["Tokens computed", `${short(view.tokens_per_second)}/s`, `P99 of a step ${duration(view.step_seconds.p99)}, between tokens ${duration(view.token_seconds.p50)}`],
-    ["Cold reads per token", number(view.cold_reads_per_token, 1), `${percent(view.resident_share.all ?? 1)} of KV in use is on the device`],
-    ["Corrupt blocks", number(corrupt), `${plural(lost, "block")} did not arrive, ${plural(dropped, "save")} dropped`, corrupt > 0],
+    ["Cold reads a token", number(view.cold_reads_per_token, 1), `${percent(view.resident_share.all ?? 1)} of KV in use is on the device`],
+    ["Corrupt blocks", number(corrupt), `${plural(sum(failed), "block")} did not arrive, ${plural(dropped, "save")} dropped`, corrupt > 0],
   ];
   const place = byId("tiles");
   if (place.childElementCount !== given.length) {

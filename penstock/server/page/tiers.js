@@ -156,7 +156,7 @@ function tall(names, width) {
     const [a, b] = [boxes[upper], boxes[lower]];
     const x = Math.min(Math.max(b.x + b.w / 2, a.x + 24), a.x + a.w - 24);
     const y = (a.y + a.h + b.y) / 2 + 4;
-    pipes.push({ upper, lower, points: [[x, a.y + a.h + 40], [x, b.y - 26]],
+    pipes.push({ upper, lower, points: [[x, a.y + a.h + 38], [x, b.y - 36]],
       labels: { load: [x - 20, y, "end"], save: [x + 20, y, "start"] } });
   };
   join("device", "host");
