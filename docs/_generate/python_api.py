@@ -61,8 +61,8 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "penstock.plan.catalog": ("find_gpu", "find_model"),
         "penstock.plan.fit": ("Demand", "Hardware"),
         "penstock.plan.planner": ("PlannedModel", "Plan", "make_plan"),
-        "penstock.plan.samples": ("read_samples",),
-        "penstock.plan.adviser": ("advise",),
+        "penstock.watch.samples": ("read_samples",),
+        "penstock.watch.adviser": ("advise",),
     },
     "The simulator": {
         "penstock.sim.workloads": ("generate", "knobs_of"),

@@ -9,9 +9,9 @@ from urllib.parse import SplitResult
 import typer
 
 from penstock.commands import JsonFlag, new_table, print_json, progress_bar, stdout_console
-from penstock.plan.advice import Advice, Urgency, block_bytes, hit_rate
-from penstock.plan.adviser import advise
-from penstock.plan.samples import Samples
+from penstock.watch.advice import Advice, Urgency, block_bytes, hit_rate
+from penstock.watch.adviser import advise
+from penstock.watch.samples import Samples
 from penstock.watch.scrape import metrics_url, read_metrics
 
 if TYPE_CHECKING:

@@ -7,20 +7,18 @@ there is one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import aclosing
 from importlib import resources
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from penstock import __version__
-from penstock.plan.samples import Key, Samples
 from penstock.server.backend import Backend
 from penstock.server.errors import ApiError
-from penstock.server.sse import ClientGone, unless_gone
+from penstock.server.sse import ByteStream
 from penstock.server.watching import MAX_VIEWERS, Watch, Watched
+from penstock.watch.samples import Key, Samples
 
 # Everything comes from here, and nothing of what a model says can become part of the page.
 _POLICY = "; ".join(
@@ -123,7 +121,7 @@ def data_routes(watch: Watch, dependencies: Sequence[Any] = ()) -> APIRouter:
                 code="too_many_viewers",
                 retry_after_seconds=5.0,
             )
-        return LiveStream(watch)
+        return ByteStream(watch.events())
 
     @router.get("/requests/{request_id}")
     async def story(request_id: str) -> Response:
@@ -139,26 +137,3 @@ def data_routes(watch: Watch, dependencies: Sequence[Any] = ()) -> APIRouter:
         return JSONResponse({"sequences": found}, headers={"Cache-Control": "no-store"})
 
     return router
-
-
-class LiveStream(Response):
-    media_type = "text/event-stream"
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._watch = watch
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_gone(receive, self._write(send))
-        except ClientGone:
-            return
-
-    async def _write(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        async with aclosing(self._watch.events()) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from fastapi import Depends, FastAPI
 
 from penstock import __version__
-from penstock.plan.samples import Samples
 from penstock.server.dashboard import data_routes, page_routes
 from penstock.server.guards import guarded_app, key_check
 from penstock.server.listening import Listener, Stop, first
 from penstock.server.watching import Watch, Watched
 from penstock.watch.elsewhere import Elsewhere
+from penstock.watch.samples import Samples
 
 _Result = TypeVar("_Result")
 

@@ -43,16 +43,18 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """Events as they come, then [DONE]; `close` is called whatever happened."""
+class ByteStream(Response):
+    """Server-sent events, as bytes, as they come; `close` is called whatever happened."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[BaseModel, None], close: Callable[[], None]) -> None:
-        # Proxies that buffer would keep the tokens until the last has come.
+    def __init__(
+        self, pieces: AsyncGenerator[bytes, None], close: Callable[[], None] = lambda: None
+    ) -> None:
+        # Proxies that buffer would keep what comes until the last has come.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._pieces = pieces
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,22 +66,26 @@ class EventStream(Response):
             self._close()
 
     async def _write(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
-
-        async def write(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-
-        try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    await write(f"data: {event.model_dump_json(exclude_unset=True)}\n\n".encode())
-            await write(DONE)
-        except ApiError as error:  # too late for a status: it goes where the next event would
-            await write(f"data: {error.envelope()}\n\n".encode())
+        start = "http.response.start"
+        await send({"type": start, "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._pieces) as pieces:
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(ByteStream):
+    """OpenAI's: each event's data alone, then [DONE]."""
+
+    def __init__(self, events: AsyncGenerator[BaseModel, None], close: Callable[[], None]) -> None:
+        super().__init__(_until_done(events), close)
+
+
+async def _until_done(events: AsyncGenerator[BaseModel, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield f"data: {event.model_dump_json(exclude_unset=True)}\n\n".encode()
+        yield DONE
+    except ApiError as error:  # too late for a status: it goes where the next event would
+        yield f"data: {error.envelope()}\n\n".encode()

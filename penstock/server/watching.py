@@ -18,9 +18,9 @@ from functools import cached_property
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.plan.samples import Samples
 from penstock.server.stories import Stories
 from penstock.watch.history import RECENT_SECONDS, History
+from penstock.watch.samples import Samples
 from penstock.watch.view import View, make_view
 
 log = logging.getLogger("penstock.server")

@@ -1,1 +1,1 @@
-"""What a running server shows of itself: numbers in, a view of them out."""
+"""What a running server shows of itself, and what to change: numbers in, a view of them out."""

@@ -6,7 +6,7 @@ and its device pool, is read as what `penstock serve` would call it.
 
 from __future__ import annotations
 
-from penstock.plan.samples import Key, Samples
+from penstock.watch.samples import Key, Samples
 
 PREFIX = "vllm:"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import SplitResult
 
-from penstock.plan.samples import PREFIX, Samples
 from penstock.watch import dialects
+from penstock.watch.samples import PREFIX, Samples
 from penstock.watch.scrape import read_metrics, shown_url
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from penstock.plan.samples import Samples
+from penstock.watch.samples import Samples
 
 RATE_SECONDS = 5.0
 RECENT_SECONDS = 300.0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 
-from penstock.plan.samples import Samples
+from penstock.watch.samples import Samples
 
 
 def quantile(seen: Samples, name: str, share: float, **labels: str) -> float | None:

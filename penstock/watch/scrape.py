@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.plan.samples import PREFIX, Samples, read_samples
+from penstock.watch.samples import PREFIX, Samples, read_samples
 
 _TIMEOUT_SECONDS = 10.0
 _MAX_BYTES = 64 << 20

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.plan.advice import Urgency, block_bytes, hit_rate
-from penstock.plan.adviser import advise
-from penstock.plan.samples import Samples
+from penstock.watch.advice import Urgency, block_bytes, hit_rate
+from penstock.watch.adviser import advise
 from penstock.watch.history import History, Span
 from penstock.watch.quantiles import quantile
+from penstock.watch.samples import Samples
 
 TIERS = ("device", "host", "disk", "remote")
 

@@ -28,11 +28,11 @@ from server.running import TIMEOUT_SECONDS, Local, make_tiny, wait_until
 from watch.prepared import exposed, samples, trouble, usage, vllm_text, work
 
 from penstock.commands.top_screen import Screen
-from penstock.plan.samples import read_samples
 from penstock.server.app import AppSettings
 from penstock.watch.dialects import in_our_words
 from penstock.watch.history import History
 from penstock.watch.onlooker import NEEDS_KEY, Facts, Look
+from penstock.watch.samples import read_samples
 from penstock.watch.view import make_view
 
 Run = Callable[..., Any]

@@ -20,8 +20,8 @@ from penstock.events import (
     Usage,
 )
 from penstock.metrics import Metrics
-from penstock.plan.samples import Samples, read_samples
 from penstock.types import Direction, Tier, Verdict
+from penstock.watch.samples import Samples, read_samples
 
 BLOCK_BYTES = 2 << 20
 LOAD, SAVE = Direction.LOAD, Direction.SAVE

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from watch.prepared import vllm_text
 
-from penstock.plan.samples import Samples, read_samples
 from penstock.watch.dialects import in_our_words, is_vllm, model_names
 from penstock.watch.quantiles import quantile
+from penstock.watch.samples import Samples, read_samples
 
 
 def read(text: str) -> Samples:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.plan.samples import Samples
 from penstock.watch.history import RATE_SECONDS, RECENT_SECONDS, History
+from penstock.watch.samples import Samples
 
 
 def counted(num: float, **gauges: float) -> Samples:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from penstock.plan.samples import Samples, read_samples
 from penstock.watch.quantiles import quantile
+from penstock.watch.samples import Samples, read_samples
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 

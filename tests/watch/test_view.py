@@ -8,10 +8,10 @@ import pytest
 from watch.prepared import BLOCK_BYTES, samples, trouble, usage, vllm_text, work
 
 from penstock.events import LookedUp, Recovered, TierRevived, Usage
-from penstock.plan.samples import Samples, read_samples
 from penstock.types import Direction, Tier
 from penstock.watch.dialects import in_our_words
 from penstock.watch.history import History
+from penstock.watch.samples import Samples, read_samples
 from penstock.watch.view import View, make_view
 
 

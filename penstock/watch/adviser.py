@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.plan import engine_rules, tier_rules
-from penstock.plan.advice import Advice, Urgency
-from penstock.plan.samples import Samples
+from penstock.watch import engine_rules, tier_rules
+from penstock.watch.advice import Advice, Urgency
+from penstock.watch.samples import Samples
 
 
 def advise(seen: Samples) -> list[Advice]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.plan.samples import Samples
+from penstock.watch.samples import Samples
 
 MIN_LOOKUPS = 20  # below that, a share says nothing
 MANY = 0.01  # of what should have been none

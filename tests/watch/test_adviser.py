@@ -27,11 +27,11 @@ from penstock.events import (
     Usage,
 )
 from penstock.metrics import Metrics
-from penstock.plan.advice import Advice, Urgency, block_bytes, hit_rate
-from penstock.plan.adviser import advise
-from penstock.plan.samples import Samples, read_samples
 from penstock.types import BlockKey, Direction, Tier, Verdict
 from penstock.units import GiB, MiB
+from penstock.watch.advice import Advice, Urgency, block_bytes, hit_rate
+from penstock.watch.adviser import advise
+from penstock.watch.samples import Samples, read_samples
 
 
 def told(*events: Event, times: int = 1) -> Samples:

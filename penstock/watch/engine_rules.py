@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.plan.advice import MANY, Advice, Rule, Urgency
-from penstock.plan.samples import Samples
 from penstock.units import format_bytes
+from penstock.watch.advice import MANY, Advice, Rule, Urgency
+from penstock.watch.samples import Samples
 
 _COLD_SHARE = 0.5  # of a step's time, on the link
 

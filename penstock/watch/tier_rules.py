@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.plan.advice import MANY, MIN_LOOKUPS, Advice, Rule, Urgency, block_bytes, hit_rate
-from penstock.plan.samples import Samples
 from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.watch.advice import MANY, MIN_LOOKUPS, Advice, Rule, Urgency, block_bytes, hit_rate
+from penstock.watch.samples import Samples
 
 _FULL = 0.95  # of a tier's slots
 _LOW_HITS = 0.3
