@@ -82,6 +82,7 @@ class Origin:
     """How whoever asked names a request. Handed on to stories and spans, and never acted upon."""
 
     request_id: str = ""
+    operation: str = ""  # what was asked for, in OpenTelemetry's words: chat, text_completion
     traceparent: str = ""  # W3C's trace context, as it came
     tracestate: str = ""
 

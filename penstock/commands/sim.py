@@ -26,7 +26,7 @@ EXAMPLE = (
 def sim(
     traces: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[TRACE]...", help="Recorded traffic; its format is recognised."),
+        typer.Argument(metavar="TRACE", help="Recorded traffic; its format is recognised."),
     ] = None,
     generate: Annotated[
         str | None,

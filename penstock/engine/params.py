@@ -100,23 +100,23 @@ class KvResidency:
 class SamplingParams:
     """One request's wishes. `stop` and `stop_token_ids` are held as tuples, whatever was given."""
 
-    n: int = 1
+    n: int = 1  # answers to one prompt
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # of the likeliest tokens, those that together have this share
     top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0
+    min_p: float = 0.0  # of the likeliest token's probability, what others must have
     seed: int | None = None  # None or -1: not reproducible
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] | None = None  # ends the answer, and is not part of it
+    stop_token_ids: Sequence[int] | None = None  # the same as token ids
     max_tokens: int | None = 16  # None: as many as the model's context holds
-    min_tokens: int = 0
+    min_tokens: int = 0  # before so many, nothing ends the answer
     logprobs: int | None = None  # 0: of the chosen token only
-    ignore_eos: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    skip_special_tokens: bool = True
-    kv_residency: KvResidency | Mapping[str, object] | None = None
+    ignore_eos: bool = False  # go on behind the model's own end
+    repetition_penalty: float = 1.0  # above 1: less of what prompt and answer have had
+    presence_penalty: float = 0.0  # subtracted once for what the answer has had
+    frequency_penalty: float = 0.0  # subtracted for each time
+    skip_special_tokens: bool = True  # in the text
+    kv_residency: KvResidency | Mapping[str, object] | None = None  # where its KV lies meanwhile
     kv_hints: Hints | Mapping[str, object] | None = None  # what becomes of its KV: docs/hints.md
 
     def __post_init__(self) -> None:

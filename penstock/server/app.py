@@ -99,7 +99,8 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
 
     async def answer(request: Request, body: GenerationRequest, work: Chat | Completions) -> Any:
         async def run() -> Response:
-            generation = await work.start(tenant_of(request, body), origin_of(request))
+            origin = origin_of(request, work.OPERATION)
+            generation = await work.start(tenant_of(request, body), origin)
             names = ", ".join(generation.request_ids)
             log.debug("request %s is %s of the engine", request.state.request_id, names)
             if body.stream:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class Chat:
     """One conversation's next answer, or several."""
 
+    OPERATION = "chat"  # OpenTelemetry's name for it
+
     def __init__(self, request: ChatRequest, serving: Serving) -> None:
         """Raises ApiError for all that can be refused before the prompt is read."""
         self._request = request

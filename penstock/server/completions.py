@@ -27,6 +27,8 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class Completions:
     """The continuations of one prompt, or of several."""
 
+    OPERATION = "text_completion"  # OpenTelemetry's name for it
+
     def __init__(self, request: CompletionRequest, serving: Serving) -> None:
         """Raises ApiError for all that can be refused before the prompt is read."""
         self._request = request

@@ -81,8 +81,9 @@ def page_routes() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     folder = resources.files("penstock.server") / "page"
     pages = {
-        file.name: (file.read_bytes(), _KINDS[file.name[file.name.rfind(".") :]])
+        file.name: (file.read_bytes(), kind)
         for file in folder.iterdir()
+        if (kind := _KINDS.get(file.name[file.name.rfind(".") :])) is not None
     }
 
     def answer(name: str) -> Response:

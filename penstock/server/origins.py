@@ -18,11 +18,11 @@ _TRACEPARENT = re.compile(
 _MAX_STATE_CHARS = 512
 
 
-def origin_of(request: Request) -> Origin:
+def origin_of(request: Request, operation: str) -> Origin:
     parent = request.headers.get("traceparent", "").strip()
     if not _TRACEPARENT.fullmatch(parent):
-        return Origin(request.state.request_id)
+        return Origin(request.state.request_id, operation)
     state = ",".join(request.headers.getlist("tracestate"))
     if len(state) > _MAX_STATE_CHARS or not state.isascii() or not state.isprintable():
         state = ""
-    return Origin(request.state.request_id, parent, state)
+    return Origin(request.state.request_id, operation, parent, state)

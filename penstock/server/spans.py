@@ -60,8 +60,7 @@ def attributes_of(told: Told, model: str) -> dict[str, Value]:
     """What is not known is left out, and so is a tier or a verdict that no block had."""
     loaded = [(tier, num) for tier, num in told.found if tier is not Tier.DEVICE]
     attributes: dict[str, Value] = {
-        # The engine continues a text; whether a chat's template made it, it does not know.
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": told.origin.operation or "text_completion",
         "gen_ai.provider.name": "penstock",
         "gen_ai.request.model": model,
         "gen_ai.response.finish_reasons": (told.reason,),

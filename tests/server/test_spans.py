@@ -166,7 +166,7 @@ def test_ended_with_its_first_token() -> None:
     ("flags", "is_sampled"), [("01", True), ("03", True), ("00", False), ("02", False)]
 )
 def test_the_caller_decides_what_is_sampled(flags: str, is_sampled: bool) -> None:
-    origin = Origin("mine", f"00-{TRACE}-{CALLER}-{flags}", "vendor=7,other=x")
+    origin = Origin("mine", "chat", f"00-{TRACE}-{CALLER}-{flags}", "vendor=7,other=x")
     spans = spans_of(told(*PLAIN, first=0.75, seconds=2.0, origin=origin))
     assert bool(spans) is is_sampled
     for span in spans:
@@ -191,7 +191,7 @@ RICH = told(
     *PLAIN,
     first=0.75,
     seconds=2.0,
-    origin=Origin("mine", f"00-{TRACE}-{CALLER}-01", ""),
+    origin=Origin("mine", "chat", f"00-{TRACE}-{CALLER}-01", ""),
     num_recomputed=3,
     matched=tuple((tier, 10 + tier) for tier in Tier),
     found=tuple((tier, 1 + tier) for tier in Tier),
@@ -204,7 +204,7 @@ RICH = told(
 def test_what_a_request_carries() -> None:
     attributes = dict(spans_of(RICH)[0].attributes or {})
     assert attributes == {
-        "gen_ai.operation.name": "text_completion",
+        "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "penstock",
         "gen_ai.request.model": "m",
         "gen_ai.response.finish_reasons": ("stop",),
