@@ -19,7 +19,8 @@ CHROMIUM = next(
 WHY_NOT = None if CHROMIUM else "there is no Chromium (Debian: chromium)"
 
 
-@pytest.fixture(scope="session")
+# Closed with its module: while it is open, Playwright's loop runs in this thread, and no other can.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if is_skipped(WHY_NOT):
         pytest.skip(str(WHY_NOT))
