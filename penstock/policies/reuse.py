@@ -9,6 +9,7 @@ is also learnt of blocks that could not be kept, and their uses go on being coun
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -20,7 +21,16 @@ from penstock.types import BlockKey
 _MIN_LEARNING_BLOCKS = 1024
 _MAX_GHOSTS = 1 << 17  # some 30 MB
 
-_Shelf = OrderedDict[Run, None]
+
+class _Shelf(OrderedDict[Run, None]):
+    """Runs of one kind and age, least recently used first."""
+
+    __slots__ = ("due", "stays")
+
+    def __init__(self, stays: float = math.inf) -> None:
+        super().__init__()
+        self.stays = stays  # age at which a run has outgrown it
+        self.due = math.inf  # when the first of its runs has, at the earliest
 
 
 class _Ghost(NamedTuple):
@@ -46,12 +56,11 @@ class Reuse:
         self._now = 0  # blocks that came so far
         self._ages_next = 0  # when the first block can have grown older by a shelf
         self._learning_blocks = max(_MIN_LEARNING_BLOCKS, capacity // 4)
-        # By kind and age; within each, least recently used first.
-        self._shelves: list[list[_Shelf]] = [
-            [OrderedDict() for _ in range(self._rates.num_ages)] for _ in range(NUM_KINDS)
-        ]
+        # By kind and age. What is of the last age stays there.
+        stays = [*self._rates.starts[1:-1], math.inf]
+        self._shelves = [[_Shelf(age) for age in stays] for _ in range(NUM_KINDS)]
         self._shelf_of: dict[Run, _Shelf] = {}
-        self._demoted: _Shelf = OrderedDict()
+        self._demoted = _Shelf()
         self._worst_first: list[_Shelf] = []
         self._ghosts: OrderedDict[BlockKey, _Ghost] = OrderedDict()
         self._max_ghosts = max(1024, min(2 * capacity, _MAX_GHOSTS))
@@ -117,22 +126,24 @@ class Reuse:
         return 1
 
     def _join(self, key: BlockKey, before: BlockKey | None, uses: int) -> None:
-        kind = self._rates.kind_of(uses)
-        youngest = self._shelves[kind][0]
+        youngest = self._shelves[self._rates.begin(uses)][0]
         run = self._runs.ending_with(before)
-        if run is None or self._shelf_of.get(run) is not youngest:
+        if run is not None and self._shelf_of.get(run) is youngest:
+            run.tick = self._now
+            youngest.move_to_end(run)
+        else:
             run = self._runs.start(before)
-            run.uses = uses
+            run.uses, run.tick = uses, self._now
+            self._shelve(run, youngest)
         self._runs.add(key, run)
-        run.tick = self._now
-        self._shelve(run, youngest)
-        self._rates.begin(uses)
 
     def _shelve(self, run: Run, shelf: _Shelf) -> None:
         if self._shelf_of.get(run) is shelf:
             shelf.move_to_end(run)
             return
         self._unshelve(run)
+        if not shelf:
+            shelf.due = run.tick + shelf.stays
         shelf[run] = None
         self._shelf_of[run] = shelf
 
@@ -150,17 +161,22 @@ class Reuse:
 
     def _age(self) -> None:
         """Put every run on the shelf of its age by now. Those of a shelf grow old in turn."""
-        if self._now < self._ages_next:
+        now = self._now
+        if now < self._ages_next:
             return
         starts = self._rates.starts
-        self._ages_next = self._now + max(1, int(starts[1]))
+        self._ages_next = now + max(1, int(starts[1]))
         for shelves in self._shelves:
             for age in range(self._rates.num_ages - 2, -1, -1):
-                shelf, oldest = shelves[age], self._now - starts[age + 1]
-                while shelf and (run := next(iter(shelf))).tick <= oldest:
-                    # At least one on, however the logarithm is rounded.
-                    by_now = max(age + 1, self._rates.age_of(self._now - run.tick))
+                shelf = shelves[age]
+                if shelf.due > now:
+                    continue
+                while shelf and (run := next(iter(shelf))).tick + shelf.stays <= now:
+                    by_now = age + 1
+                    if now - run.tick >= starts[by_now + 1]:
+                        by_now = max(by_now, self._rates.age_of(now - run.tick))
                     self._shelve(run, shelves[by_now])
+                shelf.due = next(iter(shelf)).tick + shelf.stays if shelf else math.inf
 
     def _learn(self) -> None:
         self._rates.compute()

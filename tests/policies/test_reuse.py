@@ -166,8 +166,9 @@ def test_with_nothing_learnt_the_younger_is_worth_more() -> None:
 def test_what_comes_back_more_often_is_worth_more() -> None:
     rates = ReuseRates(1000)
     for _ in range(300):
-        rates.begin(1, 10)
-        rates.begin(2, 10)
+        for _ in range(10):
+            rates.begin(1)
+            rates.begin(2)
         rates.reused(1, 400, 1)
         rates.reused(2, 400, 9)
     rates.compute()
