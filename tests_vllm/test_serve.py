@@ -152,6 +152,12 @@ def test_the_dashboard_and_top_show_it(url: str) -> None:
     assert done.stderr == ""
     _check_shown(json.loads(done.stdout))
 
+    advise = [*penstock, "advise", url, "--json"]
+    done = subprocess.run(advise, capture_output=True, text=True, check=True)
+    advised = json.loads(done.stdout)
+    assert advised["hit_rate"] > 0
+    assert all(each["finding"] for each in advised["advice"])
+
     command = [*penstock, "dashboard", "--metrics", url, "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dashboard:
         try:
