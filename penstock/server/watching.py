@@ -92,7 +92,10 @@ class Watch:
         self.start()
         await self._after(0)
         sessions = await self._sessions()
-        return {**self._watched.describe(), **self._state.data, **sessions}
+        state = {**self._watched.describe(), **self._state.data, **sessions}
+        if "error" not in state:
+            state["phase"] = self._watched.phase()  # as it is now, not a second ago
+        return state
 
     def story(self, request_id: str) -> list[dict[str, Any]]:
         return [] if self._watched.stories is None else self._watched.stories.find(request_id)
