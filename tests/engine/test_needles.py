@@ -1,4 +1,4 @@
-"""Facts hidden in a 7,000-token prompt are recalled alike, wherever its KV has been meanwhile."""
+"""Facts hidden in a 4,000-token prompt are recalled alike, wherever its KV has been meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_needles_are_found_alike_with_everything_offloaded(tmp_path: Path) -> No
     with LLM("smollm2-135m", disk_path=str(tmp_path / "kv"), disk_size=1, **sizes) as llm:
         engine = llm.engine
         assert engine.offloader is not None
-        text = haystack(engine.loaded.tokenizer, 7000)
+        text = haystack(engine.loaded.tokenizer, 4000)
         talks = [
             [{"role": "user", "content": f"Read this.\n{text}\n\n{question}"}]
             for question in NEEDLES
@@ -44,7 +44,7 @@ def test_needles_are_found_alike_with_everything_offloaded(tmp_path: Path) -> No
             return [llm.chat(talk, GREEDY)[0] for talk in talks]
 
         resident = ask()
-        assert len(resident[0].prompt_token_ids) > 6900
+        assert len(resident[0].prompt_token_ids) > 3900
         assert resident[0].metrics.num_loaded_tokens == 0
         # Once in DRAM, once on disk alone: each time all that the device held is forgotten.
         for empty_host in (False, True):
@@ -52,9 +52,9 @@ def test_needles_are_found_alike_with_everything_offloaded(tmp_path: Path) -> No
             engine.step()
             engine.pool.forget()
             if empty_host:
-                assert engine.offloader.empty_host() > 100
+                assert engine.offloader.empty_host() > 60
             again = ask()
-            assert again[0].metrics.num_loaded_tokens > 6800
+            assert again[0].metrics.num_loaded_tokens > 3800
             for before, after in zip(resident, again, strict=True):
                 assert after.outputs[0].token_ids == before.outputs[0].token_ids
         texts = [output.outputs[0].text for output in resident]
