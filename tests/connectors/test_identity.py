@@ -214,6 +214,9 @@ class HfConfig:
     def __init__(self, **fields: Any) -> None:
         self._fields = fields
 
+    def __repr__(self) -> str:  # names a test, alike in every run
+        return f"HfConfig({self._fields})"
+
     def to_dict(self) -> dict[str, Any]:
         return dict(self._fields)
 
