@@ -29,7 +29,9 @@ def load(server: Local) -> Iterator[None]:
             turn = 0
             while not is_over.is_set():
                 turn += 1
-                text = f"{turn % 5} " + "the river and the gate " * 30
+                # By turns one that is known, and one that is new: something is always saved.
+                name = turn if turn % 2 else turn % 10
+                text = f"{name} {number} " + "the river and the gate " * 30
                 body = {"prompt": text, "max_tokens": 8, "user": f"user {number}"}
                 client.post("/v1/completions", json=body)
 

@@ -104,7 +104,13 @@ class TestPage:
 class TestNumbers:
     def test_a_look(self, client: Client) -> None:
         ask(client)
-        state = client.get("/v1/penstock/state").json()
+        state: dict[str, Any] = {}
+
+        def is_seen() -> bool:  # a look is up to a second old
+            state.update(client.get("/v1/penstock/state").json())
+            return bool(state["view"]["tiers"])
+
+        wait_until(is_seen, "the device is seen")
         assert state["phase"] == "serving"
         assert state["models"] == ["tiny"]
         assert {"sessions", "stories", "chat"} == set(state["has"])
