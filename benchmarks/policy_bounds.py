@@ -92,17 +92,14 @@ class Told(Reuse):
         return self.kind + 1
 
     def _learn(self) -> None:
-        """Once, from what is given; else nothing: it is the counting that is wanted."""
+        """Once, from what is given; then it is the counting that is wanted."""
         if self._worst_first:
             return
+        mine = self.counts()
         if self._given is not None:
-            mine = self.counts()
             self._rates._num_begun, self._rates._num_reused = self._given
-            self._rates.compute()
-            self._rates._num_begun, self._rates._num_reused = mine
-        rates, self._rates.compute = self._rates.compute, lambda: None  # type: ignore[method-assign]
         super()._learn()
-        self._rates.compute = rates  # type: ignore[method-assign]
+        self._rates._num_begun, self._rates._num_reused = mine
 
 
 def bound(requests: Sequence[TraceRequest], kinds: Sequence[int], capacity: int) -> float:

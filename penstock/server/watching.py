@@ -151,8 +151,9 @@ class Watch:
             return {**data, "phase": "unreachable", "error": str(error)}
         self._history.add(time.monotonic(), samples)
         view = make_view(self._history)
-        self._points.append(_point(data["unix_seconds"], view))
-        data |= {"phase": self._watched.phase(), "view": view.as_data()}
+        point = _point(data["unix_seconds"], view)
+        self._points.append(point)
+        data |= {"phase": self._watched.phase(), "view": view.as_data(), "point": point}
         if self._num_viewers:
             data |= await self._sessions()
         return data

@@ -29,7 +29,7 @@ export class Charts {
   start(points) { this.points = points; }
 
   add(point) {
-    this.points.push(point);
+    if (point.at !== this.points.at(-1)?.at) this.points.push(point);
     while (this.points.length > 1 && point.at - this.points[0].at > SPAN_SECONDS) this.points.shift();
     CHARTS.forEach((chart, n) => draw(chart, this.drawn[n], this.points, point.at));
   }

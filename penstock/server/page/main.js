@@ -51,14 +51,8 @@ function show(state) {
   tiers.draw(view);
   promptSources(view);
   losses(view);
-  charts.add(point(state.unix_seconds, view));
+  charts.add(state.point);
   if (has.has("sessions") && state.sessions) sessions(state.sessions, state.num_sessions);
-}
-
-function point(at, view) {
-  const sum = (direction) => view.flows.filter((flow) => flow.direction === direction).reduce((total, flow) => total + flow.bytes_per_second, 0);
-  const first = Object.fromEntries(Object.entries(view.first_token_seconds).map(([kind, spread]) => [kind, spread.p50]));
-  return { at, hit_rate: view.hit_rate, load: sum("load"), save: sum("save"), tokens_per_second: view.tokens_per_second, first_token_seconds: first, cold_reads_per_token: view.cold_reads_per_token };
 }
 
 function tiles(view) {
@@ -127,7 +121,7 @@ function sessions(found, count) {
 
 function addStories(told) {
   for (const story of told) stories.set(story.number, story);
-  for (const number of [...stories.keys()].slice(0, -MAX_STORIES)) stories.delete(number);
+  for (const old of [...stories.keys()].slice(0, -MAX_STORIES)) stories.delete(old);
   const latest = [...stories.values()].reverse();
   replaceIfNew(byId("stories-rows"), latest.map((story) => story.number), () => latest.map((story) => {
     const parts = sources(story);
@@ -137,7 +131,6 @@ function addStories(told) {
       make("td", {}, bar(parts, { label: parts.map(([, , name]) => name).join(", ") })),
       make("td", { class: "num" }, duration(story.first_token_seconds)));
   }));
-  if (!latest.length) byId("stories-rows").replaceChildren();
 }
 
 async function openStory(id, known = null) {
