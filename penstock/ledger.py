@@ -16,6 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, KeysView, Sequence
 from heapq import heappop, heappush
+from itertools import repeat
 from typing import NamedTuple
 
 from penstock.errors import BookError
@@ -121,25 +122,27 @@ class Ledger:
             victims = self._policy.pick(num_short, self._is_idle)
             if not victims:
                 raise BookError("the policy offers fewer idle blocks than the ledger counts")
-            for victim in victims:
-                self._free(self._slot_of.pop(victim))
-        slots = self._take(len(keys))
-        for key, slot in zip(keys, slots, strict=True):
-            self._slot_of[key] = slot
-            self._key_in[slot] = key
-            self._state[slot] = _FILLING
-        for parent, slot in zip(before, slots, strict=bool(before)):
-            self._before[slot] = parent
+        slots = self._take(len(keys) - len(victims))
+        if victims:
+            slots += map(self._slot_of.pop, victims)
+            slots.sort()  # neighbours become one run
+        slot_of, key_in, state, parents = self._slot_of, self._key_in, self._state, self._before
+        for key, slot, parent in zip(keys, slots, before or repeat(None), strict=bool(before)):
+            slot_of[key] = slot
+            key_in[slot] = key
+            state[slot] = _FILLING
+            parents[slot] = parent
         self._num_filling += len(keys)
-        return Claim(slots, tuple(victims))
+        return Claim(tuple(slots), tuple(victims))
 
     def commit(self, keys: Iterable[BlockKey]) -> None:
         """The claimed blocks have arrived and may be offered."""
         pairs = self._filling(keys)
-        insert = self._policy.insert
-        for key, slot in pairs:
-            self._state[slot] = _READY
-            insert(key, self._before[slot])
+        state, parents = self._state, self._before
+        for _, slot in pairs:
+            state[slot] = _READY
+        keys = [key for key, _ in pairs]
+        self._policy.insert_all(keys, [parents[slot] for _, slot in pairs])
         self._num_filling -= len(pairs)
 
     def abort(self, keys: Iterable[BlockKey]) -> None:
@@ -165,23 +168,23 @@ class Ledger:
 
     def use_ready(self, keys: Iterable[BlockKey]) -> list[Slot | None]:
         """Lease and touch those of `keys` that are READY; None stands for each that is not."""
-        slots: list[Slot | None] = []
-        find, state, num_leases, touch = (
-            self._slot_of.get,
-            self._state,
-            self._num_leases,
-            self._policy.touch,
-        )
+        found: list[Slot | None] = []
+        used: list[BlockKey] = []
+        find, state, num_leases = self._slot_of.get, self._state, self._num_leases
+        num_new = 0
         for key in keys:
             slot = find(key)
             if slot is not None and state[slot] == _READY:
-                self._num_leased += num_leases[slot] == 0
+                if not num_leases[slot]:
+                    num_new += 1
                 num_leases[slot] += 1
-                touch(key)
-                slots.append(slot)
+                used.append(key)
+                found.append(slot)
             else:
-                slots.append(None)
-        return slots
+                found.append(None)
+        self._num_leased += num_new
+        self._policy.touch_all(used)
+        return found
 
     def release(self, slots: Sequence[Slot]) -> None:
         """Take back one lease on each slot. By slot: a doomed block's key may be here anew."""
@@ -190,11 +193,12 @@ class Ledger:
         for slot, count in counts.items():
             if num_leases[slot] < count:
                 raise BookError(f"slot {slot} is released more often than leased")
+        state = self._state
         for slot in slots:
-            num_leases[slot] -= 1
-            if not num_leases[slot]:
+            num_left = num_leases[slot] = num_leases[slot] - 1
+            if not num_left:
                 self._num_leased -= 1
-                if self._state[slot] == _DOOMED:
+                if state[slot] == _DOOMED:
                     self._num_doomed -= 1
                     self._free(slot)
 
@@ -269,14 +273,14 @@ class Ledger:
     def _is_idle(self, key: BlockKey) -> bool:
         return not self._num_leases[self._slot_of[key]]
 
-    def _take(self, count: int) -> tuple[Slot, ...]:
+    def _take(self, count: int) -> list[Slot]:
         num_recycled = min(count, len(self._freed))
         # The lowest first: neighbours become one run, and a disk fills from its beginning.
         slots = [heappop(self._freed) for _ in range(num_recycled)]
         num_fresh = count - num_recycled
-        slots.extend(Slot(slot) for slot in range(self._fresh, self._fresh + num_fresh))
+        slots.extend(map(Slot, range(self._fresh, self._fresh + num_fresh)))
         self._fresh += num_fresh
-        return tuple(slots)
+        return slots
 
     def _free(self, slot: Slot) -> None:
         self._key_in[slot] = None

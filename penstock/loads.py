@@ -12,7 +12,7 @@ from penstock.books import GONE, Books, all_ok
 from penstock.flights import Flight, Flights
 from penstock.pins import Pins
 from penstock.tickets import Ticket, Tickets
-from penstock.types import BlockKey, Slot, TicketId, Tier, Transfer, Verdict
+from penstock.types import BlockKey, TicketId, Tier, Transfer, Verdict
 from penstock.write_down import WriteDown
 
 
@@ -40,42 +40,24 @@ class Loads:
 
     def plan(self, ticket: Ticket, positions: Sequence[int]) -> None:
         """Lease, join or fetch each block; what finds no room in HOST waits in the ticket."""
-        below: dict[Tier, list[int]] = {}
-        num_missing = 0
         found = self._host.use_ready([ticket.keys[position] for position in positions])
-        if None in found and not ticket.planned:
+        is_whole = None not in found
+        if not is_whole and not ticket.planned:
             # Lease before claim: what is in HOST further on must be held before others need room.
             rest = range(ticket.num_planned, len(ticket.keys))
             ticket.num_planned = len(ticket.keys)
             found += self._host.use_ready([ticket.keys[position] for position in rest])
             positions = [*positions, *rest]
-        lower = self._books.readable()
-        for position, slot in zip(positions, found, strict=True):
-            key = ticket.keys[position]
-            if slot is not None:
-                ticket.leased.append((position, slot))
-                continue
-            if self._host.is_filling(key):
-                self._joiners.setdefault(key, []).append((ticket, position))
-                continue
-            for tier, ledger in lower:
-                if ledger.is_ready(key):
-                    below.setdefault(tier, []).append(position)
-                    break
-            else:
-                ticket.judge([position], Verdict.MISSING)
-                num_missing += 1
-        at = [position for position, _ in ticket.leased]
-        leased = [ticket.keys[position] for position in at]
-        self._write_down.offer(leased, ticket.tenant, ticket.before(at))
-        for tier, wanted in below.items():
-            room = self._host.num_claimable
-            self._fetch(tier, ticket, wanted[:room])
-            ticket.waiting.extend(wanted[room:])
-        ticket.waiting.sort()
+        pairs = zip(positions, found, strict=True)
+        ticket.leased += [(position, slot) for position, slot in pairs if slot is not None]
+        if self._write_down.tiers:
+            at = [position for position, _ in ticket.leased]
+            leased = [ticket.keys[position] for position in at]
+            self._write_down.offer(leased, ticket.tenant, ticket.before(at))
+        if not is_whole:
+            pairs = zip(positions, found, strict=True)
+            self._seek(ticket, [position for position, slot in pairs if slot is None])
         self._send_leased(ticket, spread=ticket.planned)
-        if num_missing:
-            self._books.lose(Tier.HOST, Tier.DEVICE, Verdict.MISSING, num_missing, "")
 
     def settle_arrival(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
         """Blocks came to the device or did not."""
@@ -150,6 +132,31 @@ class Loads:
             and owed.intersection(flight.transfer.keys)
         }
 
+    def _seek(self, ticket: Ticket, positions: Sequence[int]) -> None:
+        """Blocks that are not in HOST: join those that come, fetch those that lie below."""
+        below: dict[Tier, list[int]] = {}
+        missing: list[int] = []
+        lower = self._books.readable()
+        for position in positions:
+            key = ticket.keys[position]
+            if self._host.is_filling(key):
+                self._joiners.setdefault(key, []).append((ticket, position))
+                continue
+            for tier, ledger in lower:
+                if ledger.is_ready(key):
+                    below.setdefault(tier, []).append(position)
+                    break
+            else:
+                missing.append(position)
+        for tier, wanted in below.items():
+            room = self._host.num_claimable
+            self._fetch(tier, ticket, wanted[:room])
+            ticket.waiting.extend(wanted[room:])
+        ticket.waiting.sort()
+        if missing:
+            ticket.judge(missing, Verdict.MISSING)
+            self._books.lose(Tier.HOST, Tier.DEVICE, Verdict.MISSING, len(missing), "")
+
     def _fetch(self, tier: Tier, ticket: Ticket, positions: Sequence[int]) -> None:
         keys = [ticket.keys[position] for position in positions]
         source_slots = self._books.lower[tier].lease(keys)
@@ -172,27 +179,21 @@ class Loads:
 
     def _send_leased(self, ticket: Ticket, *, spread: bool = False) -> None:
         leased, ticket.leased = ticket.leased, []
-        keys: list[BlockKey] = []
-        sources: list[Slot] = []
-        targets: list[Slot] = []
-        positions: list[int] = []
-        for position, slot in leased:
-            target = ticket.device_slots[position]
-            if target is None:
-                self._pins.keep(slot)
-                ticket.pins[position] = slot
-                ticket.judge([position], Verdict.OK)
-                continue
-            keys.append(ticket.keys[position])
-            sources.append(slot)
-            targets.append(target)
-            positions.append(position)
+        into = ticket.device_slots
+        staying = [pair for pair in leased if into[pair[0]] is None]
+        for position, pin in staying:
+            self._pins.keep(pin)
+            ticket.pins[position] = pin
+            ticket.judge([position], Verdict.OK)
+        if staying:
+            leased = [pair for pair in leased if into[pair[0]] is not None]
+        positions = [position for position, _ in leased]
         self._flights.post(
             Tier.HOST,
             Tier.DEVICE,
-            keys,
-            sources,
-            targets,
+            [ticket.keys[position] for position in positions],
+            [source for _, source in leased],
+            [slot for position in positions if (slot := into[position]) is not None],
             spread=spread,
             deadline=ticket.deadline,
             ticket=ticket,

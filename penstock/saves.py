@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.books import Books
+from penstock.books import Books, all_ok
 from penstock.flights import Flight, Flights
 from penstock.tickets import Ticket
 from penstock.types import BlockKey, Tier, Verdict
@@ -67,12 +67,18 @@ class Saves:
         ticket, keys = flight.ticket, flight.transfer.keys
         assert ticket is not None
         self.num_pending -= len(keys)
-        for position, verdict in zip(flight.positions, verdicts, strict=True):
-            ticket.judge([position], verdict)
         self._arrive(keys, verdicts)
-        pairs = zip(flight.positions, verdicts, strict=True)
+        if all_ok(verdicts):
+            ticket.judge(flight.positions, Verdict.OK)
+            self._offer(ticket, flight.positions)
+            return
+        pairs = list(zip(flight.positions, verdicts, strict=True))
+        for position, verdict in pairs:
+            ticket.judge([position], verdict)
         self._offer(ticket, [position for position, verdict in pairs if verdict is Verdict.OK])
 
     def _offer(self, ticket: Ticket, positions: Sequence[int]) -> None:
+        if not self._write_down.tiers:
+            return
         keys = [ticket.keys[position] for position in positions]
         self._write_down.offer(keys, ticket.tenant, ticket.before(positions))

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+from penstock.policies.base import Policy
 from penstock.types import BlockKey
 
 _Queue = OrderedDict[BlockKey, None]  # least recent first
 _Ghosts = OrderedDict[int, None]
 
 
-class ARC:
+class ARC(Policy):
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._demoted: _Queue = OrderedDict()

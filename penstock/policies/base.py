@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.types import BlockKey
@@ -29,7 +29,17 @@ class Policy(Protocol):
         """`before` is the block that this one follows in its prompt; None: nothing, or unknown."""
         ...
 
+    def insert_all(self, keys: Sequence[BlockKey], before: Sequence[BlockKey | None]) -> None:
+        """As `insert` of each in turn; for those who can do it faster."""
+        for key, previous in zip(keys, before, strict=True):
+            self.insert(key, previous)
+
     def touch(self, key: BlockKey) -> None: ...
+
+    def touch_all(self, keys: Sequence[BlockKey]) -> None:
+        """As `touch` of each in turn; for those who can do it faster."""
+        for key in keys:
+            self.touch(key)
 
     def forget(self, key: BlockKey) -> None: ...
 

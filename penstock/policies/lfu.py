@@ -14,6 +14,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+from penstock.policies.base import Policy
 from penstock.types import BlockKey
 
 _DEMOTED = 0  # below all that blocks can be worth
@@ -37,7 +38,7 @@ class _Taken(NamedTuple):
     is_idle: bool
 
 
-class LFU:
+class LFU(Policy):
     def __init__(self, capacity: int) -> None:
         self._age = 0
         self._shelf_of: dict[BlockKey, _Shelf] = {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+from penstock.policies.base import Policy
 from penstock.types import BlockKey
 
 
-class LRU:
+class LRU(Policy):
     def __init__(self, capacity: int) -> None:
         self._order: OrderedDict[BlockKey, None] = OrderedDict()  # least recent first
 

@@ -8,13 +8,14 @@ least recently used leaf. Runs of blocks stand for its nodes here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from penstock.policies.base import Policy
 from penstock.policies.runs import Run, Runs
 from penstock.types import BlockKey
 
 
-class PrefixLRU:
+class PrefixLRU(Policy):
     def __init__(self, capacity: int) -> None:
         self._runs = Runs()
         self._order: OrderedDict[Run, None] = OrderedDict()  # least recent first
@@ -26,20 +27,17 @@ class PrefixLRU:
         return True
 
     def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
-        run = self._runs.ending_with(before)
-        if run is None:
-            run = self._runs.start(before)
-        self._runs.add(key, run)
-        self._order[run] = None
-        self._order.move_to_end(run)
+        self._join([key], before)
 
     def touch(self, key: BlockKey) -> None:
         run, before, taken = self._runs.take(key)
         if run.is_empty:
             del self._order[run]
-        for each in taken:
-            self.insert(each, before)
-            before = each
+        self._join(taken, before)
+
+    def touch_all(self, keys: Sequence[BlockKey]) -> None:
+        for key in self._runs.last_ones(keys):
+            self.touch(key)
 
     def forget(self, key: BlockKey) -> None:
         run = self._runs.remove(key)
@@ -59,3 +57,12 @@ class PrefixLRU:
 
     def check(self) -> None:
         self._runs.check(self._order)
+
+    def _join(self, keys: Sequence[BlockKey], before: BlockKey | None) -> None:
+        """Blocks that follow each other were used just now."""
+        run = self._runs.ending_with(before)
+        if run is None:
+            run = self._runs.start(before)
+        self._runs.add(keys, run)
+        self._order[run] = None
+        self._order.move_to_end(run)

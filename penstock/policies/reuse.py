@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from penstock.policies.base import Policy
 from penstock.policies.reuse_rates import NUM_KINDS, ReuseRates
 from penstock.policies.runs import Run, Runs
 from penstock.types import BlockKey
@@ -49,7 +50,7 @@ class _Returning(NamedTuple):
     num_blocks: int
 
 
-class Reuse:
+class Reuse(Policy):
     def __init__(self, capacity: int) -> None:
         self._runs = Runs()
         self._rates = ReuseRates(capacity)
@@ -59,6 +60,11 @@ class Reuse:
         # By kind and age. What is of the last age stays there.
         stays = [*self._rates.starts[1:-1], math.inf]
         self._shelves = [[_Shelf(age) for age in stays] for _ in range(NUM_KINDS)]
+        self._oldest_first = [
+            (shelves[age], age, shelves)
+            for shelves in self._shelves
+            for age in reversed(range(len(stays) - 1))
+        ]
         self._shelf_of: dict[Run, _Shelf] = {}
         self._demoted = _Shelf()
         self._worst_first: list[_Shelf] = []
@@ -75,9 +81,20 @@ class Reuse:
 
     def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
         self._now += 1
-        self._join(key, before, self._uses_of(key, before))
+        self._join([key], before, self._uses_of(key, before))
         if self._now % self._learning_blocks == 0:
             self._learn()
+
+    def insert_all(self, keys: Sequence[BlockKey], before: Sequence[BlockKey | None]) -> None:
+        last, _, num_returning = self._returning
+        is_new = self._ghosts.keys().isdisjoint(keys) and not (num_returning and last in before)
+        is_chain = list(before[1:]) == list(keys[:-1])
+        num_until_learning = self._learning_blocks - self._now % self._learning_blocks
+        if not is_new or not is_chain or len(keys) >= num_until_learning:
+            super().insert_all(keys, before)
+        elif keys:
+            self._now += len(keys)
+            self._join(keys, before[0], 1)
 
     def touch(self, key: BlockKey) -> None:
         run, before, taken = self._runs.take(key)
@@ -86,9 +103,11 @@ class Reuse:
             count += run.num_evicted  # its tail would have been used as well
             self._unshelve(run)
         self._rates.reused(run.uses, self._now - run.tick, count)
-        for each in taken:
-            self._join(each, before, run.uses + 1)
-            before = each
+        self._join(taken, before, run.uses + 1)
+
+    def touch_all(self, keys: Sequence[BlockKey]) -> None:
+        for key in self._runs.last_ones(keys):
+            self.touch(key)
 
     def forget(self, key: BlockKey) -> None:
         run = self._runs.remove(key)
@@ -125,8 +144,9 @@ class Reuse:
             return uses
         return 1
 
-    def _join(self, key: BlockKey, before: BlockKey | None, uses: int) -> None:
-        youngest = self._shelves[self._rates.begin(uses)][0]
+    def _join(self, keys: Sequence[BlockKey], before: BlockKey | None, uses: int) -> None:
+        """Blocks that follow each other were used just now, for so many times in all."""
+        youngest = self._shelves[self._rates.begin(uses, len(keys))][0]
         run = self._runs.ending_with(before)
         if run is not None and self._shelf_of.get(run) is youngest:
             run.tick = self._now
@@ -135,7 +155,7 @@ class Reuse:
             run = self._runs.start(before)
             run.uses, run.tick = uses, self._now
             self._shelve(run, youngest)
-        self._runs.add(key, run)
+        self._runs.add(keys, run)
 
     def _shelve(self, run: Run, shelf: _Shelf) -> None:
         if self._shelf_of.get(run) is shelf:
@@ -166,17 +186,15 @@ class Reuse:
             return
         starts = self._rates.starts
         self._ages_next = now + max(1, int(starts[1]))
-        for shelves in self._shelves:
-            for age in range(self._rates.num_ages - 2, -1, -1):
-                shelf = shelves[age]
-                if shelf.due > now:
-                    continue
-                while shelf and (run := next(iter(shelf))).tick + shelf.stays <= now:
-                    by_now = age + 1
-                    if now - run.tick >= starts[by_now + 1]:
-                        by_now = max(by_now, self._rates.age_of(now - run.tick))
-                    self._shelve(run, shelves[by_now])
-                shelf.due = next(iter(shelf)).tick + shelf.stays if shelf else math.inf
+        for shelf, age, shelves in self._oldest_first:
+            if shelf.due > now:
+                continue
+            while shelf and (run := next(iter(shelf))).tick + shelf.stays <= now:
+                by_now = age + 1
+                if now - run.tick >= starts[by_now + 1]:
+                    by_now = max(by_now, self._rates.age_of(now - run.tick))
+                self._shelve(run, shelves[by_now])
+            shelf.due = next(iter(shelf)).tick + shelf.stays if shelf else math.inf
 
     def _learn(self) -> None:
         self._rates.compute()

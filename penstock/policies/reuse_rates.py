@@ -45,10 +45,10 @@ class ReuseRates:
         age = int(_STEPS_PER_OCTAVE * math.log2(1 + num_blocks / self._unit))
         return min(age, self.num_ages - 1)
 
-    def begin(self, uses: int) -> int:
-        """A block has been used so often now; it may come back, or not. Returns its kind."""
+    def begin(self, uses: int, count: int = 1) -> int:
+        """So many have been used so often now; they may come back, or not. Returns their kind."""
         kind = self.kind_of(uses)
-        self._num_begun[kind] += 1
+        self._num_begun[kind] += count
         return kind
 
     def reused(self, uses: int, num_blocks_since: int, count: int = 1) -> None:

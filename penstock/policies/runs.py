@@ -8,7 +8,7 @@ million blocks holds some ten thousand runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import BookError
@@ -55,9 +55,11 @@ class Runs:
         self._follow(run)
         return run
 
-    def add(self, key: BlockKey, run: Run) -> None:
-        run.keys.append(key)
-        self._run_of[key] = run
+    def add(self, keys: Sequence[BlockKey], run: Run) -> None:
+        """Blocks that follow each other, and the last one of the run."""
+        run.keys += keys
+        for key in keys:
+            self._run_of[key] = run
 
     def take(self, key: BlockKey) -> tuple[Run, BlockKey | None, list[BlockKey]]:
         """Take a block out of its run, with those before it there: they were used with it.
@@ -76,6 +78,23 @@ class Runs:
             del self._run_of[each]
         return run, before, taken
 
+    def last_ones(self, keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
+        """Of blocks used in this order, those to `take` that take all the others along."""
+        run_of = self._run_of
+        start = 0
+        while start < len(keys):
+            run = run_of[keys[start]]
+            first = run.num_left_behind
+            end = start + 1
+            while end < len(keys) and run_of[keys[end]] is run:
+                end += 1
+            stretch = keys[start:end]
+            if run.keys[first : first + len(stretch)] == stretch:
+                yield stretch[-1]
+            else:
+                yield from stretch
+            start = end
+
     def split(self, key: BlockKey) -> tuple[Run, Run]:
         """A run of its own for a block and those behind it in its run; returns old and new."""
         run = self._run_of[key]
@@ -84,8 +103,7 @@ class Runs:
             return run, run
         behind = self.start(run.keys[place - 1])
         behind.uses, behind.tick, behind.num_evicted = run.uses, run.tick, run.num_evicted
-        for each in run.keys[place:]:
-            self.add(each, behind)
+        self.add(run.keys[place:], behind)
         del run.keys[place:]
         run.num_evicted = 0
         return run, behind
@@ -108,35 +126,41 @@ class Runs:
 
         Returns them, and the runs that are empty now, each with its first block.
         """
-        taken: list[tuple[Run, BlockKey]] = []
+        taken: list[tuple[Run, list[BlockKey]]] = []
+        num_left = num_victims
         for run in order():
-            if len(taken) == num_victims:
-                break
-            while len(taken) < num_victims and not run.is_empty:
+            while num_left and not run.is_empty:
                 last = self._end_behind(run)
-                if not is_idle(last.keys[-1]):
+                keys = self._pop_idle(last, num_left, is_idle)
+                if not keys:
                     break
-                taken.append((last, last.keys.pop()))
-        if len(taken) < num_victims:
+                taken.append((last, keys))
+                num_left -= len(keys)
+            if not num_left:
+                break
+        if num_left:
             # What lies before a block in use: then even that has to go.
             held_up = _idle_ones(order(), is_idle)
-            if len(taken) + len(held_up) < num_victims:
-                for run, key in reversed(taken):
-                    run.keys.append(key)
+            if len(held_up) < num_left:
+                for run, keys in reversed(taken):
+                    run.keys += reversed(keys)
                 return [], {}
-            for key in held_up[: num_victims - len(taken)]:
+            for key in held_up[:num_left]:
                 run = self._run_of[key]
                 del run.keys[run.keys.index(key, run.num_left_behind)]
-                taken.append((run, key))
+                taken.append((run, [key]))
+        victims: list[BlockKey] = []
         emptied: dict[Run, BlockKey] = {}
-        for run, key in taken:
-            del self._run_of[key]
-            run.num_evicted += 1
+        for run, keys in taken:
+            victims += keys
+            run.num_evicted += len(keys)
             if run.is_empty:
-                emptied[run] = key  # the last one to go is the first one there
+                emptied[run] = keys[-1]  # the last one to go is the first one there
+        for key in victims:
+            del self._run_of[key]
         for run in emptied:
             self._leave(run)
-        return [key for _, key in taken], emptied
+        return victims, emptied
 
     def check(self, order: Iterable[Run]) -> None:
         runs = list(order)
@@ -145,6 +169,19 @@ class Runs:
             raise BookError("a block is in no run, or in two")
         if any(run.is_empty for run in runs):
             raise BookError("an empty run is kept")
+
+    def _pop_idle(
+        self, run: Run, max_keys: int, is_idle: Callable[[BlockKey], bool]
+    ) -> list[BlockKey]:
+        """Take idle blocks off the end of a run that nothing follows, until something does."""
+        keys, following = run.keys, self._following
+        popped: list[BlockKey] = []
+        for _ in range(min(max_keys, len(keys) - run.num_left_behind)):
+            key = keys[-1]
+            if not is_idle(key) or (popped and key in following):
+                break
+            popped.append(keys.pop())
+        return popped
 
     def _end_behind(self, run: Run) -> Run:
         """Of the runs that follow this one's end, one that nothing follows.

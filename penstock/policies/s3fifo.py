@@ -11,12 +11,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 
+from penstock.policies.base import Policy
 from penstock.types import BlockKey
 
 MAX_USES = 3
 
 
-class S3FIFO:
+class S3FIFO(Policy):
     def __init__(self, capacity: int) -> None:
         self._small: OrderedDict[BlockKey, int] = OrderedDict()  # key -> uses since it entered
         self._main: OrderedDict[BlockKey, int] = OrderedDict()

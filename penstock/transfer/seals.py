@@ -24,8 +24,8 @@ class Seals:
         self, arena: Arena, *, checksums: bool = False, memory: memoryview | None = None
     ) -> None:
         self._arena = arena
-        self._keys = (
-            memoryview(bytearray(arena.num_slots * KEY_BYTES)) if memory is None else memory
+        self._keys: list[bytes] | _SharedKeys = (
+            [_NOTHING] * arena.num_slots if memory is None else _SharedKeys(memory)
         )
         self._sums: list[bytes] | None = [b""] * arena.num_slots if checksums else None
 
@@ -33,7 +33,7 @@ class Seals:
         """The slots are about to be written: until sealed again they hold nothing."""
         keys = self._keys
         for slot in slots:
-            keys[slot * KEY_BYTES : slot * KEY_BYTES + KEY_BYTES] = _NOTHING
+            keys[slot] = _NOTHING
 
     def seal(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         if self._sums is not None:
@@ -41,14 +41,12 @@ class Seals:
                 self._sums[slot] = self._checksum(slot)
         held = self._keys
         for key, slot in zip(keys, slots, strict=True):
-            held[slot * KEY_BYTES : slot * KEY_BYTES + KEY_BYTES] = key
+            held[slot] = key
 
     def verdicts(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Verdict]:
         held = self._keys
         verdicts = [
-            Verdict.OK
-            if bytes(held[slot * KEY_BYTES : slot * KEY_BYTES + KEY_BYTES]) == key
-            else Verdict.MISSING
+            Verdict.OK if held[slot] == key else Verdict.MISSING
             for key, slot in zip(keys, slots, strict=True)
         ]
         if self._sums is not None:
@@ -59,3 +57,16 @@ class Seals:
 
     def _checksum(self, slot: Slot) -> bytes:
         return xxhash.xxh3_128_digest(self._arena.view(slot)[: self._arena.block_bytes])
+
+
+class _SharedKeys:
+    """Keys in memory that several processes share, slot by slot."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def __getitem__(self, slot: int) -> bytes:
+        return bytes(self._memory[slot * KEY_BYTES : slot * KEY_BYTES + KEY_BYTES])
+
+    def __setitem__(self, slot: int, key: bytes) -> None:
+        self._memory[slot * KEY_BYTES : slot * KEY_BYTES + KEY_BYTES] = key

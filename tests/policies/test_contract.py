@@ -261,6 +261,42 @@ def fingerprints() -> str:
     return repr(found)
 
 
+@every_policy
+@pytest.mark.parametrize("seed", range(4))
+def test_many_at_once_are_as_one_by_one(make: Make, seed: int) -> None:
+    rng = random.Random(seed)
+    capacity = 200
+    at_once, one_by_one = make(capacity), make(capacity)
+    held: dict[BlockKey, None] = {}
+    # Branches of a tree: prompts share their beginnings, and some start in the middle.
+    prompts = [
+        [key_of(1000 * (place < shared or number) + place) for place in range(length)]
+        for number in range(30)
+        for shared, length in [(rng.randrange(8), rng.randrange(8, 40))]
+    ]
+    for _ in range(300):
+        prompt = rng.choice(prompts)
+        prompt = prompt[rng.randrange(4) :] if rng.random() < 0.1 else prompt
+        used = [key for key in prompt if key in held]
+        new = [key for key in prompt if key not in held]
+        parents = [prompt[place - 1] if (place := prompt.index(key)) else None for key in new]
+        at_once.touch_all(used)
+        for key in used:
+            one_by_one.touch(key)
+        num_victims = max(0, len(held) + len(new) - capacity)
+        in_use = set(used)
+        victims = at_once.pick(num_victims, lambda key, in_use=in_use: key not in in_use)
+        assert victims == one_by_one.pick(num_victims, lambda key, in_use=in_use: key not in in_use)
+        at_once.insert_all(new, parents)
+        for key, parent in zip(new, parents, strict=True):
+            one_by_one.insert(key, parent)
+        for key in victims:
+            del held[key]
+        held.update(dict.fromkeys(new))
+    assert len(held) > capacity // 2
+    assert at_once.pick(len(held), lambda _: True) == one_by_one.pick(len(held), lambda _: True)
+
+
 def test_every_process_chooses_the_same() -> None:
     """Whatever its hash seed: nothing follows from the order of a set."""
     here = Path(__file__)
