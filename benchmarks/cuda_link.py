@@ -1,6 +1,7 @@
 """HOST to and from a GPU through the façade, against one large copy of pinned memory.
 
-Blocks are scattered over the pool. One way, and both ways at once.
+Blocks are scattered over the pool, and come in tickets of a prompt's size. One way, and both ways
+at once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SHAPES = {
     "1.4 MiB": (30, 64, 3, 64),
     "2 MiB": (32, 16, 8, 128),
 }
-TOTAL_BYTES = 2 << 30
+TOTAL_BYTES = 4 << 30
+PROMPT_BYTES = 256 << 20  # Llama-3.1-8B: 2,048 tokens
 _cuda: Any = torch.cuda
 
 
@@ -43,6 +45,7 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
     layers, tokens, kv_heads, head_dim = SHAPES[label]
     block_bytes = 2 * layers * tokens * kv_heads * head_dim * 2
     num = TOTAL_BYTES // block_bytes
+    per_prompt = PROMPT_BYTES // block_bytes
     device = DevicePool(3 * num, layers, tokens, kv_heads, head_dim, torch.bfloat16, "cuda")
     device.tensor.normal_()
     size = num * block_bytes
@@ -71,10 +74,12 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
 
             def work() -> None:
                 tickets = []
-                if loads:  # first: what is saved then may push these out
-                    tickets.append(offloader.load(old, slots[num:]))
-                if saves:
-                    tickets.append(offloader.save(keys, slots[:num]))
+                for start in range(0, num, per_prompt):
+                    prompt = slice(start, start + per_prompt)
+                    if loads:  # first: what is saved then may push these out
+                        tickets.append(offloader.load(old[prompt], slots[num:][prompt]))
+                    if saves:
+                        tickets.append(offloader.save(keys[prompt], slots[:num][prompt]))
                 _whole(offloader.wait(tickets))
 
             return seconds_of(work)

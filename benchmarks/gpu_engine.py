@@ -15,6 +15,7 @@ import argparse
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -36,7 +37,8 @@ from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
-from penstock.types import Slot, Verdict
+from penstock.events import Decided, Event, Lost, Observer
+from penstock.types import Direction, Slot, Verdict
 
 BLOCK_TOKENS = 16
 GIB = 1 << 30
@@ -56,7 +58,11 @@ class Scale:
 
     @contextmanager
     def engine(
-        self, pool_tokens: int, host_tokens: int, residency: ResidencyConfig | None = None
+        self,
+        pool_tokens: int,
+        host_tokens: int,
+        residency: ResidencyConfig | None = None,
+        observers: tuple[Observer, ...] = (),
     ) -> Iterator[Engine]:
         tiers = None
         if host_tokens:
@@ -69,7 +75,7 @@ class Scale:
             32,
             residency=residency or ResidencyConfig(),
         )
-        engine = Engine(self.loaded, config, tiers)
+        engine = Engine(self.loaded, config, tiers, observers)
         engine.runner.warm_up(lambda _: None)
         arena = None if engine.offloader is None else engine.offloader.host
         while arena is not None and arena.num_for_device < arena.num_slots:
@@ -139,6 +145,34 @@ def ttft(scale: Scale, rounds: int) -> None:
             say(row)
 
 
+class _Watch:
+    """Why blocks were computed: nothing had them, to load them looked dear, or they were lost."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.decisions: list[Decided] = []
+        self.lost: Counter[str] = Counter()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Decided):
+            self.decisions.append(event)
+        elif isinstance(event, Lost) and event.direction is Direction.LOAD:
+            self.lost[event.verdict.label] += event.num_blocks
+
+    def row(self, num_blocks: int) -> dict[str, Any]:
+        declined = [each for each in self.decisions if each.num_loaded < each.num_matched]
+        row: dict[str, Any] = {
+            "matched": sum(each.num_matched for each in self.decisions) / num_blocks,
+            "declined": sum(each.num_matched - each.num_loaded for each in declined) / num_blocks,
+            "lost": dict(self.lost),
+        }
+        if declined:
+            row["first_declined"] = [declined[0].load_seconds, declined[0].compute_seconds]
+        return row
+
+
 def cache(scale: Scale) -> None:
     """Prompts come back in a random order; all of them together are 24 GiB."""
     num, length = 24, scale.tokens(8_192)
@@ -146,14 +180,17 @@ def cache(scale: Scale) -> None:
     asked = random.Random(0).choices(prompts, k=36)
     for gib in (0, 16, 64):
         host_tokens = gib * GIB // 131_072 // (64 if scale.tiny else 1)
-        with scale.engine(4 * length, host_tokens) as engine:
+        watch = _Watch()
+        with scale.engine(4 * length, host_tokens, observers=(watch,)) as engine:
             serve(engine, prompts)
             if engine.offloader is not None:
                 engine.offloader.drain()
+            watch.clear()
             seconds, requests = serve(engine, asked)
             cached = sum(request.num_cached_tokens for request in requests)
             total = len(asked) * length
-            say({"dram_gib": gib, "tokens_per_second": total / seconds, "cached": cached / total})
+            row = {"dram_gib": gib, "tokens_per_second": total / seconds, "cached": cached / total}
+            say(row | watch.row(len(asked) * length // BLOCK_TOKENS))
 
 
 def larger(scale: Scale) -> None:

@@ -5,11 +5,12 @@
     python -m benchmarks.sessions --tiny                a CPU: the same proportions, in small
 
 Sessions share a template, come in bursts (the peak of a month's end), and each asks for some
-tokens. A pool for 2.8 of them, DRAM for the rest. Three systems see the same arrivals: the device
-alone; naive residency, which lets the oldest blocks of anybody go, whatever they are; and prefix,
-tail and budget. A session that finds the queue full is turned away. After a while what has not
-ended is given up, and the next burst comes. In float32 (`--tiny`, or `--small` on a GPU) answers
-are compared with those of the device alone; in bfloat16 they depend on who else is in the batch.
+tokens. A pool for 2.8 of them, DRAM for the rest. Four systems see the same arrivals: the device
+alone; naive residency, which lets the oldest blocks of anybody go, whatever they are; prefix, tail
+and budget; and sessions that take turns. A session that finds the queue full is turned away. After
+a while what has not ended is given up, and the next burst comes. In float32 (`--tiny`, or `--small`
+on a GPU) answers are compared with those of the device alone; in bfloat16 they depend on who else
+is in the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import argparse
 import json
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Load:
     burst_sessions: int
     burst_seconds: float
     window_seconds: float
+    turn_seconds: float = 0.5
     pool_sessions: float = 2.8
     max_waiting: int = 1
 
@@ -49,6 +51,7 @@ class Result:
     num_admitted: int = 0
     num_rejected: int = 0
     most_at_once: int = 0
+    num_finished: int = 0
     num_tokens: int = 0
     token_seconds: list[float] = field(default_factory=list)
     first_token_seconds: list[float] = field(default_factory=list)
@@ -71,6 +74,7 @@ class Result:
             "first_token_ms_p99": percentile(self.first_token_seconds, 0.99),
             "tokens_per_second": round(self.num_tokens / self.seconds, 1),
             "seconds": round(self.seconds, 1),
+            "finished": self.num_finished,
         }
 
 
@@ -136,20 +140,27 @@ def _serve(
             last_token[request.id] = then
             result.num_tokens += 1
             result.answers[int(request.id)] = list(request.output_ids)
-        result.most_at_once = max(result.most_at_once, engine.scheduler.num_running)
+            if request.finish_reason is not None:
+                result.num_finished += 1
+                del last_token[request.id]
+        # Begun to answer, and not at the end.
+        result.most_at_once = max(result.most_at_once, len(last_token))
 
 
-def systems(load: Load) -> dict[str, tuple[ResidencyConfig, bool]]:
+def systems(load: Load, block_bytes: int) -> dict[str, tuple[ResidencyConfig, bool]]:
     budget = int(load.pool_sessions * load.session_tokens / 8)
+    policy = ResidencyConfig(
+        prefix_tokens=load.template_tokens,
+        tail_tokens=max(32, load.session_tokens // 56),
+        max_cold_bytes_per_step=1 << 50,
+    )
+    little = load.session_tokens // 16 // 14 * block_bytes  # 256 MiB of Llama-3.1-8B
     return {
         "device alone": (ResidencyConfig(cold=False), False),
-        "naive": (ResidencyConfig(prefix_tokens=0, tail_tokens=0), True),
-        "prefix, tail and budget": (
-            ResidencyConfig(
-                prefix_tokens=load.template_tokens,
-                tail_tokens=max(32, load.session_tokens // 56),
-                session_tokens=budget,
-            ),
+        "naive": (replace(policy, prefix_tokens=0, tail_tokens=0), True),
+        "prefix, tail and budget": (replace(policy, session_tokens=budget), True),
+        "in turns": (
+            replace(policy, max_cold_bytes_per_step=little, turn_seconds=load.turn_seconds),
             True,
         ),
     }
@@ -160,23 +171,37 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--bursts", type=int, default=1)
-    parser.add_argument("--burst", type=int, default=7, help="sessions in one")
-    parser.add_argument("--output", type=int, default=400, help="tokens that each asks for")
-    parser.add_argument("--host-gib", type=float, default=28.0)
+    parser.add_argument("--burst", type=int, default=10, help="sessions in one")
+    parser.add_argument("--every", type=float, default=1.6, help="seconds between two of them")
+    parser.add_argument("--output", type=int, default=600, help="tokens that each asks for")
+    parser.add_argument("--window", type=float, default=40.0, help="seconds for a burst")
+    parser.add_argument("--turn", type=float, default=0.5, help="seconds")
+    parser.add_argument("--host-gib", type=float, default=40.0)
+    parser.add_argument("--only", help="one of the systems")
     options = parser.parse_args()
     bursts_of = (options.bursts, options.burst)
     if options.tiny:
-        load = Load(448, 64, 32, *bursts_of, 0.2, 60.0)
+        load = Load(448, 64, 32, *bursts_of, 0.2, 60.0, 0.02)
         loaded = tiny_llama()
     elif options.small:
-        load = Load(28_000, 3_800, 64, *bursts_of, 1.0, 60.0)
+        load = Load(28_000, 3_800, 256, *bursts_of, 1.0, 60.0, 0.1)
         loaded = small_llama()
     else:
-        load = Load(28_000, 3_800, options.output, *bursts_of, 6.5, 15.0)
+        load = Load(
+            28_000,
+            3_800,
+            options.output,
+            *bursts_of,
+            options.every * options.burst,
+            options.window,
+            options.turn,
+        )
         loaded = random_llama("cuda")
     pool_bytes = int(load.pool_sessions * load.session_tokens * token_bytes(loaded))
     answers: dict[int, list[int]] = {}
-    for name, (residency, has_host) in systems(load).items():
+    for name, (residency, has_host) in systems(load, 16 * token_bytes(loaded)).items():
+        if options.only not in (None, name):
+            continue
         tiers = None
         if has_host:
             host = 64 << 20 if options.tiny else int(options.host_gib * (1 << 30))

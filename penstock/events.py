@@ -183,6 +183,13 @@ class Preempted:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """A sequence that had decoded for a while made room for one that waited."""
+
+    num_tokens: int  # whose KV left the device, and is kept in HOST
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """The engine has computed one step."""
 
@@ -319,6 +326,7 @@ Event = (
     | Decided
     | Sequences
     | Preempted
+    | TurnEnded
     | Stepped
     | Migrated
     | ResidentShare

@@ -119,15 +119,16 @@ class Flights:
 
 
 def _parts(num_blocks: int, max_blocks: int, spread: bool) -> Iterator[slice]:
-    """Cut a hop into transfers.
+    """Cut a hop into transfers of like size: a small one would not hide the end of the one before.
 
     Spread, the parts get smaller towards the end, so that the threads end together, and a short
     hop crosses the link on several of them.
     """
+    even = -(-num_blocks // -(-num_blocks // max_blocks)) if num_blocks else 0
     start = 0
     while start < num_blocks:
-        size = max_blocks
+        size = even
         if spread:
             size = min(max((num_blocks - start) // 4, max_blocks // 4, 1), max_blocks)
-        yield slice(start, start + size)
+        yield slice(start, min(start + size, num_blocks))
         start += size

@@ -17,7 +17,7 @@ _Loading = Callable[[Sequence[Run]], float | None]
 _Computing = Callable[[int, int], float]
 
 # Both at once is more to do and to go wrong: it must be sooner by so much.
-_MIN_GAIN = 0.1
+_MIN_GAIN = 0.25
 _MIN_BLOCKS = 4
 
 

@@ -198,7 +198,17 @@ class EngineArguments:
         typer.Option(
             min=0,
             metavar="GiB",
-            help="Read from DRAM in one step. By default 2 on a GPU; a CPU needs no bound.",
+            help="Read from DRAM in one step. By default 0.25 on a GPU; a CPU needs no bound.",
+            rich_help_panel=_RESIDENCY_PANEL,
+        ),
+    ] = None
+    turn_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            help="Sequences take turns of this length while others wait for room; their KV stays "
+            "in DRAM meanwhile. By default each stays until it has ended.",
             rich_help_panel=_RESIDENCY_PANEL,
         ),
     ] = None

@@ -32,6 +32,7 @@ from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.residency import Residency, ResidencyConfig, Turns
+from penstock.engine.rotation import Rotation
 from penstock.engine.runner import Runner, TorchRunner
 from penstock.engine.sampler import Row, Sampled, make_generator, sample
 from penstock.engine.scheduler import Chunk, Scheduler
@@ -47,9 +48,10 @@ from penstock.stores.device import DevicePool
 from penstock.transfer.cuda import CudaMover
 from penstock.transfer.pinning import has_same_addresses
 from penstock.types import NO_ORIGIN, BlockSpec, Done, Match, Origin, Tier
-from penstock.units import format_bytes
+from penstock.units import MiB, format_bytes
 
 _HOP_SECONDS = 0.005
+_GPU_COLD_BYTES = 256 * MiB  # about 5 ms of a PCIe Gen5 link
 
 LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
 
@@ -131,6 +133,8 @@ class Engine:
         self.sessions = None if self.offloader is None else Sessions(self.offloader)
         host = None if self.offloader is None else self.offloader.host
         residency = config.residency
+        if device.on_gpu and residency.max_cold_bytes_per_step is None:
+            residency = replace(residency, max_cold_bytes_per_step=_GPU_COLD_BYTES)
         self.runner: Runner
         if device.on_gpu and importlib.util.find_spec("triton") is not None:
             from penstock.engine.triton_runner import TritonRunner
@@ -171,6 +175,7 @@ class Engine:
             max_running=config.max_running,
             residency=self._residency,
             turns=Turns(residency.max_cold_bytes_per_step, block_bytes),
+            rotation=Rotation(residency.turn_seconds),
         )
         self._arrived: list[Done] = []  # while a step was computed
         self._moves_again = 0.0

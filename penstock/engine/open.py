@@ -46,7 +46,7 @@ def open_engine(
         options.max_num_batched_tokens,
         options.max_num_seqs,
         options.max_waiting,
-        _residency(options, device),
+        _residency(options),
     )
     tell("taking memory for KV")
     engine = Engine(loaded, settings, tiers, observers)
@@ -68,10 +68,8 @@ def default_dtype(device: str) -> str:
     return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
-def _residency(options: EngineOptions, device: str) -> ResidencyConfig:
+def _residency(options: EngineOptions) -> ResidencyConfig:
     cold_gib = options.max_cold_gib_per_step
-    if cold_gib is None and device.startswith("cuda"):
-        cold_gib = 2.0  # about 40 ms of a PCIe Gen5 link
     return ResidencyConfig(
         options.cold_kv,
         options.resident_prefix_tokens,
@@ -80,6 +78,7 @@ def _residency(options: EngineOptions, device: str) -> ResidencyConfig:
         options.device_high_watermark,
         options.device_low_watermark,
         None if cold_gib is None else max(1, int(cold_gib * GiB)),
+        options.turn_seconds,
     )
 
 

@@ -37,7 +37,8 @@ class EngineOptions:
     session_device_tokens: int | None = None  # what a sequence keeps there when others need room
     device_high_watermark: float = 0.98  # share of the pool in use at which KV begins to leave it
     device_low_watermark: float = 0.95  # ... and below which it comes back
-    max_cold_gib_per_step: float | None = None  # None: no bound on a CPU, 2 on a GPU
+    max_cold_gib_per_step: float | None = None  # None: no bound on a CPU, a quarter on a GPU
+    turn_seconds: float | None = None  # of a sequence, while others wait for room; None: it stays
 
     def __post_init__(self) -> None:
         if self.kv_offloading_backend != "native":
@@ -57,6 +58,7 @@ class EngineOptions:
         for name in ("device_high_watermark", "device_low_watermark"):
             self._check(name, low=0.01, high=1.0, expected="a share up to 1")
         self._check("max_cold_gib_per_step", low=1e-6, expected="more than 0 GiB")
+        self._check("turn_seconds", low=1e-3, expected="at least a thousandth of a second")
 
     def _check(
         self, name: str, low: float, expected: str, high: float = 1 << 33, *, whole: bool = False

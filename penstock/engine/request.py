@@ -57,6 +57,9 @@ class Request:
     num_recomputed_tokens: int = 0  # computed more than once
     max_computed: int = 0  # the most leading tokens that were ever computed or loaded
     num_preemptions: int = 0
+    turn_began: float = 0.0  # when it came to run this time (see rotation) ...
+    turn_start: int = 0  # ... and how many tokens it had then
+    resting: list[Slot] = field(default_factory=list)  # HOST's slots, kept until it comes back
     num_stalls: int = 0  # steps in a row in which it waited for others' blocks to be saved
     first_token_time: float | None = None
     finished_time: float | None = None

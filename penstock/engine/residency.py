@@ -14,6 +14,7 @@ and the last blocks never.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,9 +35,12 @@ class ResidencyConfig:
     session_tokens: int | None = None  # on the device, of each; None: as many as there is room for
     high_watermark: float = 0.98  # of the device pool in use: blocks begin to leave ...
     low_watermark: float = 0.95  # ... until no more than this is; below it, cold ones come back
-    # What sequences may read from HOST in one step. None: as much as they have (a CPU does not
-    # mind); whoever has more than that alone takes part in every second step, or third.
+    # What sequences may read from HOST in one step. None: 256 MiB on a GPU; a CPU does not mind.
+    # Whoever has more than that alone takes part in every second step, or third.
     max_cold_bytes_per_step: int | None = None
+    # Whoever has decoded for so long makes room for one that waits for it, and comes back later
+    # (see rotation). None: it stays until it has ended.
+    turn_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("prefix_tokens", "tail_tokens"):
@@ -46,6 +50,11 @@ class ResidencyConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: expected at least 1; or leave it out.")
+        if self.turn_seconds is not None and not 0 < self.turn_seconds < math.inf:
+            raise ConfigError(
+                f"turn_seconds is {self.turn_seconds}: expected more than 0; or leave it out, and "
+                "nobody takes turns."
+            )
         if not 0 < self.low_watermark <= self.high_watermark <= 1:
             raise ConfigError(
                 f"the watermarks are {self.low_watermark} and {self.high_watermark}: expected "

@@ -5,10 +5,12 @@ chunks of tokens (a prompt's next piece, or one token of a sequence that decodes
 When the pool is full, blocks of running sequences leave it and are read from HOST (see `residency`
 and `placement`). Where that may not be, the least urgent sequence is preempted: its complete blocks
 have been saved as they were filled, so it resumes by loading them instead of computing them again.
+Where one waits for room that others have had for a while, they take turns (see `rotation`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,11 +22,13 @@ from penstock.engine.meetings import Meetings
 from penstock.engine.placement import Placement, Tiers
 from penstock.engine.request import Phase, Request
 from penstock.engine.residency import Residency, Turns
+from penstock.engine.rotation import Rotation
 from penstock.errors import PenstockError
-from penstock.events import Decided, Event, Preempted
+from penstock.events import Decided, Event, Preempted, TurnEnded
 from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier, Verdict
 
 _MAX_STALLS = 200  # steps
+_MIN_KEPT = 0.9  # of a sequence's blocks, in HOST: else its turn would end in computing again
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class Scheduler:
         max_running: int = 64,
         residency: Residency | None = None,
         turns: Turns | None = None,
+        rotation: Rotation | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
@@ -76,9 +82,15 @@ class Scheduler:
             pool, tiers, block_tokens, max(block_tokens, max_batched_tokens // 4)
         )
         self._turns = turns
+        self._rotation = Rotation(None)
+        if rotation is not None and tiers is not None:  # else nothing of who rests would be kept
+            self._rotation = rotation
+        self._clock = clock
+        self._short: Request | None = None  # lacked room in the last step
         self._events: list[Event] = []
         self._entered: list[tuple[Request, Phase]] = []
         self.num_preemptions = 0
+        self.num_turns = 0  # that ended
 
     @property
     def num_waiting(self) -> int:
@@ -128,6 +140,7 @@ class Scheduler:
             self._running.remove(request)
         elif request.phase is Phase.WAITING:
             self._waiting.remove(request)
+            self._wake(request)
         request.phase = Phase.FINISHED
 
     def schedule(self) -> list[Chunk]:
@@ -135,6 +148,7 @@ class Scheduler:
         budget = self._max_batched_tokens
         chunks: list[Chunk] = []
         preempted = False
+        self._end_a_turn()
         self.placement.balance()
         for request in self._meetings:
             self._meet(request)
@@ -147,7 +161,7 @@ class Scheduler:
             num_tokens = min(request.num_uncomputed, budget)
             num_tokens = self._meetings.end_of_chunk(request, num_tokens)
             while not self._make_room(request, request.num_computed + num_tokens):
-                if self._stalls(request):
+                if self._is_soon_given_room(request) or self._stalls(request):
                     break
                 victim = max(self._running, key=lambda r: r.order)
                 self._preempt(victim)
@@ -297,6 +311,7 @@ class Scheduler:
         slots = self.placement.take(first - num_shared, request)
         if slots is None:
             self._drop_blocks(request)
+            self._short = request
             return False
         choice = Choice(0)
         match = None
@@ -309,6 +324,7 @@ class Scheduler:
             into = self.placement.arrange(request, num_shared, num_loads, slots)
         if into is None:
             self._drop_blocks(request)
+            self._short = request
             return False
         self._waiting.remove(request)
         self._admission.start(request.id, request.max_total_tokens)
@@ -352,12 +368,14 @@ class Scheduler:
             num_first = max(0, -(-end // self._block_tokens) - num_shared)
             request.table.extend(slots[:num_first])
             self._pool.release(slots[num_first:])
+        self._wake(request)
         return True
 
     def _run(self, request: Request, num_there: int) -> None:
         """So many of its blocks are there, and others may come from the back."""
         self._enter(request, Phase.RUNNING)
         self._running.append(request)
+        self._rotation.begin(request, self._clock())
         end, request.meeting_end = request.meeting_end, 0
         if end > num_there:
             self._meetings.begin(request, num_there, end)
@@ -378,14 +396,50 @@ class Scheduler:
         # At least the last token is computed: its logits are what the request came for.
         request.num_computed = min(num_tokens, len(request.tokens) - 1)
 
+    def _is_soon_given_room(self, request: Request) -> bool:
+        """Whether somebody's turn is over: the next step begins with ending it."""
+        if self._rotation.over(self._running, request, self._clock()) is None:
+            return False
+        self._short = request
+        return True
+
+    def _end_a_turn(self) -> None:
+        """Whoever has had its turn makes room for one that lacked it in the last step."""
+        short, self._short = self._short, None
+        if short is None or self._tiers is None or short.phase is Phase.FINISHED:
+            return
+        request = self._rotation.over(self._running, short, self._clock())
+        if request is None:
+            return
+        pins = self._tiers.pin(request.chain.keys[: request.num_named])
+        request.resting = [slot for slot in pins if slot is not None]
+        if len(request.resting) < _MIN_KEPT * request.num_named:
+            self._wake(request)
+            self._rotation.begin(request, self._clock())  # it stays for another one
+            return
+        self.num_turns += 1
+        self._events.append(TurnEnded(request.num_computed))
+        request.stamp = self._fair.stamp(request.tenant, 0.0)
+        self._give_up(request)
+
+    def _wake(self, request: Request) -> None:
+        """What was kept in HOST for it is no longer kept: it is on its way, or nobody wants it."""
+        if request.resting:
+            assert self._tiers is not None
+            self._tiers.unpin(request.resting)
+            request.resting = []
+
     def _preempt(self, request: Request) -> None:
-        num_tokens = request.num_computed
+        self.num_preemptions += 1
+        self._events.append(Preempted(request.num_computed))
+        self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
+        """A running sequence leaves the device, and waits."""
         self._drop_blocks(request)
         self._running.remove(request)
         request.num_stalls = 0
         request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._events.append(Preempted(num_tokens))
         self._enqueue(request)
 
     def _drop_blocks(self, request: Request) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.events import Event, Finished, FirstToken, Preempted, Refused, Sequences
+from penstock.events import Event, Finished, FirstToken, Preempted, Refused, Sequences, TurnEnded
 from penstock.metrics.families import Families
 
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -24,6 +24,9 @@ class RequestMetrics:
         )
         self._preemptions = make.counter(
             "penstock_preemptions", "Sequences that gave up their blocks."
+        )
+        self._turns = make.counter(
+            "penstock_turns", "Sequences that made room for one that waited, and come back."
         )
         self._prompt_tokens = make.counter(
             "penstock_prompt_tokens", "Prompt tokens, by where their KV came from.", ("source",)
@@ -58,6 +61,8 @@ class RequestMetrics:
                 self._sequences.labels("running").set(num_running)
             case Preempted():
                 self._preemptions.inc()
+            case TurnEnded():
+                self._turns.inc()
             case Refused(reason):
                 self._refused.labels(reason).inc()
             case FirstToken(seconds, num_prompt, num_on_device, num_loaded):

@@ -90,20 +90,16 @@ class CudaMover(Mover):
         direction: Direction,
     ) -> float:
         """Returns what the copies took, without the wait for what is being computed."""
+        to, of = target.addresses(targets), source.addresses(sources)
+        lengths = np.full(len(sources), self._block_bytes, np.uint64)
         with _cuda.device(self._gpu):
             stream = self._stream(direction)
-            stream.wait_event(self._computed)
             # To wait asleep: a thread that spins takes the processor from the one that computes.
             began, ended = (_cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+            stream.wait_event(self._computed)
             began.record(stream)
-            lengths = np.full(len(sources), self._block_bytes, np.uint64)
             try:
-                self._copy_all(
-                    target.addresses(targets),
-                    source.addresses(sources),
-                    lengths,
-                    stream.cuda_stream,
-                )
+                self._copy_all(to, of, lengths, stream.cuda_stream)
             finally:  # also after an error: copies queued before it still write
                 ended.record(stream)
                 ended.synchronize()

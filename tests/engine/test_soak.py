@@ -12,6 +12,7 @@ import os
 import random
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,10 @@ COLD = ResidencyConfig(
     low_watermark=0.8,
     max_cold_bytes_per_step=12 * BLOCK_BYTES,
 )
+TURNS = replace(HOT, turn_seconds=0.001)
 
 
-@pytest.mark.parametrize("residency", [HOT, COLD], ids=["preempted", "cold"])
+@pytest.mark.parametrize("residency", [HOT, COLD, TURNS], ids=["preempted", "cold", "in turns"])
 def test_whatever_happens_every_answer_is_the_undisturbed_one(
     loaded: LoadedModel,
     expected: dict[tuple[int, ...], list[int]],
@@ -140,6 +142,8 @@ def test_whatever_happens_every_answer_is_the_undisturbed_one(
     if residency.cold:
         assert placement.num_left > 300
         assert placement.num_returned > 100
+    elif residency.turn_seconds:
+        assert engine.scheduler.num_turns > 100
     else:
         assert engine.scheduler.num_preemptions > 20
     assert counts["loaded"] > 1000
