@@ -173,12 +173,12 @@ class _Watch:
         return row
 
 
-def cache(scale: Scale) -> None:
+def cache(scale: Scale, sizes: list[int]) -> None:
     """Prompts come back in a random order; all of them together are 24 GiB."""
     num, length = 24, scale.tokens(8_192)
     prompts = [prompt_of(length, seed) for seed in range(num)]
     asked = random.Random(0).choices(prompts, k=36)
-    for gib in (0, 16, 64):
+    for gib in sizes:
         host_tokens = gib * GIB // 131_072 // (64 if scale.tiny else 1)
         watch = _Watch()
         with scale.engine(4 * length, host_tokens, observers=(watch,)) as engine:
@@ -308,7 +308,6 @@ def bare_copies(*, loads: bool, saves: bool) -> Iterator[Callable[[], None]]:
 
 
 PARTS: dict[str, Callable[[Scale], None]] = {
-    "cache": cache,
     "larger": larger,
     "beside": beside,
 }
@@ -316,8 +315,9 @@ PARTS: dict[str, Callable[[Scale], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_engine", description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=["ttft", *PARTS])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("parts", nargs="+", choices=["ttft", "cache", *PARTS])
+    parser.add_argument("--rounds", type=int, default=3, help="of ttft")
+    parser.add_argument("--dram-gib", type=int, nargs="+", default=[0, 16, 64], help="of cache")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     scale = Scale(options.tiny)
@@ -325,6 +325,8 @@ def main() -> None:
         print(f"# {part}", flush=True)
         if part == "ttft":
             ttft(scale, options.rounds)
+        elif part == "cache":
+            cache(scale, options.dram_gib)
         else:
             PARTS[part](scale)
 

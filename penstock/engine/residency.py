@@ -134,13 +134,17 @@ class Residency:
         share = self._num_blocks // 2 if len(running) > 1 else 0
         to_spare = {r.id: r.table.num_resident - share for r in able}
         chosen: list[tuple[Request, int]] = []
+
+        def may_give(request: Request) -> bool:
+            within = self.admits(1, num_cold + len(chosen), is_anyone_running=True)
+            return within or to_spare[request.id] > 0
+
         for offered in (self._middle, self._shared_middle, self._prefix):
-            for request in able:
+            for request in filter(may_give, able):
                 for index in offered(request, is_shared):
                     if len(chosen) >= count:
                         return chosen
-                    within = self.admits(1, num_cold + len(chosen), is_anyone_running=True)
-                    if not within and to_spare[request.id] <= 0:
+                    if not may_give(request):
                         break
                     if index < request.num_named and is_at_hand(request, index):
                         chosen.append((request, index))

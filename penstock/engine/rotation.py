@@ -13,12 +13,14 @@ from collections.abc import Iterable
 from penstock.engine.request import Phase, Request
 
 _MIN_TOKENS = 4  # of a turn, however long they take: who comes back must get somewhere
+_PATIENCE = 1.5  # turns: so long its end waits for a block to be complete
 
 
 class Rotation:
-    def __init__(self, turn_seconds: float | None) -> None:
+    def __init__(self, turn_seconds: float | None, block_tokens: int = 1) -> None:
         """None: whoever runs stays until it has ended, or is preempted."""
         self._turn_seconds = turn_seconds
+        self._block_tokens = block_tokens
 
     def begin(self, request: Request, now: float) -> None:
         """It has all that it needs to go on."""
@@ -30,8 +32,6 @@ class Rotation:
 
         Prompts are computed to their end first, and whoever asked never to be cold stays.
         """
-        if self._turn_seconds is None:
-            return None
         due = [
             request
             for request in running
@@ -40,7 +40,15 @@ class Rotation:
             and request.num_uncomputed == 1
             and request.priority >= wanting.priority
             and not request.params.residency.never_cold
-            and now - request.turn_began >= self._turn_seconds
-            and len(request.tokens) - request.turn_start >= _MIN_TOKENS
+            and self._is_over(request, now)
         ]
         return min(due, key=lambda r: (-r.priority, r.turn_began, r.sequence), default=None)
+
+    def _is_over(self, request: Request, now: float) -> bool:
+        """Best between two blocks: of one that is not complete, all is computed again."""
+        if self._turn_seconds is None:
+            return False
+        is_between = request.num_computed % self._block_tokens == 0
+        turns = (now - request.turn_began) / self._turn_seconds
+        num_tokens = len(request.tokens) - request.turn_start
+        return num_tokens >= _MIN_TOKENS and turns >= (1.0 if is_between else _PATIENCE)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.costs import Choice
 from penstock.engine.admission import Admission
@@ -28,6 +29,7 @@ from penstock.events import Decided, Event, Preempted, TurnEnded
 from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier, Verdict
 
 _MAX_STALLS = 200  # steps
+_RETRY_SECONDS = 0.02  # for one that found no room, while nobody has left
 _MIN_KEPT = 0.9  # of a sequence's blocks, in HOST: else its turn would end in computing again
 
 
@@ -47,6 +49,14 @@ class Chunk:
     @property
     def samples(self) -> bool:
         return self.start + self.num_tokens == len(self.request.tokens)
+
+
+class _Refusal(NamedTuple):
+    """One that found no room."""
+
+    request: Request | None
+    num_available: int  # blocks
+    at: float
 
 
 class Scheduler:
@@ -87,6 +97,7 @@ class Scheduler:
             self._rotation = rotation
         self._clock = clock
         self._short: Request | None = None  # lacked room in the last step
+        self._refused = _Refusal(None, 0, 0.0)
         self._events: list[Event] = []
         self._entered: list[tuple[Request, Phase]] = []
         self.num_preemptions = 0
@@ -174,7 +185,9 @@ class Scheduler:
                 budget -= num_tokens
         while budget and not preempted and self._has_seat:
             waiting = self._next_waiting()
-            if waiting is None or not self._admit(waiting, budget):
+            if waiting is None or (chunks and self._is_hopeless(waiting)):
+                break
+            if not self._admit(waiting, budget):
                 break
             if waiting.phase is Phase.RUNNING:
                 num_tokens = min(waiting.num_uncomputed, budget)
@@ -310,8 +323,7 @@ class Scheduler:
         first = -(-min(len(request.tokens), num_past + budget) // self._block_tokens)
         slots = self.placement.take(first - num_shared, request)
         if slots is None:
-            self._drop_blocks(request)
-            self._short = request
+            self._refuse(request)
             return False
         choice = Choice(0)
         match = None
@@ -323,8 +335,7 @@ class Scheduler:
         if num_loads:
             into = self.placement.arrange(request, num_shared, num_loads, slots)
         if into is None:
-            self._drop_blocks(request)
-            self._short = request
+            self._refuse(request)
             return False
         self._waiting.remove(request)
         self._admission.start(request.id, request.max_total_tokens)
@@ -396,6 +407,20 @@ class Scheduler:
         # At least the last token is computed: its logits are what the request came for.
         request.num_computed = min(num_tokens, len(request.tokens) - 1)
 
+    def _refuse(self, request: Request) -> None:
+        """There is no room for it now."""
+        self._drop_blocks(request)
+        self._short = request
+        self._refused = _Refusal(request, self._pool.num_available, self._clock())
+
+    def _is_hopeless(self, request: Request) -> bool:
+        """Whether it found no room a moment ago, and there is no more now: to look takes time."""
+        refused = self._refused
+        if refused.request is not request or self._pool.num_available > refused.num_available:
+            return False
+        self._short = request
+        return self._clock() - refused.at < _RETRY_SECONDS
+
     def _is_soon_given_room(self, request: Request) -> bool:
         """Whether somebody's turn is over: the next step begins with ending it."""
         if self._rotation.over(self._running, request, self._clock()) is None:
@@ -408,6 +433,9 @@ class Scheduler:
         short, self._short = self._short, None
         if short is None or self._tiers is None or short.phase is Phase.FINISHED:
             return
+        is_one_coming_back = any(request.num_preemptions for request in self._loading.values())
+        if short.phase is Phase.WAITING and is_one_coming_back:
+            return  # one at a time, so that the others go on meanwhile
         request = self._rotation.over(self._running, short, self._clock())
         if request is None:
             return
