@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.harness import fresh_keys, seconds_of, slots_up_to
 from penstock.clock import SystemClock
 from penstock.config import TransferConfig
+from penstock.flights import cut
 from penstock.stores.base import Store
 from penstock.stores.host import HostArena
 from penstock.transfer.engine import LaneSpec, TransferEngine
@@ -30,6 +31,7 @@ class Hop:
         self.keys, self._slots = fresh_keys(host.num_slots, 0), slots_up_to(host.num_slots)
         seals.seal(self.keys, self._slots)
         mover = StoreMover(host, store, seals)
+        self._spreads = batch_bytes is None
         batch_bytes = batch_bytes or TransferConfig().batch_bytes // 2
         self._step = max(1, batch_bytes // host.block_bytes)
         self._engine = TransferEngine({tier: LaneSpec(mover, num_threads)}, SystemClock())
@@ -48,16 +50,16 @@ class Hop:
         return seconds_of(lambda: self._run(self._tier, Tier.HOST))
 
     def _run(self, source: Tier, target: Tier) -> None:
-        starts = range(0, len(self.keys), self._step)
-        for start in starts:
-            part = slice(start, start + self._step)
+        spread = self._spreads and target is Tier.HOST  # as the books cut it
+        parts = list(cut(len(self.keys), self._step, spread))
+        for number, part in enumerate(parts):
             keys, slots = tuple(self.keys[part]), tuple(self._slots[part])
             follows = (False, *[True] * (len(keys) - 1))  # as a prompt's blocks do
             transfer = Transfer(
-                TransferId(start), source, target, keys, slots, slots, follows=follows
+                TransferId(number), source, target, keys, slots, slots, follows=follows
             )
             assert self._engine.submit(transfer)
-        num_open = len(starts)
+        num_open = len(parts)
         while num_open:
             self._engine.wait(1.0)
             for outcome in self._engine.poll():

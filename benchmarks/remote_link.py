@@ -33,14 +33,14 @@ from benchmarks.harness import (
 from benchmarks.hop import Hop
 from benchmarks.remote_servers import mooncake_master, redis_server, s3_server
 from penstock.config import RemoteConfig
-from penstock.machine import remote_threads
 from penstock.stores.host import HostArena
 from penstock.stores.remote import Client, RemoteStore
-from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote
+from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote, threads_for
 from penstock.types import Slot, Tier
 
 TOTAL_BYTES = 192 * MIB
-THREADS = remote_threads(RemoteConfig())
+MOONCAKE_BYTES = 384 * MIB  # some batches of it
+THREADS = threads_for(RemoteConfig())
 PIPELINE = 8  # values in one pipeline, as many as one of our transfers has of 2 MiB
 NUM_NAMES = 512
 SIZES = {label: size for label, size in BLOCK_SIZES.items() if label != "0.36 MiB"}
@@ -62,27 +62,37 @@ def run(directory: Path, lmcache_python: str | None = None) -> Iterator[Row]:
         with s3_server(Path(folder)) as url:
             yield from _measure("S3", url, lambda o, memory: _raw_s3(url, memory))
         with mooncake_master(Path(folder)) as url:
-            yield from _measure("Mooncake", url, lambda o, memory: _raw_mooncake(o, url, memory))
+            yield from _measure(
+                "Mooncake", url, lambda o, memory: _raw_mooncake(o, url, memory), MOONCAKE_BYTES
+            )
 
 
-def _measure(store: str, url: str, raw: Raw) -> Iterator[Row]:
-    yield from _measure_with(b"", store, url, raw)
-    yield from _measure_with(b"s" * 32, f"{store} with a secret,", url, raw)
+def _measure(store: str, url: str, raw: Raw, num_bytes: int = TOTAL_BYTES) -> Iterator[Row]:
+    yield from _measure_with(b"", store, url, raw, num_bytes=num_bytes)
+    yield from _measure_with(b"s" * 32, f"{store} with a secret,", url, raw, num_bytes=num_bytes)
 
 
 def _measure_with(
-    secret: bytes, store: str, url: str, raw: Raw, *, beside: str = "", aim: str = AIM
+    secret: bytes,
+    store: str,
+    url: str,
+    raw: Raw,
+    *,
+    beside: str = "",
+    aim: str = AIM,
+    num_bytes: int = TOTAL_BYTES,
 ) -> Iterator[Row]:
     for label, block_bytes in SIZES.items():
         spec = block_spec(block_bytes)
-        num = TOTAL_BYTES // spec.stride_bytes
+        num = num_bytes // spec.stride_bytes
         host = filled_arena(spec, num, headroom_bytes(url))
         raw_memory = filled_arena(spec, num)
         remote = open_remote(RemoteConfig(url=url, timeout_seconds=60.0), spec, secret=secret)
         remote.client.register(host)
         with ExitStack() as opened:
             put, get, limit = raw(opened, raw_memory)
-            with Hop(remote, host, Tier.REMOTE, THREADS, batch_bytes(url)) as hop:
+            threads = threads_for(RemoteConfig(url=url))
+            with Hop(remote, host, Tier.REMOTE, threads, batch_bytes(url)) as hop:
                 size = num * block_bytes
 
                 def save(hop: Hop = hop, remote: RemoteStore = remote) -> float:

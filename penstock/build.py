@@ -13,13 +13,13 @@ from penstock.config import ENV_REMOTE_SECRET, Config, RemoteConfig, TransferCon
 from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.ledger import Ledger
-from penstock.machine import check_machine, remote_threads
+from penstock.machine import check_machine
 from penstock.offload import Offloader
 from penstock.policies import POLICIES
 from penstock.stores.base import Arena
 from penstock.stores.disk import DiskStore
 from penstock.stores.host import ArenaHandle, HostArena
-from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote
+from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote, threads_for
 from penstock.tiers import Limits, TierStack
 from penstock.transfer.delegate import DelegatingEngine, Engine
 from penstock.transfer.engine import LaneSpec, TransferEngine
@@ -150,7 +150,7 @@ def _assemble(
             known = config.remote.max_known_blocks
             lower[Tier.REMOTE] = Ledger(known, POLICIES["lru"](known))
             lanes[Tier.REMOTE] = LaneSpec(
-                StoreMover(host, remote, seals), remote_threads(config.remote), remote.exists
+                StoreMover(host, remote, seals), threads_for(config.remote), remote.exists
             )
             gates[Tier.REMOTE] = _remote_gate(config.remote, spec)
         read_only = {Tier.DISK: config.disk.read_only, Tier.REMOTE: config.remote.read_only}

@@ -35,7 +35,8 @@ class Flights:
         spread_host: bool = True,
     ) -> None:
         self._max_host_blocks = max_host_blocks
-        self._spread_host = spread_host
+        # A store that says how much it likes at once spreads that by itself.
+        self._spreads = {Tier.HOST: spread_host, Tier.REMOTE: max_remote_blocks is None}
         self._max_lower_blocks = max_lower_blocks
         self._max_remote_blocks = max_remote_blocks or max_lower_blocks
         self._ids = count(1)
@@ -65,10 +66,9 @@ class Flights:
     ) -> None:
         """Queue a hop. Where nothing follows it, `spread` it over all of the link's threads."""
         link = max(source, target)
-        by_host = link is Tier.HOST
         max_blocks = self.max_blocks(link)
-        spread &= self._spread_host or not by_host
-        for part in _parts(len(keys), max_blocks, spread):
+        spread &= self._spreads.get(link, True)
+        for part in cut(len(keys), max_blocks, spread):
             transfer = Transfer(
                 TransferId(next(self._ids)),
                 source,
@@ -118,7 +118,7 @@ class Flights:
         return flight
 
 
-def _parts(num_blocks: int, max_blocks: int, spread: bool) -> Iterator[slice]:
+def cut(num_blocks: int, max_blocks: int, spread: bool) -> Iterator[slice]:
     """Cut a hop into transfers of like size: a small one would not hide the end of the one before.
 
     Spread, the parts get smaller towards the end, so that the threads end together, and a short

@@ -7,7 +7,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from penstock.config import Config, DiskConfig, RemoteConfig
+from penstock.config import Config, DiskConfig
 from penstock.errors import ConfigError
 from penstock.units import format_bytes
 
@@ -17,11 +17,6 @@ CGROUPS = Path("/sys/fs/cgroup")
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def remote_threads(remote: RemoteConfig) -> int:
-    """More threads than cores only take turns: the clients' own work is copying."""
-    return remote.threads or min(4, num_cores())
 
 
 def check_machine(config: Config, *, total_memory_bytes: int | None = None) -> None:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from penstock.config import RemoteConfig, without_password
 from penstock.errors import ConfigError, Full, StoreError
-from penstock.machine import remote_threads
 from penstock.plan.links import (
     BLOCK_BYTES,
     Link,
@@ -32,7 +31,7 @@ from penstock.stores.base import Answers
 from penstock.stores.envelope import HEAD_BYTES
 from penstock.stores.host import HostArena
 from penstock.stores.remote import Client, Item
-from penstock.stores.remotes import open_client
+from penstock.stores.remotes import open_client, threads_for
 from penstock.types import Slot
 from penstock.units import format_bytes
 
@@ -88,7 +87,7 @@ class RemoteProbe:
         self._note = "a folder is measured through the page cache" if in_folder else ""
         self._size_bytes = size_bytes
         self._seconds = seconds
-        self._num_threads = num_threads or remote_threads(RemoteConfig())
+        self._num_threads = num_threads or threads_for(RemoteConfig(url=url))
         client = self._open()
         try:
             client.exists([f"{self.prefix}0"])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from penstock.config import RemoteConfig, without_password
 from penstock.errors import ConfigError
+from penstock.machine import num_cores
 from penstock.stores.envelope import Envelope
 from penstock.stores.packs import PackedStore
 from penstock.stores.remote import Client, RemoteStore
@@ -38,7 +39,7 @@ _KINDS = (
     _Kind("penstock.stores.mooncake", "MooncakeClient", "mooncake", "mooncake", ("mooncake",)),
     _Kind("penstock.stores.memory", "open_shared", "", "", ("memory",)),  # for trials
 )
-_MOONCAKE_BATCH_BYTES = 64 << 20
+_MOONCAKE_BATCH_BYTES = 128 << 20
 SCHEMES = tuple(scheme for kind in _KINDS for scheme in kind.schemes)
 
 
@@ -51,6 +52,14 @@ def batch_bytes(url: str) -> int | None:
     """The batches a store is fastest with; None: as others are."""
     # Its library moves the parts of a batch side by side, and starts slowly.
     return _MOONCAKE_BATCH_BYTES if _is_mooncake(url) else None
+
+
+def threads_for(remote: RemoteConfig) -> int:
+    """More threads than cores only take turns: the clients' own work is copying."""
+    num = min(4, num_cores())
+    if remote.url is not None and _is_mooncake(remote.url):
+        num = max(1, num // 2)  # its library has as many of its own
+    return remote.threads or num
 
 
 def _is_mooncake(url: str) -> bool:
