@@ -175,7 +175,7 @@ class Engine:
             max_running=config.max_running,
             residency=self._residency,
             turns=Turns(residency.max_cold_bytes_per_step, block_bytes),
-            rotation=Rotation(residency.turn_seconds, self.block_tokens),
+            rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
         )
         self._arrived: list[Done] = []  # while a step was computed
         self._moves_again = 0.0

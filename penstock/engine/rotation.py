@@ -1,26 +1,31 @@
-"""Whose turn on the device is over: more sessions may be under way than it holds KV for. Pure.
+"""Turns on the device: more sessions may be under way than it holds KV for.
 
 To read a sequence's KV from HOST takes the link as long as all of it is large, at every token. To
 bring it back takes that long once, and then it decodes at the device's own pace. So where more
 than a little would be cold, sequences take turns: one that has decoded for a while makes room for
-one that waits, its KV stays in HOST, and it comes back when others have had their turn.
+one that waits, its KV is pinned in HOST, and it comes back when others have had their turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.engine.placement import Tiers
 from penstock.engine.request import Phase, Request
 
+_MIN_KEPT = 0.9  # of a sequence's blocks, in HOST: else its turn would end in computing again
 _MIN_TOKENS = 4  # of a turn, however long they take: who comes back must get somewhere
 _PATIENCE = 1.5  # turns: so long its end waits for a block to be complete
 
 
 class Rotation:
-    def __init__(self, turn_seconds: float | None, block_tokens: int = 1) -> None:
-        """None: whoever runs stays until it has ended, or is preempted."""
-        self._turn_seconds = turn_seconds
+    def __init__(
+        self, turn_seconds: float | None, block_tokens: int = 1, tiers: Tiers | None = None
+    ) -> None:
+        """Without a length, or without tiers: whoever runs stays until it ends or is preempted."""
+        self._turn_seconds = None if tiers is None else turn_seconds
         self._block_tokens = block_tokens
+        self._tiers = tiers
 
     def begin(self, request: Request, now: float) -> None:
         """It has all that it needs to go on."""
@@ -43,6 +48,24 @@ class Rotation:
             and self._is_over(request, now)
         ]
         return min(due, key=lambda r: (-r.priority, r.turn_began, r.sequence), default=None)
+
+    def rest(self, request: Request, now: float) -> bool:
+        """Its turn is over, and what it has is kept; False if that is not safe, and it stays."""
+        assert self._tiers is not None
+        pins = self._tiers.pin(request.chain.keys[: request.num_named])
+        request.resting = [slot for slot in pins if slot is not None]
+        if len(request.resting) >= _MIN_KEPT * request.num_named:
+            return True
+        self.wake(request)
+        self.begin(request, now)  # for another turn
+        return False
+
+    def wake(self, request: Request) -> None:
+        """What was kept for it no longer is: it is on its way, or nobody wants it."""
+        if request.resting:
+            assert self._tiers is not None
+            self._tiers.unpin(request.resting)
+            request.resting = []
 
     def _is_over(self, request: Request, now: float) -> bool:
         """Best between two blocks: of one that is not complete, all is computed again."""

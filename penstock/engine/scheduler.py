@@ -30,7 +30,6 @@ from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier, Verdict
 
 _MAX_STALLS = 200  # steps
 _RETRY_SECONDS = 0.02  # for one that found no room, while nobody has left
-_MIN_KEPT = 0.9  # of a sequence's blocks, in HOST: else its turn would end in computing again
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +91,7 @@ class Scheduler:
             pool, tiers, block_tokens, max(block_tokens, max_batched_tokens // 4)
         )
         self._turns = turns
-        self._rotation = Rotation(None)
-        if rotation is not None and tiers is not None:  # else nothing of who rests would be kept
-            self._rotation = rotation
+        self._rotation = rotation or Rotation(None)
         self._clock = clock
         self._short: Request | None = None  # lacked room in the last step
         self._refused = _Refusal(None, 0, 0.0)
@@ -151,7 +148,7 @@ class Scheduler:
             self._running.remove(request)
         elif request.phase is Phase.WAITING:
             self._waiting.remove(request)
-            self._wake(request)
+            self._rotation.wake(request)
         request.phase = Phase.FINISHED
 
     def schedule(self) -> list[Chunk]:
@@ -379,7 +376,7 @@ class Scheduler:
             num_first = max(0, -(-end // self._block_tokens) - num_shared)
             request.table.extend(slots[:num_first])
             self._pool.release(slots[num_first:])
-        self._wake(request)
+        self._rotation.wake(request)
         return True
 
     def _run(self, request: Request, num_there: int) -> None:
@@ -431,31 +428,18 @@ class Scheduler:
     def _end_a_turn(self) -> None:
         """Whoever has had its turn makes room for one that lacked it in the last step."""
         short, self._short = self._short, None
-        if short is None or self._tiers is None or short.phase is Phase.FINISHED:
+        if short is None or short.phase is Phase.FINISHED:
             return
         is_one_coming_back = any(request.num_preemptions for request in self._loading.values())
         if short.phase is Phase.WAITING and is_one_coming_back:
             return  # one at a time, so that the others go on meanwhile
-        request = self._rotation.over(self._running, short, self._clock())
-        if request is None:
-            return
-        pins = self._tiers.pin(request.chain.keys[: request.num_named])
-        request.resting = [slot for slot in pins if slot is not None]
-        if len(request.resting) < _MIN_KEPT * request.num_named:
-            self._wake(request)
-            self._rotation.begin(request, self._clock())  # it stays for another one
-            return
-        self.num_turns += 1
-        self._events.append(TurnEnded(request.num_computed))
-        request.stamp = self._fair.stamp(request.tenant, 0.0)
-        self._give_up(request)
-
-    def _wake(self, request: Request) -> None:
-        """What was kept in HOST for it is no longer kept: it is on its way, or nobody wants it."""
-        if request.resting:
-            assert self._tiers is not None
-            self._tiers.unpin(request.resting)
-            request.resting = []
+        now = self._clock()
+        request = self._rotation.over(self._running, short, now)
+        if request is not None and self._rotation.rest(request, now):
+            self.num_turns += 1
+            self._events.append(TurnEnded(request.num_computed))
+            request.stamp = self._fair.stamp(request.tenant, 0.0)
+            self._give_up(request)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1

@@ -181,12 +181,17 @@ def test_who_must_not_be_cold_keeps_its_place(engines: Engines, answers: list[li
 # The rule itself.
 
 
+def turns_of(seconds: float | None) -> Rotation:
+    some_tiers: Any = object()
+    return Rotation(seconds, tiers=some_tiers)
+
+
 def running(name: str, began: float, num_tokens: int = 10, **given: Any) -> Request:
     namespace = Namespace("m", "w", "d", "l", 4)
     params = SamplingParams(kv_residency=KvResidency(never_cold=given.pop("never_cold", False)))
     made = Request(name, (1, 2, 3), params, KeyChain(namespace), **given)
     made.phase = Phase.RUNNING
-    Rotation(1.0).begin(made, began)
+    turns_of(1.0).begin(made, began)
     for token in range(num_tokens):
         made.append(token)
     made.num_computed = len(made.tokens) - 1
@@ -198,11 +203,12 @@ WANTING = running("wants", 0.0)
 
 def test_the_longest_there_goes_first() -> None:
     all_of_them = [running("b", 2.0), running("a", 1.0), running("c", 3.0), WANTING]
-    over = Rotation(5.0).over
+    over = turns_of(5.0).over
     assert over(all_of_them, WANTING, 5.9) is None
     assert over(all_of_them, WANTING, 6.0) is all_of_them[1]
     assert over(all_of_them, WANTING, 99.0) is all_of_them[1]
-    assert Rotation(None).over(all_of_them, WANTING, 99.0) is None
+    assert turns_of(None).over(all_of_them, WANTING, 99.0) is None
+    assert Rotation(5.0).over(all_of_them, WANTING, 99.0) is None, "nothing would be kept"
 
 
 @pytest.mark.parametrize(
@@ -212,15 +218,25 @@ def test_the_longest_there_goes_first() -> None:
 )
 def test_some_stay(given: dict[str, Any]) -> None:
     stays = running("a", 0.0, **given)
-    assert Rotation(1.0).over([stays], WANTING, 99.0) is None
+    assert turns_of(1.0).over([stays], WANTING, 99.0) is None
     goes = running("b", 50.0)
-    assert Rotation(1.0).over([stays, goes], WANTING, 99.0) is goes
+    assert turns_of(1.0).over([stays, goes], WANTING, 99.0) is goes
+
+
+def test_a_turn_ends_between_two_blocks_if_it_can() -> None:
+    some_tiers: Any = object()
+    rotation = Rotation(1.0, 4, some_tiers)
+    amid, between = running("a", 0.0, num_tokens=11), running("b", 0.0, num_tokens=10)
+    assert (amid.num_computed, between.num_computed) == (13, 12)
+    assert rotation.over([amid, between], WANTING, 1.2) is between
+    assert rotation.over([amid], WANTING, 1.2) is None
+    assert rotation.over([amid], WANTING, 1.5) is amid
 
 
 def test_prompts_are_computed_to_their_end() -> None:
     prefilling = running("a", 0.0)
     prefilling.num_computed = 2
-    assert Rotation(1.0).over([prefilling], WANTING, 99.0) is None
+    assert turns_of(1.0).over([prefilling], WANTING, 99.0) is None
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
