@@ -196,7 +196,7 @@ def _warnings(
             f"all together then decode {cost.tokens_per_second:,.0f} tokens/s, taking turns "
             f"{found.sessions_on_device:,} at a time {cost.whole_tokens_per_second:,.0f}: tail-pin "
             "is for peaks and for sessions that mostly wait; under steady load let them take turns "
-            "(--no-cold-kv)"
+            "(--turn-seconds 0.5 --no-cold-kv)"
         )
     if kind is Kind.TAIL_PIN and hardware.num_gpus > 1:
         yield (
