@@ -69,8 +69,9 @@ class Placement:
         self._told = (0, 0)  # of both
 
     @property
-    def is_saving(self) -> bool:
-        return bool(self._saving)
+    def is_moving(self) -> bool:
+        """Whether device blocks are held for saves, or for what comes back."""
+        return bool(self._saving or self._returning)
 
     @property
     def num_cold(self) -> int:

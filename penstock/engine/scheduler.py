@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.has_work or self.placement.is_saving or len(self._meetings))
+        return not (self.has_work or self.placement.is_moving or len(self._meetings))
 
     def add(self, request: Request) -> None:
         """Queue a request that `Admission.check` let pass."""

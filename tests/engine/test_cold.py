@@ -193,6 +193,22 @@ def test_a_corrupt_disk_under_cold_sequences_is_recomputed(
     assert run(second, prompts(8))[0] == answers
 
 
+def test_blocks_that_come_back_to_nobody_are_freed(engines: Engines) -> None:
+    engine = engines(24)
+    names = [engine.add(str(n), ids, GREEDY).id for n, ids in enumerate(prompts(8))]
+    assert engine.offloader is not None
+    while not engine.scheduler.placement._returning:
+        assert engine.has_work, "nothing ever came back"
+        engine.step()
+    for name in names:
+        engine.abort(name)
+    assert engine.offloader.drain(30)
+    assert not engine.scheduler.idle
+    engine.step()
+    assert engine.scheduler.idle
+    idle(engine)
+
+
 @pytest.mark.parametrize("num_host", [4, 12, 30])
 def test_little_dram_only_makes_it_slower(
     engines: Engines, answers: list[list[int]], num_host: int
