@@ -69,6 +69,7 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
         def move(*, saves: bool, loads: bool) -> float:
             nonlocal keys
             old, slots = keys, places()
+            sources, targets = slots[:num], slots[num:]
             if saves:
                 keys = fresh_keys(num, next(rounds))
 
@@ -77,9 +78,9 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
                 for start in range(0, num, per_prompt):
                     prompt = slice(start, start + per_prompt)
                     if loads:  # first: what is saved then may push these out
-                        tickets.append(offloader.load(old[prompt], slots[num:][prompt]))
+                        tickets.append(offloader.load(old[prompt], targets[prompt]))
                     if saves:
-                        tickets.append(offloader.save(keys[prompt], slots[:num][prompt]))
+                        tickets.append(offloader.save(keys[prompt], sources[prompt]))
                 _whole(offloader.wait(tickets))
 
             return seconds_of(work)

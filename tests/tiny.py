@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine.attention.torch import NAME, register
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 
 BLOCK_TOKENS = 16
@@ -45,3 +46,13 @@ def tiny_model(tokenizer: Any) -> LoadedModel:
         weights_fingerprint="tiny",
         rope="",
     )
+
+
+def idle(engine: Engine) -> None:
+    """With nothing left to do, nothing may be held."""
+    if engine.offloader is not None:
+        assert engine.offloader.drain(30)
+        engine.step()
+        assert engine.offloader.num_pinned == 0, "pins leak"
+    engine.check()
+    assert engine.pool.num_available == engine.pool.num_blocks, "blocks leak"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import BLOCK_BYTES, BLOCK_TOKENS
+from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
 from tools import flip_bit
 
 from penstock.config import Config, DiskConfig, HostConfig
@@ -92,15 +92,6 @@ def run(engine: Engine, questions: list[list[int]], **options: Any) -> tuple[lis
     assert all(request.finish_reason == "length" for request in requests), "one never ended"
     idle(engine)
     return [request.output_ids for request in requests], watch
-
-
-def idle(engine: Engine) -> None:
-    if engine.offloader is not None:
-        assert engine.offloader.drain(30)
-        engine.step()
-        assert engine.offloader.num_pinned == 0, "pins leak"
-    engine.check()
-    assert engine.pool.num_available == engine.pool.num_blocks, "blocks leak"
 
 
 @pytest.fixture(scope="module")

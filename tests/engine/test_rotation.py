@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny import BLOCK_BYTES, BLOCK_TOKENS
+from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
 
 from penstock.config import Config, HostConfig
 from penstock.engine.engine import Engine, EngineConfig
@@ -87,12 +87,7 @@ def serve(engine: Engine, requests: list[Request]) -> int:
         engine.step()
         most = max(most, under_way(requests))
     assert all(request.finish_reason is not None for request in requests), "one never ended"
-    if engine.offloader is not None:
-        assert engine.offloader.drain(30)
-        engine.step()
-        assert engine.offloader.num_pinned == 0, "pins leak"
-    engine.check()
-    assert engine.pool.num_available == engine.pool.num_blocks, "blocks leak"
+    idle(engine)
     return most
 
 
