@@ -8,8 +8,9 @@ from penstock.config import TransferConfig
 from penstock.flights import cut
 from penstock.stores.base import Store
 from penstock.stores.host import HostArena
-from penstock.transfer.engine import LaneSpec, TransferEngine
+from penstock.transfer.engine import TransferEngine
 from penstock.transfer.io import StoreMover
+from penstock.transfer.lanes import LaneSpec
 from penstock.transfer.seals import Seals
 from penstock.types import Tier, Transfer, TransferId, Verdict
 

@@ -22,8 +22,9 @@ from penstock.stores.host import ArenaHandle, HostArena
 from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote, threads_for
 from penstock.tiers import Limits, TierStack
 from penstock.transfer.delegate import DelegatingEngine, Engine
-from penstock.transfer.engine import LaneSpec, TransferEngine
+from penstock.transfer.engine import TransferEngine
 from penstock.transfer.io import CopyMover, Mover, StoreMover
+from penstock.transfer.lanes import LaneSpec
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
 from penstock.types import BlockSpec, Tier
@@ -46,11 +47,11 @@ def build_offloader(
     """
     check_machine(config)
     host = _host(config, spec)
-    seals = Seals(host, checksums=config.host.verify, memory=host.seals)
+    seals = Seals(host, checksums=config.host.verify)
     mover = CopyMover(device, host, seals) if device_mover is None else device_mover(host, seals)
     lanes = {Tier.HOST: LaneSpec(mover, config.transfer.copy_threads)}
     limits = _limits(config.transfer, config.remote, spec)
-    if mover.is_duplex:
+    if mover.max_ahead is not None:
         limits = _for_gpu(limits)
     return _assemble(
         config, spec, host, seals, lanes, lambda engine: engine, limits, clock, observers
@@ -211,7 +212,9 @@ def _limits(transfer: TransferConfig, remote: RemoteConfig, spec: BlockSpec) -> 
 
 def _for_gpu(limits: Limits) -> Limits:
     """Its link is so fast that ending a transfer and beginning the next would be felt."""
-    return replace(limits, max_host_blocks=4 * limits.max_host_blocks, spread_host=False)
+    most = 4 * limits.max_host_blocks
+    planned = max(limits.max_planned_blocks, most)
+    return replace(limits, max_host_blocks=most, max_planned_blocks=planned, spread_host=False)
 
 
 def _in_one(limits: Limits) -> Limits:

@@ -20,7 +20,7 @@ class Flight:
 
     transfer: Transfer
     ticket: Ticket | None = None
-    positions: tuple[int, ...] = ()
+    positions: Sequence[int] = ()
 
 
 class Flights:
@@ -80,7 +80,7 @@ class Flights:
                 tuple(tenants[part]),
                 tuple(follows[part]),
             )
-            self._open[transfer.id] = Flight(transfer, ticket, tuple(positions[part]))
+            self._open[transfer.id] = Flight(transfer, ticket, positions[part])
             self._outbox.setdefault((transfer.link, transfer.direction), deque()).append(transfer)
         if ticket is not None:
             ticket.num_flying += len(keys)

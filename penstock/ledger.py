@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import KeysView, Sequence
 from heapq import heappop, heappush
-from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import BookError
 from penstock.policies.base import Policy
@@ -126,28 +125,24 @@ class Ledger:
         if victims:
             slots += map(self._slot_of.pop, victims)
             slots.sort()  # neighbours become one run
-        slot_of, key_in, state, parents = self._slot_of, self._key_in, self._state, self._before
-        for key, slot, parent in zip(keys, slots, before or repeat(None), strict=bool(before)):
-            slot_of[key] = slot
-            key_in[slot] = key
-            state[slot] = _FILLING
-            parents[slot] = parent
+        parents = before or [None] * len(keys)
+        self._slot_of.update(zip(keys, slots, strict=True))
+        _put_all(self._key_in, slots, keys)
+        _put_all(self._before, slots, parents)
+        _put_all(self._state, slots, bytes([_FILLING]) * len(slots))
         self._num_filling += len(keys)
         return Claim(tuple(slots), tuple(victims))
 
-    def commit(self, keys: Iterable[BlockKey]) -> None:
+    def commit(self, keys: Sequence[BlockKey]) -> None:
         """The claimed blocks have arrived and may be offered."""
-        pairs = self._filling(keys)
-        state, parents = self._state, self._before
-        for _, slot in pairs:
-            state[slot] = _READY
-        keys = [key for key, _ in pairs]
-        self._policy.insert_all(keys, [parents[slot] for _, slot in pairs])
-        self._num_filling -= len(pairs)
+        slots = self._filling(keys)
+        _put_all(self._state, slots, bytes([_READY]) * len(slots))
+        self._policy.insert_all(keys, [self._before[slot] for slot in slots])
+        self._num_filling -= len(slots)
 
-    def abort(self, keys: Iterable[BlockKey]) -> None:
+    def abort(self, keys: Sequence[BlockKey]) -> None:
         """The claimed blocks will not arrive; their slots are free again."""
-        for key, slot in self._filling(keys):
+        for key, slot in zip(keys, self._filling(keys), strict=True):
             del self._slot_of[key]
             self._free(slot)
             self._num_filling -= 1
@@ -161,38 +156,33 @@ class Ledger:
             if not self.is_ready(key):
                 raise BookError(f"cannot lease a block that is {self._describe(key)}")
         slots = tuple(self._slot_of[key] for key in keys)
-        for slot in slots:
-            self._num_leased += self._num_leases[slot] == 0
-            self._num_leases[slot] += 1
+        self._count_leases(slots)
         return slots
 
-    def use_ready(self, keys: Iterable[BlockKey]) -> list[Slot | None]:
+    def use_ready(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
         """Lease and touch those of `keys` that are READY; None stands for each that is not."""
-        found: list[Slot | None] = []
-        used: list[BlockKey] = []
-        find, state, num_leases = self._slot_of.get, self._state, self._num_leases
-        num_new = 0
-        for key in keys:
-            slot = find(key)
-            if slot is not None and state[slot] == _READY:
-                if not num_leases[slot]:
-                    num_new += 1
-                num_leases[slot] += 1
-                used.append(key)
-                found.append(slot)
-            else:
-                found.append(None)
-        self._num_leased += num_new
-        self._policy.touch_all(used)
+        state = self._state
+        found = [
+            slot if slot is not None and state[slot] == _READY else None
+            for slot in map(self._slot_of.get, keys)
+        ]
+        used = [slot for slot in found if slot is not None]
+        self._count_leases(used)
+        if len(used) < len(found):
+            keys = [key for key, slot in zip(keys, found, strict=True) if slot is not None]
+        self._policy.touch_all(keys)
         return found
 
     def release(self, slots: Sequence[Slot]) -> None:
         """Take back one lease on each slot. By slot: a doomed block's key may be here anew."""
         num_leases = self._num_leases
-        counts = Counter(slots) if len(set(slots)) < len(slots) else dict.fromkeys(slots, 1)
-        for slot, count in counts.items():
-            if num_leases[slot] < count:
-                raise BookError(f"slot {slot} is released more often than leased")
+        if len(set(slots)) < len(slots):
+            for slot, count in Counter(slots).items():
+                if num_leases[slot] < count:
+                    raise BookError(f"slot {slot} is released more often than leased")
+        elif 0 in map(num_leases.__getitem__, slots):
+            slot = next(slot for slot in slots if not num_leases[slot])
+            raise BookError(f"slot {slot} is released more often than leased")
         state = self._state
         for slot in slots:
             num_left = num_leases[slot] = num_leases[slot] - 1
@@ -273,6 +263,14 @@ class Ledger:
     def _is_idle(self, key: BlockKey) -> bool:
         return not self._num_leases[self._slot_of[key]]
 
+    def _count_leases(self, slots: Sequence[Slot]) -> None:
+        num_leases, num_new = self._num_leases, 0
+        for slot in slots:
+            if not num_leases[slot]:
+                num_new += 1
+            num_leases[slot] += 1
+        self._num_leased += num_new
+
     def _take(self, count: int) -> list[Slot]:
         num_recycled = min(count, len(self._freed))
         # The lowest first: neighbours become one run, and a disk fills from its beginning.
@@ -288,19 +286,28 @@ class Ledger:
         self._state[slot] = _FREE
         heappush(self._freed, slot)
 
-    def _filling(self, keys: Iterable[BlockKey]) -> list[tuple[BlockKey, Slot]]:
-        pairs = []
-        find, state = self._slot_of.get, self._state
-        for key in keys:
-            slot = find(key)
-            if slot is None or state[slot] != _FILLING:
-                raise BookError(f"cannot commit or abort a block that is {self._describe(key)}")
-            pairs.append((key, slot))
-        return pairs
+    def _filling(self, keys: Sequence[BlockKey]) -> list[Slot]:
+        slots = [slot for slot in map(self._slot_of.get, keys) if slot is not None]
+        if len(slots) < len(keys) or not self._are(slots, _FILLING):
+            wrong = next(key for key in keys if not self.is_filling(key))
+            raise BookError(f"cannot commit or abort a block that is {self._describe(wrong)}")
+        return slots
+
+    def _are(self, slots: Sequence[Slot], state: int) -> bool:
+        return bytes(map(self._state.__getitem__, slots)).count(state) == len(slots)
 
     def _describe(self, key: BlockKey) -> str:
         slot = self._slot_of.get(key)
         return "absent" if slot is None else State(self._state[slot]).name
+
+
+def _put_all(book: Any, slots: Sequence[Slot], values: Sequence[Any]) -> None:
+    """`book[slot] = value` for each; at once where they lie side by side, as most of them do."""
+    if slots and list(slots) == list(range(slots[0], slots[0] + len(slots))):
+        book[slots[0] : slots[0] + len(slots)] = values
+        return
+    for slot, value in zip(slots, values, strict=True):
+        book[slot] = value
 
 
 def _expect(holds: bool, otherwise: str) -> None:

@@ -12,7 +12,7 @@ from penstock.books import GONE, Books, all_ok
 from penstock.flights import Flight, Flights
 from penstock.pins import Pins
 from penstock.tickets import Ticket, Tickets
-from penstock.types import BlockKey, TicketId, Tier, Transfer, Verdict
+from penstock.types import BlockKey, Slot, TicketId, Tier, Transfer, Verdict
 from penstock.write_down import WriteDown
 
 
@@ -40,24 +40,25 @@ class Loads:
 
     def plan(self, ticket: Ticket, positions: Sequence[int]) -> None:
         """Lease, join or fetch each block; what finds no room in HOST waits in the ticket."""
-        found = self._host.use_ready([ticket.keys[position] for position in positions])
-        is_whole = None not in found
-        if not is_whole and not ticket.planned:
+        found = self._host.use_ready(ticket.keys_at(positions))
+        if None in found and not ticket.planned:
             # Lease before claim: what is in HOST further on must be held before others need room.
             rest = range(ticket.num_planned, len(ticket.keys))
             ticket.num_planned = len(ticket.keys)
-            found += self._host.use_ready([ticket.keys[position] for position in rest])
+            found += self._host.use_ready(ticket.keys_at(rest))
             positions = [*positions, *rest]
-        pairs = zip(positions, found, strict=True)
-        ticket.leased += [(position, slot) for position, slot in pairs if slot is not None]
+        slots = [slot for slot in found if slot is not None]
+        missing: list[int] = []
+        if len(slots) < len(found):
+            pairs = list(zip(positions, found, strict=True))
+            missing = [position for position, slot in pairs if slot is None]
+            positions = [position for position, slot in pairs if slot is not None]
         if self._write_down.tiers:
-            at = [position for position, _ in ticket.leased]
-            leased = [ticket.keys[position] for position in at]
-            self._write_down.offer(leased, ticket.tenant, ticket.before(at))
-        if not is_whole:
-            pairs = zip(positions, found, strict=True)
-            self._seek(ticket, [position for position, slot in pairs if slot is None])
-        self._send_leased(ticket, spread=ticket.planned)
+            before = ticket.before(positions)
+            self._write_down.offer(ticket.keys_at(positions), ticket.tenant, before)
+        if missing:
+            self._seek(ticket, missing)
+        self._send(ticket, positions, slots, spread=ticket.planned)
 
     def settle_arrival(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
         """Blocks came to the device or did not."""
@@ -85,21 +86,20 @@ class Loads:
         if not self._joiners:
             return
         joined: dict[TicketId, Ticket] = {}
-        arrived: list[tuple[Ticket, int]] = []
+        arrived: dict[TicketId, list[int]] = {}
         for key, verdict in zip(keys, verdicts, strict=True):
             for ticket, position in self._joiners.pop(key, ()):
                 joined[ticket.id] = ticket
                 if verdict is Verdict.OK:
-                    arrived.append((ticket, position))
+                    arrived.setdefault(ticket.id, []).append(position)
                 elif verdict in GONE:
                     ticket.judge([position], verdict)
                 else:
                     ticket.waiting.append(position)  # given up for another ticket's reasons
-        slots = self._host.lease([ticket.keys[position] for ticket, position in arrived])
-        for (ticket, position), slot in zip(arrived, slots, strict=True):
-            ticket.leased.append((position, slot))
-        for ticket in joined.values():
-            self._send_leased(ticket)
+        # All are leased before anything else happens to one of them.
+        slots = {t: self._host.lease(joined[t].keys_at(at)) for t, at in arrived.items()}
+        for ticket_id, ticket in joined.items():
+            self._send(ticket, arrived.get(ticket_id, ()), slots.get(ticket_id, ()))
             self._tickets.close_if_over(ticket, self._books.now)
 
     def leave(self, ticket: Ticket) -> None:
@@ -177,23 +177,32 @@ class Loads:
             tenants=[ticket.tenant] * len(keys) if ticket.tenant else (),
         )
 
-    def _send_leased(self, ticket: Ticket, *, spread: bool = False) -> None:
-        leased, ticket.leased = ticket.leased, []
-        into = ticket.device_slots
-        staying = [pair for pair in leased if into[pair[0]] is None]
-        for position, pin in staying:
-            self._pins.keep(pin)
-            ticket.pins[position] = pin
-            ticket.judge([position], Verdict.OK)
-        if staying:
-            leased = [pair for pair in leased if into[pair[0]] is not None]
-        positions = [position for position, _ in leased]
+    def _send(
+        self,
+        ticket: Ticket,
+        positions: Sequence[int],
+        slots: Sequence[Slot],
+        *,
+        spread: bool = False,
+    ) -> None:
+        """Leased blocks of HOST go to the device, or are pinned where they are."""
+        into = ticket.slots_at(positions)
+        targets = [slot for slot in into if slot is not None]
+        if len(targets) < len(into):
+            triples = list(zip(positions, slots, into, strict=True))
+            for position, pin, _ in (triple for triple in triples if triple[2] is None):
+                self._pins.keep(pin)
+                ticket.pins[position] = pin
+                ticket.judge([position], Verdict.OK)
+            going = [triple for triple in triples if triple[2] is not None]
+            positions = [position for position, _, _ in going]
+            slots = [slot for _, slot, _ in going]
         self._flights.post(
             Tier.HOST,
             Tier.DEVICE,
-            [ticket.keys[position] for position in positions],
-            [source for _, source in leased],
-            [slot for position in positions if (slot := into[position]) is not None],
+            ticket.keys_at(positions),
+            slots,
+            targets,
             spread=spread,
             deadline=ticket.deadline,
             ticket=ticket,

@@ -100,6 +100,8 @@ class Retention:
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
         """HOST no longer offers these: it was told to drop them. Should they come again, fine."""
+        if not self._slots:
+            return
         lost = [slot for key in keys if (slot := self._slots.pop(key, None)) is not None]
         self._host.release(lost)
 

@@ -33,8 +33,9 @@ class Saves:
 
     def plan(self, ticket: Ticket, positions: Sequence[int]) -> None:
         held = self._host.held
-        fresh = [position for position in positions if ticket.keys[position] not in held]
-        if len(fresh) < len(positions):
+        fresh = positions
+        if not held.isdisjoint(ticket.keys_at(positions)):
+            fresh = [position for position in positions if ticket.keys[position] not in held]
             there = [position for position in positions if ticket.keys[position] in held]
             ticket.judge(there, Verdict.OK)
             ready = [p for p in there if self._host.is_ready(ticket.keys[p])]
@@ -49,14 +50,14 @@ class Saves:
                 Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST"
             )
         if taken:
-            keys = [ticket.keys[position] for position in taken]
+            keys = ticket.keys_at(taken)
             slots = self._books.claim(Tier.HOST, keys, ticket.before(taken))
             self.num_pending += len(taken)
             self._flights.post(
                 Tier.DEVICE,
                 Tier.HOST,
                 keys,
-                [slot for p in taken if (slot := ticket.device_slots[p]) is not None],
+                [slot for slot in ticket.slots_at(taken) if slot is not None],
                 slots,
                 spread=ticket.planned,
                 ticket=ticket,
@@ -80,5 +81,5 @@ class Saves:
     def _offer(self, ticket: Ticket, positions: Sequence[int]) -> None:
         if not self._write_down.tiers:
             return
-        keys = [ticket.keys[position] for position in positions]
+        keys = ticket.keys_at(positions)
         self._write_down.offer(keys, ticket.tenant, ticket.before(positions))

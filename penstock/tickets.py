@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -12,7 +12,10 @@ from penstock.types import NO_HEADS, BlockKey, Direction, Done, Slot, TicketId, 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """It ends when every block has a verdict and no transfer touches its device slots."""
+    """It ends when every block has a verdict and no transfer touches its device slots.
+
+    Positions are a `range` where they follow each other, which is then dealt with at once.
+    """
 
     id: TicketId
     direction: Direction
@@ -26,7 +29,6 @@ class Ticket:
     num_planned: int = 0  # leading positions that have been looked at
     num_flying: int = 0  # blocks whose device slot a transfer may touch right now
     waiting: list[int] = field(default_factory=list)  # planned, and found no room in HOST yet
-    leased: list[tuple[int, Slot]] = field(default_factory=list)  # in HOST, next: to the device
     given_up: Verdict | None = None  # why, if it was: EXPIRED or CANCELLED
     pins: dict[int, Slot] = field(default_factory=dict)  # by position: those that stay in HOST
     _verdicts: list[Verdict | None] = field(init=False)
@@ -46,16 +48,34 @@ class Ticket:
     def planned(self) -> bool:
         return self.num_planned == len(self.keys)
 
-    def judge(self, positions: Iterable[int], verdict: Verdict) -> None:
+    def judge(self, positions: Sequence[int], verdict: Verdict) -> None:
         verdicts = self._verdicts
+        if isinstance(positions, range):
+            stretch = slice(positions.start, positions.stop)
+            self._num_open -= verdicts[stretch].count(None)
+            verdicts[stretch] = [verdict] * len(positions)
+            return
         for position in positions:
             if verdicts[position] is None:
                 self._num_open -= 1
             verdicts[position] = verdict
 
-    def before(self, positions: Iterable[int]) -> list[BlockKey | None]:
+    def keys_at(self, positions: Sequence[int]) -> Sequence[BlockKey]:
+        if isinstance(positions, range):
+            return self.keys[positions.start : positions.stop]
+        return [self.keys[position] for position in positions]
+
+    def slots_at(self, positions: Sequence[int]) -> Sequence[Slot | None]:
+        if isinstance(positions, range):
+            return self.device_slots[positions.start : positions.stop]
+        return [self.device_slots[position] for position in positions]
+
+    def before(self, positions: Sequence[int]) -> list[BlockKey | None]:
         """The block that each of these follows in its chain, where that is known."""
         heads, keys = self.heads, self.keys
+        if isinstance(positions, range) and positions and not heads:
+            first = positions.start
+            return [keys[first - 1] if first else None, *keys[first : positions.stop - 1]]
         return [heads[p] if p in heads else keys[p - 1] if p else None for p in positions]
 
     def comes_from(self, position: int, tier: Tier) -> None:
@@ -66,9 +86,11 @@ class Ticket:
         return [position for position, verdict in enumerate(self._verdicts) if verdict is None]
 
     def done(self, now: float) -> Done:
-        verdicts = tuple(verdict for verdict in self._verdicts if verdict is not None)
+        verdicts = tuple([verdict for verdict in self._verdicts if verdict is not None])
         sources: tuple[Tier | None, ...] = (None,) * len(verdicts)
-        if self.direction is Direction.LOAD:
+        if self.direction is Direction.LOAD and verdicts.count(Verdict.OK) == len(verdicts):
+            sources = tuple(self._sources)
+        elif self.direction is Direction.LOAD:
             sources = tuple(
                 source if verdict is Verdict.OK else None
                 for source, verdict in zip(self._sources, verdicts, strict=True)

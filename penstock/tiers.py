@@ -423,7 +423,7 @@ class TierStack:
         self._write_down.check()
         self._retention.check()
         for ticket in self._tickets:
-            if ticket.over or ticket.leased or num_flying[ticket.id] != ticket.num_flying:
+            if ticket.over or num_flying[ticket.id] != ticket.num_flying:
                 raise BookError(f"ticket {ticket.id} is over, idle or miscounted")
         for tier, ledger in self._books:
             ledger.check()

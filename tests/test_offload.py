@@ -22,8 +22,9 @@ from penstock.stores.base import Block, Found
 from penstock.stores.host import HostArena
 from penstock.stores.memory import Faults, MemoryStore
 from penstock.tiers import Limits, TierStack
-from penstock.transfer.engine import LaneSpec, TransferEngine
+from penstock.transfer.engine import TransferEngine
 from penstock.transfer.io import CopyMover, StoreMover
+from penstock.transfer.lanes import LaneSpec
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
 from penstock.types import BlockKey, Direction, Slot, TicketId, Tier, Verdict

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 from penstock.policies.base import Policy
 from penstock.types import BlockKey
@@ -22,8 +23,18 @@ class LRU(Policy):
     def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
         self._order[key] = None
 
+    def insert_all(self, keys: Sequence[BlockKey], before: Sequence[BlockKey | None]) -> None:
+        order = self._order
+        for key in keys:
+            order[key] = None
+
     def touch(self, key: BlockKey) -> None:
         self._order.move_to_end(key)
+
+    def touch_all(self, keys: Sequence[BlockKey]) -> None:
+        move_to_end = self._order.move_to_end
+        for key in keys:
+            move_to_end(key)
 
     def forget(self, key: BlockKey) -> None:
         del self._order[key]
@@ -32,7 +43,12 @@ class LRU(Policy):
         self._order.move_to_end(key, last=False)
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        victims: list[BlockKey] = []
+        victims = list(islice(self._order, num_victims))
+        if len(victims) == num_victims and all(map(is_idle, victims)):
+            for key in victims:
+                del self._order[key]
+            return victims
+        victims = []
         for _ in range(len(self._order)):
             if len(victims) == num_victims:
                 break

@@ -97,7 +97,7 @@ def _use(ledger: Ledger, keys: tuple[BlockKey, ...], tails_first: bool) -> tuple
                 new.setdefault(key, previous)
             previous = key
     # Lease before claim: what this request reads must not make room for what it writes.
-    leased = ledger.use_ready(reversed(there) if tails_first else there)
+    leased = ledger.use_ready(there[::-1] if tails_first else there)
     wanted = [key for key in new if ledger.admits(key)][: ledger.num_claimable]
     if wanted:
         if tails_first:

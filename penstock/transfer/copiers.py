@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.clock import SystemClock
-from penstock.transfer.engine import LaneSpec, TransferEngine
+from penstock.transfer.engine import TransferEngine
 from penstock.transfer.io import Mover
+from penstock.transfer.lanes import LaneSpec
 from penstock.types import Outcome, Tier, Transfer, TransferId
 
 

@@ -1,17 +1,19 @@
 """HOST to and from a GPU's memory: one batch of asynchronous copies a transfer.
 
-Each transfer thread has a stream for loads and one for saves. Before it copies, a stream waits for
-all that compute had been given when the transfer was queued: a block is never saved before it is
-written, nor loaded over while a step still reads what lay there; but the steps that follow run
-beside the copy. The thread then waits for its own copies alone.
+Each direction has a stream and a thread that waits for its copies to end. Some transfers are always
+on the stream ahead of those that are copied: the link never waits for Python. Before it copies, a
+stream waits for all that compute had been given when the transfer was queued: a block is never
+saved before it is written, nor loaded over while a step still reads what lay there; but the steps
+that follow run beside the copy.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +23,9 @@ from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 from penstock.transfer.io import Moved, Mover
 from penstock.transfer.pinning import PinnedSlots
+from penstock.transfer.pool import DaemonPool
 from penstock.transfer.seals import Seals
-from penstock.types import Direction, Slot, Transfer, Verdict
+from penstock.types import BlockKey, Direction, Slot, Transfer, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ class Memory(NamedTuple):
 
 
 class CudaMover(Mover):
-    is_duplex = True
+    max_ahead = 8  # at 128 MiB some 20 ms of the link; what is on a stream cannot be given up
 
     def __init__(
         self, device: DevicePool, host: HostArena, seals: Seals, copy_all: CopyAll | None = None
@@ -57,7 +60,8 @@ class CudaMover(Mover):
         self._pins.start()
         self._seals = seals
         self._copy_all = copy_all or best_copy()
-        self._streams = threading.local()
+        with _cuda.device(self._gpu):
+            self._ways = {d: _Way(d, stream, self._gpu) for d, stream in new_streams().items()}
         self._computed: Any = None  # all that compute had been given when one was last queued
 
     def queued(self, transfer: Transfer) -> None:
@@ -66,51 +70,74 @@ class CudaMover(Mover):
             event.record(_cuda.default_stream())
         self._computed = event
 
-    def move(self, transfer: Transfer) -> Moved:
+    def move(self, transfer: Transfer) -> Future[Moved]:
         keys, sources, targets = transfer.keys, transfer.source_slots, transfer.target_slots
-        self._pins.wait_for(sources if transfer.direction is Direction.LOAD else targets)
         if transfer.direction is Direction.LOAD:
-            seconds = self._copy(self._host, sources, self._device, targets, Direction.LOAD)
+            in_host, of, to = sources, self._host, self._device
             # After the copy: a slot that changed under it has lost its seal by now.
-            return Moved(self._seals.verdicts(keys, sources), seconds=seconds)
-        self._seals.open(targets)
-        seconds = self._copy(self._device, sources, self._host, targets, Direction.SAVE)
-        self._seals.seal(keys, targets)
-        return Moved([Verdict.OK] * len(keys), seconds=seconds)
+            judge = partial(self._seals.verdicts, keys, sources)
+        else:
+            in_host, of, to = targets, self._device, self._host
+            self._seals.open(targets)
+            judge = partial(self._seal, keys, targets)
+        lengths = np.full(len(keys), self._block_bytes, np.uint64)
+        way = self._ways[transfer.direction]
+        queue = partial(
+            way.queue,
+            partial(self._copy_all, to.addresses(targets), of.addresses(sources), lengths),
+            self._computed,
+            judge,
+        )
+        if self._pins.has(in_host):
+            return way.waiter.submit(queue())
+
+        def queue_when_pinned() -> Moved:
+            self._pins.wait_for(in_host)
+            return queue()()
+
+        return way.waiter.submit(queue_when_pinned)
 
     def close(self) -> None:
+        for way in self._ways.values():
+            way.waiter.close()
         self._pins.close()
 
-    def _copy(
-        self,
-        source: Memory,
-        sources: Sequence[Slot],
-        target: Memory,
-        targets: Sequence[Slot],
-        direction: Direction,
-    ) -> float:
-        """Returns what the copies took, without the wait for what is being computed."""
-        to, of = target.addresses(targets), source.addresses(sources)
-        lengths = np.full(len(sources), self._block_bytes, np.uint64)
+    def _seal(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Verdict]:
+        self._seals.seal(keys, slots)
+        return [Verdict.OK] * len(keys)
+
+
+class _Way:
+    """One direction of the link."""
+
+    def __init__(self, direction: Direction, stream: Any, gpu: Any) -> None:
+        self._stream = stream
+        self._gpu = gpu
+        self.waiter = DaemonPool(1, f"penstock-gpu-{direction.value}")
+
+    def queue(
+        self, copy: Callable[[int], None], after: Any, judge: Callable[[], list[Verdict]]
+    ) -> Callable[[], Moved]:
+        """Queue copies behind those before, and behind `after`. What it returns waits for them."""
         with _cuda.device(self._gpu):
-            stream = self._stream(direction)
             # To wait asleep: a thread that spins takes the processor from the one that computes.
             began, ended = (_cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-            stream.wait_event(self._computed)
-            began.record(stream)
+            self._stream.wait_event(after)
+            began.record(self._stream)
             try:
-                self._copy_all(to, of, lengths, stream.cuda_stream)
-            finally:  # also after an error: copies queued before it still write
-                ended.record(stream)
-                ended.synchronize()
-            return float(began.elapsed_time(ended)) / 1e3
+                copy(self._stream.cuda_stream)
+            except Exception:
+                self._stream.synchronize()  # copies queued before the error still write
+                raise
+            ended.record(self._stream)
 
-    def _stream(self, direction: Direction) -> Any:
-        streams = getattr(self._streams, "by_direction", None)
-        if streams is None:
-            streams = new_streams()
-            self._streams.by_direction = streams
-        return streams[direction]
+        def finish() -> Moved:
+            ended.synchronize()
+            # What the copies took, without the wait for those before and for what is computed.
+            seconds = float(began.elapsed_time(ended)) / 1e3
+            return Moved(judge(), seconds=seconds)
+
+        return finish
 
 
 def new_streams() -> dict[Direction, Any]:

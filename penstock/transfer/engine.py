@@ -1,25 +1,20 @@
-"""TransferEngine: bounded queues, loads before saves, threads that run movers.
+"""TransferEngine: bounded queues, loads before saves, lanes that run movers.
 
-A lane serves one link (named by its lower tier) with threads of its own, so that a disk that
-hangs never holds up copies from DRAM. The engine decides nothing: it runs orders, refuses them
-when a queue is full, and reports each exactly once.
+A lane serves one link (named by its lower tier), so that a disk that hangs never holds up copies
+from DRAM. The engine decides nothing: it runs orders, refuses them when a queue is full, and
+reports each exactly once.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from penstock.clock import Clock
-from penstock.transfer.asking import Asker, Exists
-from penstock.transfer.io import Moved, Mover
+from penstock.transfer.asking import Asker
+from penstock.transfer.lanes import FedLane, Lane, LaneSpec, ThreadLane
 from penstock.types import (
     Answer,
     Direction,
@@ -28,19 +23,7 @@ from penstock.types import (
     Tier,
     Transfer,
     TransferId,
-    Verdict,
 )
-
-log = logging.getLogger(__name__)
-
-_Report = Callable[[Outcome], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LaneSpec:
-    mover: Mover
-    num_threads: int  # for each direction where the mover is duplex
-    exists: Exists | None = None  # for a tier that others write to
 
 
 class TransferEngine:
@@ -54,7 +37,7 @@ class TransferEngine:
         self._awaited: list[Outcome | Answer] = []
         self._answers: list[Answer] = []
         self._lanes = {
-            tier: _Lane(tier, spec, clock, max_queued, self._outcomes.put)
+            tier: _lane(tier, spec, clock, max_queued, self._outcomes.put)
             for tier, spec in lanes.items()
         }
         self._askers = {
@@ -114,139 +97,10 @@ class TransferEngine:
         return all(lane.join(deadline) for lane in self._lanes.values())
 
 
-class _Lane:
-    def __init__(
-        self, tier: Tier, spec: LaneSpec, clock: Clock, max_queued: int, report: _Report
-    ) -> None:
-        self._mover = spec.mover
-        self._clock = clock
-        self._max_queued = max_queued
-        self._report = report
-        self._queues: dict[Direction, deque[Transfer]] = {
-            Direction.LOAD: deque(),
-            Direction.SAVE: deque(),
-        }
-        self._lock = threading.Lock()
-        # The threads of a duplex link serve one direction each, and wait for that alone.
-        served = [list(self._queues)]
-        if spec.mover.is_duplex:
-            served = [[direction] for direction in self._queues]
-        self._ready: dict[Direction, threading.Condition] = {}
-        for directions in served:
-            self._ready |= dict.fromkeys(directions, threading.Condition(self._lock))
-        self._running: dict[TransferId, Transfer] = {}
-        self._stopping = False
-        # Daemons: a thread stuck in a dead disk must not keep the process from ending.
-        self._threads = [
-            threading.Thread(
-                target=self._work,
-                args=(directions,),
-                name=f"penstock-{tier.label}-{number}",
-                daemon=True,
-            )
-            for directions in served
-            for number in range(spec.num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def has_room(self, direction: Direction) -> bool:
-        return not self._stopping and len(self._queues[direction]) < self._max_queued
-
-    def depth(self, direction: Direction) -> int:
-        return len(self._queues[direction])
-
-    def submit(self, transfer: Transfer) -> bool:
-        with self._lock:
-            if not self.has_room(transfer.direction):
-                return False
-            self._mover.queued(transfer)
-            self._queues[transfer.direction].append(transfer)
-            self._ready[transfer.direction].notify()
-        return True
-
-    def cancel(self, transfer_id: TransferId) -> None:
-        with self._lock:
-            for queue in self._queues.values():
-                for transfer in queue:
-                    if transfer.id == transfer_id:
-                        queue.remove(transfer)
-                        self._report(_all(transfer, Verdict.CANCELLED))
-                        return
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopping = True
-            loads = self._queues[Direction.LOAD]
-            while loads:
-                self._report(_all(loads.popleft(), Verdict.CANCELLED))
-            for ready in self._ready.values():
-                ready.notify_all()
-
-    def join(self, deadline: float) -> bool:
-        """Whether everything has ended in time; then the mover is closed too."""
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        while self._running and time.monotonic() < deadline:
-            time.sleep(0.001)  # checksums of what was read last
-        ended = not self._running and not any(thread.is_alive() for thread in self._threads)
-        if ended:
-            self._mover.close()
-        return ended
-
-    def _work(self, directions: Sequence[Direction]) -> None:
-        while (transfer := self._next(directions)) is not None:
-            if transfer.deadline is not None and self._clock.now() >= transfer.deadline:
-                self._end(_all(transfer, Verdict.EXPIRED))
-            else:
-                self._run(transfer)
-
-    def _next(self, directions: Sequence[Direction]) -> Transfer | None:
-        with self._lock:
-            while True:
-                for direction in directions:  # loads first
-                    if self._queues[direction]:
-                        transfer = self._queues[direction].popleft()
-                        self._running[transfer.id] = transfer
-                        return transfer
-                if self._stopping:
-                    return None
-                self._ready[directions[0]].wait()
-
-    def _run(self, transfer: Transfer) -> None:
-        started = time.perf_counter()
-        try:
-            moved = self._mover.move(transfer)
-        except Exception as error:  # a mover's bug costs its blocks, never the thread
-            self._end(_failed(transfer, error))
-            return
-        if isinstance(moved, Moved):
-            self._end(_outcome(transfer, moved, started))
-        else:
-            moved.add_done_callback(lambda future: self._end(_late(transfer, future, started)))
-
-    def _end(self, outcome: Outcome) -> None:
-        self._report(outcome)
-        del self._running[outcome.transfer_id]
-
-
-def _outcome(transfer: Transfer, moved: Moved, started: float) -> Outcome:
-    ended = time.perf_counter()
-    seconds = ended - started if moved.seconds is None else moved.seconds
-    return Outcome(transfer.id, tuple(moved.verdicts), seconds, moved.error, ended)
-
-
-def _late(transfer: Transfer, future: Future[Moved], started: float) -> Outcome:
-    error = future.exception()
-    if error is not None:
-        return _failed(transfer, error)
-    return _outcome(transfer, future.result(), started)
-
-
-def _failed(transfer: Transfer, error: BaseException) -> Outcome:
-    log.error("transfer %d failed", transfer.id, exc_info=error)
-    return _all(transfer, Verdict.FAILED, repr(error))
-
-
-def _all(transfer: Transfer, verdict: Verdict, error: str = "") -> Outcome:
-    return Outcome(transfer.id, (verdict,) * len(transfer.keys), 0.0, error)
+def _lane(
+    tier: Tier, spec: LaneSpec, clock: Clock, max_queued: int, report: Callable[[Outcome], None]
+) -> Lane:
+    ahead = spec.mover.max_ahead
+    if ahead is not None:
+        return FedLane(spec.mover, ahead, clock, max_queued, report)
+    return ThreadLane(tier, spec, clock, max_queued, report)

@@ -24,7 +24,8 @@ class Moved(NamedTuple):
 
 
 class Mover(Protocol):
-    is_duplex: bool = False  # whether a load and a save at once take no longer than one of them
+    # Of each direction so many transfers at once, if `move` waits for none: it needs no threads.
+    max_ahead: int | None = None
 
     def queued(self, transfer: Transfer) -> None:
         """On the owner's thread: what it has computed by now is to be done before the transfer."""

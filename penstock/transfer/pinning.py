@@ -55,11 +55,12 @@ class PinnedSlots:
         """As `start`, but an error is only kept: see `error`."""
         self._thread.start()
 
+    def has(self, slots: Sequence[Slot]) -> bool:
+        return max(slots) < self.num_slots
+
     def wait_for(self, slots: Sequence[Slot]) -> None:
         """Until all of these are pinned. Raises what kept them from it."""
         last = max(slots)
-        if last < self.num_slots:
-            return
         with self._changed:
             self._changed.wait_for(
                 lambda: last < self.num_slots or self.error is not None or self._stopped

@@ -44,11 +44,12 @@ class Seals:
             held[slot] = key
 
     def verdicts(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Verdict]:
-        held = self._keys
-        verdicts = [
-            Verdict.OK if held[slot] == key else Verdict.MISSING
-            for key, slot in zip(keys, slots, strict=True)
-        ]
+        held = list(map(self._keys.__getitem__, slots))
+        if held == list(keys):
+            verdicts = [Verdict.OK] * len(held)
+        else:
+            pairs = zip(keys, held, strict=True)
+            verdicts = [Verdict.OK if key == found else Verdict.MISSING for key, found in pairs]
         if self._sums is not None:
             for index, slot in enumerate(slots):
                 if self._checksum(slot) != self._sums[slot] and verdicts[index] is Verdict.OK:

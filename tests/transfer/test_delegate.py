@@ -17,8 +17,9 @@ from penstock.config import Config, DiskConfig, HostConfig
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
 from penstock.transfer.delegate import DelegatingEngine
-from penstock.transfer.engine import LaneSpec, TransferEngine
+from penstock.transfer.engine import TransferEngine
 from penstock.transfer.io import Moved, Mover
+from penstock.transfer.lanes import LaneSpec
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
 

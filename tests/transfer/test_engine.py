@@ -2,33 +2,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from itertools import count
 
 import pytest
-from tools import TIMEOUT_SECONDS, key_of
+from tools import TIMEOUT_SECONDS
+from transfers import LOAD, SAVE, outcomes, transfer
 
 from penstock.clock import ManualClock
-from penstock.transfer.engine import LaneSpec, TransferEngine
+from penstock.transfer.engine import TransferEngine
 from penstock.transfer.io import Moved, Mover
-from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
-
-LOAD, SAVE = Direction.LOAD, Direction.SAVE
-_ids = count(1)
-
-
-def transfer(
-    direction: Direction = LOAD,
-    link: Tier = Tier.DISK,
-    *,
-    num: int = 1,
-    deadline: float | None = None,
-) -> Transfer:
-    upper = Tier(link - 1)
-    source, target = (link, upper) if direction is LOAD else (upper, link)
-    number = next(_ids)
-    slots = tuple(Slot(slot) for slot in range(num))
-    keys = tuple(key_of((number, slot)) for slot in slots)
-    return Transfer(TransferId(number), source, target, keys, slots, slots, deadline)
+from penstock.transfer.lanes import LaneSpec
+from penstock.types import Direction, Tier, Transfer, TransferId, Verdict
 
 
 class GatedMover(Mover):
@@ -93,17 +76,6 @@ def engines(clock: ManualClock) -> Iterator[Engines]:
             mover.gate.set()
     for engine in made:
         assert engine.close(TIMEOUT_SECONDS)
-
-
-def outcomes(engine: TransferEngine, num: int) -> dict[TransferId, Outcome]:
-    """The next `num` outcomes; fails rather than wait for ever, and if one comes twice."""
-    found: dict[TransferId, Outcome] = {}
-    while len(found) < num:
-        assert engine.wait(TIMEOUT_SECONDS), f"{len(found)} of {num} transfers ended"
-        for outcome in engine.poll():
-            assert outcome.transfer_id not in found, "reported twice"
-            found[outcome.transfer_id] = outcome
-    return found
 
 
 def occupy(engine: TransferEngine, mover: GatedMover, link: Tier = Tier.DISK) -> Transfer:
@@ -371,25 +343,6 @@ def test_wait_ends_by_itself_when_nothing_comes(engines: Engines) -> None:
     assert engine.wait(0.0)  # until it is polled
     engine.poll()
     assert not engine.wait(0.0)
-
-
-def test_a_duplex_link_saves_while_it_loads() -> None:
-    mover = GatedMover()
-    mover.is_duplex = True
-    engine = TransferEngine({Tier.HOST: LaneSpec(mover, 1)}, ManualClock())
-    loads = [transfer(LOAD, Tier.HOST) for _ in range(2)]
-    save = transfer(SAVE, Tier.HOST)
-    for each in (*loads, save):
-        assert engine.submit(each)
-    for _ in range(2):
-        mover.await_begin()
-    assert set(mover.begun) == {loads[0].id, save.id}
-    mover.gate.set()
-    ended: set[TransferId] = set()
-    while len(ended) < 3:
-        assert engine.wait(TIMEOUT_SECONDS)
-        ended.update(outcome.transfer_id for outcome in engine.poll())
-    assert engine.close()
 
 
 def test_a_mover_may_know_what_the_link_took(engines: Engines) -> None:
