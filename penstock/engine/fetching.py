@@ -20,8 +20,9 @@ from penstock.engine.table import Addresses, Places
 
 _cuda: Any = torch.cuda  # carries no types
 
-_ROOM_BYTES = 16 << 20  # for a layer
-_NUM_ROOMS = 4
+_ROOM_BYTES = 64 << 20  # for a layer
+_NUM_ROOMS = 3
+_NUM_STREAMS = 2  # in turn: while a layer's last bytes are under way, the next one's begin
 _NUM_PROGRAMS = 8  # so many keep a PCIe Gen5 link busy, and leave the processors to others
 
 
@@ -37,24 +38,25 @@ class Fetcher:
         self._rooms = like.new_empty((_NUM_ROOMS, plan.max_fetched, *layer))
         self._layer_bytes = self._rooms[0, 0].numel() * self._rooms.itemsize
         self._num_layers = 0
-        self._stream: Any = None
+        self._streams: list[Any] = []
         if like.device.type == "cuda":
             # Before others: few as they are, they must not wait for a whole product to end.
-            self._stream = _cuda.Stream(like.device, priority=-1)
+            self._streams = [_cuda.Stream(like.device, priority=-1) for _ in range(_NUM_STREAMS)]
         self._came: dict[int, Any] = {}  # events, by layer
 
     def choose(self, places: Places, addresses: Addresses) -> tuple[Places, Places]:
         """Of all sequences' blocks: their addresses, `~n` for the n-th that is fetched; and the
         addresses to fetch from. What most sequences read comes first."""
         table = addresses.of(places)
-        cold, counts = np.unique(places[places < 0], return_counts=True)
-        chosen = np.argsort(-counts, kind="stable")[: self._plan.max_fetched]
-        fetched = np.sort(cold[chosen])
-        if len(fetched):
-            found = np.minimum(np.searchsorted(fetched, places), len(fetched) - 1)
-            is_fetched = fetched[found] == places
-            table[is_fetched] = ~found[is_fetched]
-        return table, addresses.of(fetched)
+        at = np.flatnonzero(places < 0)
+        cold, which, counts = np.unique(places[at], return_inverse=True, return_counts=True)
+        chosen = np.sort(np.argsort(-counts, kind="stable")[: self._plan.max_fetched])
+        numbers = np.full(len(cold), -1)
+        numbers[chosen] = np.arange(len(chosen))
+        numbers = numbers[which]
+        is_fetched = numbers >= 0
+        table[at[is_fetched]] = ~numbers[is_fetched]
+        return table, addresses.of(cold[chosen])
 
     def begin(self, num_layers: int) -> None:
         """Behind what fills the plan, before the first layer."""
@@ -64,7 +66,7 @@ class Fetcher:
 
     def address(self, layer: int) -> int:
         """Where the layer's blocks lie for what is queued from now on."""
-        if self._stream is not None:
+        if self._streams:
             _cuda.current_stream().wait_event(self._came[layer])
         return self._rooms[layer % _NUM_ROOMS].data_ptr()
 
@@ -75,11 +77,12 @@ class Fetcher:
 
     def _fetch(self, layer: int) -> None:
         room, offset = self._rooms[layer % _NUM_ROOMS], layer * self._layer_bytes
-        if self._stream is None:
+        if not self._streams:
             kernels.fetch_layer(self._plan, offset, room, _NUM_PROGRAMS)
             return
-        self._stream.wait_stream(_cuda.current_stream())
-        with _cuda.stream(self._stream):
+        stream = self._streams[layer % _NUM_STREAMS]
+        stream.wait_stream(_cuda.current_stream())
+        with _cuda.stream(stream):
             kernels.fetch_layer(self._plan, offset, room, _NUM_PROGRAMS)
             self._came[layer] = _cuda.Event()
             self._came[layer].record()
