@@ -88,7 +88,7 @@ class Runs:
             end = start + 1
             while end < len(keys) and run_of[keys[end]] is run:
                 end += 1
-            stretch = keys[start:end]
+            stretch = list(keys[start:end])
             if run.keys[first : first + len(stretch)] == stretch:
                 yield stretch[-1]
             else:
