@@ -55,7 +55,8 @@ def _gate(
     tl.store(out + row * size + places, activated * up, mask=mask)
 
 
-@triton.jit
+# A prompt's positions lie where its length puts them: that is no reason to compile anew.
+@triton.jit(do_not_specialize_on_alignment=["positions", "addresses"])
 def _turn_and_store(
     qkv,  # [rows, (heads + 2 kv_heads) * DIM]; queries and keys are turned in place
     cosines,  # [positions, DIM / 2], float32

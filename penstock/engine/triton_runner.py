@@ -197,7 +197,24 @@ class TritonRunner:
         """Compile the kernels and capture the graphs, so that no request waits for that."""
         if self._graphs is not None:
             self._graphs.capture_all(progress)
+        progress("compiling the kernels for prompts")
+        self._compile_prefill()
+        if self._device.type == "cuda":
             prepare(self._num_heads, self._shape.kv_heads, self._shape.head_dim, self._like)
+
+    @torch.inference_mode()
+    def _compile_prefill(self) -> None:
+        """Compute some tokens behind nothing, and behind others. Nothing is written."""
+        block_tokens = self._shape.block_tokens
+        num_new = 2 * block_tokens
+        any_block = int(self._addresses.of(np.zeros(1, np.int64))[0])
+        zeros = torch.zeros(num_new, dtype=torch.int64, device=self._device)
+        for num_past in (0, block_tokens):
+            num_blocks = (num_past + num_new) // block_tokens
+            blocks = torch.full((num_blocks,), any_block, device=self._device)
+            spans = [Span(0, num_new, num_past, blocks)]
+            self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, fetches=False)
+        self.read(zeros[:1])
 
     def _run_anew(self, row: Row) -> Tensor:
         """Kernel by kernel, without a graph."""
@@ -209,7 +226,9 @@ class TritonRunner:
             fetches = len(fetched) > 0
         kept = torch.tensor(row.sampled or [0], device=self._device)
         ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
-        logits = self.forward(ids, positions, addresses, kept, row, fetches=fetches)
+        logits = self.forward(
+            ids, positions, addresses, kept, len(row.singles), self._spans(row), fetches=fetches
+        )
         return logits[: len(row.sampled)].float()
 
     def forward(
@@ -218,20 +237,19 @@ class TritonRunner:
         positions: Tensor,
         addresses: Tensor,
         kept: Tensor,
-        row: Row | None,
+        num_singles: int,
+        spans: Sequence[Span],
         *,
         fetches: bool,
     ) -> Tensor:
-        """Logits of the rows `kept`. Without a row's description, all of it are single tokens.
+        """Logits of the rows `kept`. First come single tokens, which the plan describes.
 
-        `fetches`: the plan names cold blocks to be brought beside the computation.
+        `fetches`: it names cold blocks to be brought beside the computation.
         """
         self._decode.fetcher = self._fetcher if fetches else None
         if self._decode.fetcher is not None:
             self._decode.fetcher.begin(self._num_layers)
         memory = _Memory(self._shape, addresses)
-        num_singles = len(ids) if row is None else len(row.singles)
-        spans = [] if row is None else self._spans(row)
         step = Step(memory, spans, self._decode if num_singles else None, num_singles)
         if self._fused is None:
             output = self._model(
@@ -362,7 +380,7 @@ class _Graphs:
 
         def step() -> Tensor:
             plan.send()
-            return self._runner.forward(*rows, self._kept[:size], None, fetches=fetches)
+            return self._runner.forward(*rows, self._kept[:size], size, [], fetches=fetches)
 
         stream: Any = _cuda.Stream()
         stream.wait_stream(_cuda.current_stream())

@@ -317,6 +317,37 @@ def test_needles_are_found_with_all_but_prefix_and_tail_cold(smollm2: LoadedMode
     assert "7421" in tokenizer.decode(answers[0][0])
 
 
+def test_no_request_waits_for_a_kernel_to_be_compiled(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import JITFunction, knobs
+
+    from penstock.engine import elementwise
+    from penstock.engine.attention import triton as kernels
+
+    for kernel in [*vars(kernels).values(), *vars(elementwise).values()]:
+        if isinstance(kernel, JITFunction):
+            kernel.device_caches.clear()  # what other tests have compiled
+    compiled: list[str] = []
+
+    def note(**told: Any) -> None:
+        compiled.append(str(told.get("repr")))
+
+    tiers = Config(host=HostConfig(size_bytes=64 * MiB, huge_pages=False))
+    engine = make(loaded, 24, tiers, ResidencyConfig(prefix_tokens=16, tail_tokens=16))
+    engine.runner.warm_up(lambda _: None)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+    for length in (40, 41, 250, 1, 2, 333):  # odd and even, within a chunk and beyond, cold
+        rng = random.Random(length)
+        prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
+        for number in range(3):
+            engine.add(f"{length}-{number}", [number, *prompt], GREEDY)
+        while engine.has_work:
+            engine.step()
+    engine.close()
+    assert compiled == []
+
+
 # Faults: a sentence, or a recompute; nothing hangs.
 
 

@@ -93,6 +93,8 @@ def test_logits_are_those_of_transformers(kind: str, name: str, tmp_path: Path) 
     pool.tensor.fill_(float("nan"))  # whatever was not written must not be read
     host = HostArena(BlockSpec(bytes(32), pool.block_bytes, BLOCK_TOKENS), 1 << 20)
     runner = make(name, loaded, pool, host)
+    runner.warm_up(lambda _: None)
+    assert pool.tensor.isnan().all()  # nor written
 
     whole_one, whole_two = one.tokens, two.tokens
     assert runner.run([one.chunk(0, 20)]).shape[0] == 0

@@ -146,7 +146,7 @@ def _merge_parts(
     tl.store(out + place, (values / total).to(out.dtype.element_ty), mask=is_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["addresses"])
 def _store_tokens(
     key,  # [rows, kv_heads, DIM], both
     value,
@@ -253,7 +253,7 @@ def _pull_plan(
     _pull_part(source, sent, fetched, num_fetched, num_programs, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers"])
 def _push_numbers(numbers, target, count, WIDTH: tl.constexpr):  # noqa: N803
     places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = places < count
