@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -59,40 +56,12 @@ class Embedded:
         params = SamplingParams(
             max_tokens=wishes.max_tokens, temperature=wishes.temperature, seed=wishes.seed
         )
-        with _interrupts() as was_interrupted:
-
-            def hear(_: int, text: str) -> None:
-                if was_interrupted():
-                    raise KeyboardInterrupt
-                on_text(text)
-
-            (output,) = self._llm.chat(messages, params, on_text=hear)
+        (output,) = self._llm.chat(messages, params, on_text=lambda _, text: on_text(text))
         return Figures(
             len(output.prompt_token_ids),
             output.num_cached_tokens,
             len(output.outputs[0].token_ids),
         )
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted and not raised: amid a step it would leave the engine's books undone.
-
-    A second one is raised as ever.
-    """
-    noted = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal noted
-        if noted:
-            signal.default_int_handler(number, frame)
-        noted = True
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Remote:

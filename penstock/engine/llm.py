@@ -15,13 +15,14 @@ from dataclasses import fields
 from typing import Any, cast
 
 from penstock.config import Config
+from penstock.engine.interrupts import Whole
 from penstock.engine.open import open_engine
 from penstock.engine.options import EMBEDDED, EngineOptions
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.sampler import Sampled
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.hints import Hint
 
 Prompt = str | list[int] | dict[str, Any]
@@ -50,6 +51,7 @@ class LLM:
         wanted = EngineOptions(model, **{"max_waiting": 1 << 30, **options})
         self.engine = open_engine(wanted, config, progress=progress)
         self._num_calls = 0
+        self._whole = Whole()
 
     def generate(
         self,
@@ -108,11 +110,14 @@ class LLM:
         if (session is None) == (prompt is None):
             raise ConfigError("a hint is for a session or for a prompt: expected one; name it.")
         prompt_ids = [] if prompt is None else self._encode(prompt)[1]
-        num_blocks = self.engine.hint(Hint(action, session, retain_seconds), prompt_ids)
+        self._require_whole()
+        with self._whole.work():
+            num_blocks = self.engine.hint(Hint(action, session, retain_seconds), prompt_ids)
         offloader = self.engine.offloader
         while offloader is not None and offloader.is_prefetching:
-            self.engine.step()
-            offloader.pause(0.002)
+            with self._whole.work():
+                self.engine.step()
+                offloader.pause(0.002)
         return num_blocks * self.engine.block_tokens
 
     def close(self) -> None:
@@ -139,6 +144,7 @@ class LLM:
         priorities: Sequence[int],
         on_text: Callable[[int, str], None] | None,
     ) -> list[RequestOutput]:
+        self._require_whole()
         self._num_calls += 1
         results: dict[str, _Result] = {}
         groups: list[list[_Result]] = []
@@ -147,26 +153,38 @@ class LLM:
                 group = []
                 for index in range(params[number].n):
                     name = f"{self._num_calls}-{number}-{index}"
-                    request = self.engine.add(
-                        name, ids, params[number], priority=priorities[number], index=index
-                    )
-                    results[name] = _Result(number, request)
+                    with self._whole.work():
+                        request = self.engine.add(
+                            name, ids, params[number], priority=priorities[number], index=index
+                        )
+                        results[name] = _Result(number, request)
                     group.append(results[name])
                 groups.append(group)
             while any(result.request.finish_reason is None for result in results.values()):
-                for progress in self.engine.step():
+                with self._whole.work():
+                    progresses = self.engine.step()
+                for progress in progresses:
                     result = results[progress.request.id]
                     result.add(progress.text, progress.sampled)
                     if on_text is not None and progress.text:
                         on_text(result.number, progress.text)
         except BaseException:
-            for name in results:
-                self.engine.abort(name)
+            if not self._whole.is_broken:
+                with self._whole.work():
+                    for name in results:
+                        self.engine.abort(name)
             raise
         return [
             self._output(f"{self._num_calls}-{number}", pairs[number], group)
             for number, group in enumerate(groups)
         ]
+
+    def _require_whole(self) -> None:
+        if self._whole.is_broken:
+            raise PenstockError(
+                "this LLM was interrupted twice in the middle of a step, and can no longer be "
+                "trusted: close it and make another. What is on disk is verified when it is read."
+            )
 
     def _output(
         self, name: str, pair: tuple[str | None, list[int]], group: Sequence[_Result]
