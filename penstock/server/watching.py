@@ -130,7 +130,7 @@ class Watch:
         return self._state.number
 
     async def _run(self) -> None:
-        while True:
+        while not self._is_closed:
             began = time.monotonic()
             try:
                 data = await self._look()
@@ -163,7 +163,9 @@ class Watch:
         if self._watched.sessions is None:
             return {}
         with suppress(TimeoutError, PenstockError):
-            sessions = await asyncio.wait_for(self._watched.sessions(), _SESSIONS_SECONDS)
+            # Not `wait_for`: in Python 3.11 it swallows a cancellation that an answer comes with.
+            async with asyncio.timeout(_SESSIONS_SECONDS):
+                sessions = await self._watched.sessions()
             self._seen = {"sessions": sessions[:_MAX_SESSIONS], "num_sessions": len(sessions)}
         return self._seen
 
