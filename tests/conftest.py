@@ -30,6 +30,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files run two at a time: the longest first, so that none of them is left alone at the end.
+_LONGEST = (
+    "test_demo.py",
+    "test_needles.py",
+    "test_soak.py",
+    "test_record.py",
+    "test_top.py",
+    "test_docs_remote.py",
+    "test_agreement.py",
+    "test_readme.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
+
 @pytest.fixture
 def rigs() -> Iterator[Callable[..., Rig]]:
     """Makes rigs; each is closed at the end, and must close cleanly."""
