@@ -110,6 +110,8 @@ class Ledger:
         """
         if len(set(keys)) != len(keys):
             raise BookError("a claim names a block twice")
+        if before and len(before) != len(keys):
+            raise BookError(f"a claim of {len(keys)} blocks tells what {len(before)} follow")
         if not self._slot_of.keys().isdisjoint(keys):
             again = next(key for key in keys if key in self._slot_of)
             raise BookError(f"claimed again while {self._describe(again)}")

@@ -105,6 +105,8 @@ def test_leases_are_counted() -> None:
     [
         lambda book: book.claim([A]),
         lambda book: book.claim([C, C]),
+        lambda book: book.claim([C], [A, C]),
+        lambda book: book.commit([B, A]),
         lambda book: book.commit([A]),
         lambda book: book.commit([D]),
         lambda book: book.abort([A]),
