@@ -10,6 +10,7 @@ import logging
 import re
 import traceback
 import uuid
+from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,6 +30,8 @@ SAFETY = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
 }
 _SAFE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_LEFTOVER_BYTES = 1 << 20
+_LEFTOVER_SECONDS = 1.0
 
 
 class Front:
@@ -42,10 +45,12 @@ class Front:
         request_id = _request_id(Headers(scope=scope).get(HEADER, ""))
         scope.setdefault("state", {})["request_id"] = request_id
         started = False
+        body = _Body(scope, receive)
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
+                await body.drain()
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = request_id
@@ -54,11 +59,12 @@ class Front:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, body.receive, send_with_id)
         except asyncio.CancelledError:
             if started:
                 raise
             # The server stops and cannot wait any longer; uvicorn would say so in plain text.
+            body.give_up()
             await stopped().response()(scope, receive, send_with_id)
         except Exception as error:
             places = "".join(traceback.format_tb(error.__traceback__))
@@ -67,6 +73,35 @@ class Front:
                 # Cut off: a connection that ends well would make half an answer look whole.
                 raise ConnectionError("the answer was cut off") from None
             await internal().response()(scope, receive, send_with_id)
+
+
+class _Body:
+    """What a client sends. An answer is held back until it has been taken, within bounds: a
+    connection that is closed over unread bytes is reset, and the answer may be lost with it."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        headers = Headers(scope=scope)
+        self._receive = receive
+        # Who waits to be told to go on has sent nothing, and need not.
+        self._is_coming = "expect" not in headers and (
+            headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        )
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._is_coming = message["type"] == "http.request" and message.get("more_body", False)
+        return message
+
+    def give_up(self) -> None:
+        """What has not come yet is not waited for."""
+        self._is_coming = False
+
+    async def drain(self) -> None:
+        num_bytes = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEFTOVER_SECONDS):
+                while self._is_coming and num_bytes < _LEFTOVER_BYTES:
+                    num_bytes += len((await self.receive()).get("body", b""))
 
 
 def _request_id(given: str) -> str:
