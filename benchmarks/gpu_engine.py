@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_engine ttft       time to the first token: computed, and from DRAM
     python -m benchmarks.gpu_engine cache      tokens a second over sizes of the DRAM tier
+    python -m benchmarks.gpu_engine decode     a token of the whole engine, beside vLLM's
     python -m benchmarks.gpu_engine larger     one sequence larger than the device pool
     python -m benchmarks.gpu_engine beside     a decode step while blocks are loaded and saved
 
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_decode import VLLM_MS
 from benchmarks.gpu_model import (
     Sequence,
     link_bytes_per_second,
@@ -63,6 +65,7 @@ class Scale:
         host_tokens: int,
         residency: ResidencyConfig | None = None,
         observers: tuple[Observer, ...] = (),
+        max_running: int = 32,
     ) -> Iterator[Engine]:
         tiers = None
         if host_tokens:
@@ -72,7 +75,7 @@ class Scale:
             pool_tokens * self.token_bytes,
             BLOCK_TOKENS,
             128 if self.tiny else 4096,
-            32,
+            max_running,
             residency=residency or ResidencyConfig(),
         )
         engine = Engine(self.loaded, config, tiers, observers)
@@ -198,6 +201,46 @@ def cache(scale: Scale, sizes: list[int]) -> None:
         say(measure(gib))
 
 
+def decode(scale: Scale) -> None:
+    """All that a step is: settle, schedule, compute, sample, put into words; saves beside it."""
+    context, answer = scale.tokens(2_048), 100
+    for batch, vllm_ms in VLLM_MS.items():
+        room = batch * (context + answer + BLOCK_TOKENS)
+        with scale.engine(room, scale.tokens(16_384), max_running=batch) as engine:
+            row = {"batch": batch, "context": context, **_steps(engine, batch, context, answer)}
+            say(row | {"of_vllm": vllm_ms / row["ms"]})
+    context = scale.tokens(32_768)
+    residency = ResidencyConfig(max_cold_bytes_per_step=1 << 40)
+    for batch in (1, 4):
+        room = int(0.9 * batch * context)
+        host = batch * (context + 2 * answer)
+        with scale.engine(room, host, residency) as engine:
+            row = {"batch": batch, "context": context, **_steps(engine, batch, context, answer)}
+            if not scale.tiny:
+                row["of_link"] = row["cold_gb_s"] / link_bytes_per_second() * 1e9
+            say(row)
+
+
+def _steps(engine: Engine, batch: int, context: int, answer: int) -> dict[str, Any]:
+    """Of steps in which all of the batch decode: how long they took, and what was read of DRAM."""
+    params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+    prompts = [prompt_of(context, seed) for seed in range(batch)]
+    requests = [engine.add(str(n), prompt, params) for n, prompt in enumerate(prompts)]
+    taken, cold = [], []
+    while engine.has_work:
+        num_before = [len(request.output_ids) for request in requests]
+        num_cold = sum(request.table.num_cold for request in requests)
+        seconds = seconds_of(engine.step)
+        num_after = [len(request.output_ids) for request in requests]
+        if min(num_before) > 1 and all(
+            b + 1 == a for b, a in zip(num_before, num_after, strict=True)
+        ):
+            taken.append(seconds)
+            cold.append(num_cold * engine.device.block_bytes / seconds)
+    row: dict[str, Any] = {"steps": len(taken), "ms": median(taken) * 1e3}
+    return row | ({"cold_gb_s": median(cold) / 1e9} if any(cold) else {})
+
+
 def larger(scale: Scale) -> None:
     pool, length, answer = scale.tokens(16_384), scale.tokens(49_152), 32
     prompt = prompt_of(length, 1)
@@ -245,7 +288,7 @@ def beside(scale: Scale) -> None:
             return offloader.save(made.pop(), sources)
 
         def step() -> None:
-            engine.runner.read(engine.runner.run(chunks).argmax(-1))
+            engine.runner.post(engine.runner.run(chunks).argmax(-1))()
 
         def step_ms(starts: list[Callable[[], Any]]) -> tuple[float, float]:
             """Of a step, with these always under way; and the GB/s they move."""
@@ -313,6 +356,7 @@ def bare_copies(*, loads: bool, saves: bool) -> Iterator[Callable[[], None]]:
 
 
 PARTS: dict[str, Callable[[Scale], None]] = {
+    "decode": decode,
     "larger": larger,
     "beside": beside,
 }

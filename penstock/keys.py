@@ -90,6 +90,15 @@ class KeyChain:
         self._parent = parent
         self._pending = data[full:]
 
+    def append(self, token: int) -> None:
+        """As `extend` with one."""
+        pending = self._pending + token.to_bytes(TOKEN_BYTES, "little")
+        if len(pending) == self._block_bytes:
+            self._parent = blake3(self._parent + pending).digest()
+            self.keys.append(BlockKey(self._parent))
+            pending = b""
+        self._pending = pending
+
     def key_before(self, index: int) -> BlockKey | None:
         """Of the block that the one at `index` follows."""
         return self.keys[index - 1] if index else None

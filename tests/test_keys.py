@@ -81,7 +81,8 @@ def test_appending_gives_the_same_keys_as_the_whole(tokens: list[int], cuts: lis
     for cut in cuts:
         growing.extend(tokens[start : start + cut])
         start += cut
-    growing.extend(tokens[start:])
+    for token in tokens[start:]:
+        growing.append(token)
     assert growing.keys == chain(NAMESPACE, tokens)
     assert len(growing.keys) == len(tokens) // 16
 

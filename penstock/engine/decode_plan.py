@@ -37,8 +37,8 @@ class PartRoom:
 class DecodePlan:
     """For up to `max_sequences` with `max_blocks` blocks among them. All of it is one buffer:
 
-        num_items | num_blocks | num_fetched | token ids | positions | addresses | lengths
-        | starts | first items | sequences of items | parts of items | table | fetched
+        num_items | num_blocks | num_fetched | first fetched | token ids | positions | addresses
+        | lengths | starts | first items | sequences of items | parts of items | table | fetched
 
     The rows of a step that is replayed are in it too: their ids, positions, and where their keys
     go in the first layer. A step that was sent must have ended before the next is filled in.
@@ -58,7 +58,7 @@ class DecodePlan:
         self._part_tokens = part_tokens
         # A sequence's last part may be short, and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
-        sizes = [1, 1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
+        sizes = [1, 1, 1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
         sizes.append(max_fetched)
         ends = np.cumsum(sizes).tolist()
         begins = [0, *ends[:-1]]
@@ -66,17 +66,19 @@ class DecodePlan:
         self._staged = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=on_gpu)
         self._sent = torch.zeros(ends[-1], dtype=torch.int64, device=device)
         self._on_gpu = on_gpu
-        self._small_end = begins[9]
-        self._large_begins = begins[9:]
+        self._small_end = begins[10]
+        self._large_begins = begins[10:]
         host = self._staged.numpy()
         parts = [host[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        self._num_items, self._num_blocks, self._num_fetched, *self._rows = parts[:6]
-        self._lengths, self._starts, self._first_items = parts[6:9]
-        self._item_sequences, self._item_parts, self._table, self._fetched = parts[9:]
+        self._num_items, self._num_blocks, self._num_fetched, self._first_fetched = parts[:4]
+        self._rows = parts[4:7]
+        self._lengths, self._starts, self._first_items = parts[7:10]
+        self._item_sequences, self._item_parts, self._table, self._fetched = parts[10:]
         sent = [self._sent[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        self.num_items, _, self.num_fetched, self.ids, self.positions, self.addresses = sent[:6]
-        self.lengths, self.starts, self.first_items = sent[6:9]
-        self.item_sequences, self.item_parts, self.table, self.fetched = sent[9:]
+        self.num_items, _, self.num_fetched, self.first_fetched = sent[:4]
+        self.ids, self.positions, self.addresses = sent[4:7]
+        self.lengths, self.starts, self.first_items = sent[7:10]
+        self.item_sequences, self.item_parts, self.table, self.fetched = sent[10:]
 
     def fill(
         self,
@@ -85,9 +87,10 @@ class DecodePlan:
         lengths: Sequence[int],
         rows: Sequence[NDArray[np.int64]] | None = None,
         fetched: Places = _NONE,
+        first_fetched: int = 0,
     ) -> None:
         """Addresses of all sequences' blocks, how many blocks and tokens each has, the rows, the
-        addresses of blocks to fetch."""
+        addresses of blocks to fetch, and the first of them that the first layers lack."""
         count = len(lengths)
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
         first_items = np.concatenate([[0], np.cumsum(num_parts)])
@@ -95,6 +98,7 @@ class DecodePlan:
         self._num_items[0] = num_items
         self._num_blocks[0] = len(table)
         self._num_fetched[0] = len(fetched)
+        self._first_fetched[0] = first_fetched
         self._fetched[: len(fetched)] = fetched
         for target, source in zip(self._rows, rows or (), strict=False):
             target[: len(source)] = source

@@ -175,8 +175,10 @@ class Detokenizer:
 
     def _emit(self, new: str) -> str:
         """Pass the text by the stop strings, and return what none of them can cut any more."""
+        if not self._stops:
+            return self._note(new)
         armed = self._num_tokens > self._min_tokens
-        for place, char in enumerate(new if self._stops else ""):
+        for place, char in enumerate(new):
             # Each must see the character, also when another is complete.
             complete = [stop.string for stop in self._stops if stop.feed(char)]
             if complete and armed:
@@ -185,7 +187,7 @@ class Detokenizer:
                 self._held = ""
                 return self._note(before)
         known = self._held + new
-        keep = len(known) - max((stop.matched for stop in self._stops), default=0)
+        keep = len(known) - max(stop.matched for stop in self._stops)
         self._held = known[keep:]
         return self._note(known[:keep])
 

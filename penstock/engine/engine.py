@@ -34,8 +34,8 @@ from penstock.engine.request import Request
 from penstock.engine.residency import Residency, ResidencyConfig, Turns
 from penstock.engine.rotation import Rotation
 from penstock.engine.runner import Runner, TorchRunner
-from penstock.engine.sampler import Row, Sampled, make_generator, sample
-from penstock.engine.scheduler import Chunk, Scheduler
+from penstock.engine.sampler import Row, Sampled, begin_sampling, make_generator
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.story import Story
 from penstock.errors import ConfigError
 from penstock.events import Observer
@@ -82,6 +82,8 @@ class _Live:
     request: Request
     generator: torch.Generator | None
     detokenizer: Detokenizer
+    stop_ids: frozenset[int]
+    row: Row | None = None  # once it does not change any more
 
 
 class Engine:
@@ -236,6 +238,7 @@ class Engine:
             request,
             make_generator(params.seed, index),
             Detokenizer(self.loaded.tokenizer, list(prompt_ids), params),
+            frozenset(params.stop_ids),
         )
         return request
 
@@ -274,17 +277,22 @@ class Engine:
             return []
         started = time.monotonic()
         logits = self.runner.run(chunks, self._keep_moving)
-        read = [(chunk.num_tokens, chunk.start) for chunk in chunks]
+        # A GPU has only been told what to do: the books are kept while it does it. What is saved
+        # is copied behind it.
+        lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
+        finish = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)
+        self.scheduler.computed(chunks)
+        self.runner.wait(self._keep_moving)
         seconds = time.monotonic() - started
-        self._costs.observe(read, seconds)
+        self._costs.observe([(chunk.num_tokens, chunk.start) for chunk in chunks], seconds)
         link = None if self.offloader is None else self.offloader.rates.get(Tier.HOST)
         self._story.stepped(chunks, seconds, link)
-        self.scheduler.computed(chunks)
-        return self._sample(chunks, logits)
+        return [self._take(*each) for each in zip(lives, finish(), strict=True)]
 
     def close(self) -> None:
         for request_id in list(self._live):
             self.abort(request_id)
+        self.runner.close()
         if self.offloader is not None:
             self.offloader.close()
 
@@ -311,22 +319,16 @@ class Engine:
             self._arrived += self.offloader.step()
             self._moves_again = now + _HOP_SECONDS
 
-    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Progress]:
-        lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
-        if not lives:
-            return []
-        rows = [self._row(live) for live in lives]
-        return [
-            self._take(live, sampled)
-            for live, sampled in zip(lives, sample(logits, rows, self.runner.read), strict=True)
-        ]
-
     def _row(self, live: _Live) -> Row:
+        if live.row is not None:
+            return live.row
         request, params = live.request, live.request.params
         num_prompt = len(request.prompt_ids)
         too_early = len(request.tokens) - num_prompt < params.min_tokens
-        ends = (*self.loaded.eos_token_ids, *params.stop_ids) if too_early else ()
-        return Row(params, live.generator, request.tokens, num_prompt, ends)
+        ends = (*self.loaded.eos_token_ids, *live.stop_ids) if too_early else ()
+        row = Row(params, live.generator, request.tokens, num_prompt, ends)
+        live.row = None if too_early else row
+        return row
 
     def _take(self, live: _Live, sampled: Sampled) -> Progress:
         request, now = live.request, time.monotonic()
@@ -360,7 +362,7 @@ class Engine:
         if not params.ignore_eos and token_id in self.loaded.eos_token_ids:
             request.finish_reason = "stop"
             return live.detokenizer.finish()
-        if token_id in params.stop_ids:
+        if token_id in live.stop_ids:
             request.finish_reason, request.stop_reason = "stop", token_id
             return live.detokenizer.finish()
         text = live.detokenizer.append(token_id)

@@ -1,4 +1,4 @@
-"""Takes small answers from a GPU, past its copy engines.
+"""Takes small answers from a GPU, past its copy engines and behind what it computes.
 
 Behind a gigabyte that is being saved a copy of eight bytes would wait, and a step with it; a kernel
 that writes to pinned DRAM does not.
@@ -6,6 +6,7 @@ that writes to pinned DRAM does not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +22,15 @@ class Mailbox:
         self._box = torch.zeros(max_numbers, dtype=torch.int64, pin_memory=True)
         self._arrived: Any = _cuda.Event()
 
-    def read(self, numbers: Tensor) -> list[int]:
-        """64-bit whole numbers, one row of them."""
+    def post(self, numbers: Tensor) -> Callable[[], list[int]]:
+        """64-bit whole numbers, one row of them. What it returns waits for them to arrive, and is
+        to be called before the next are posted."""
         push_numbers(numbers, self._box.data_ptr())
         self._arrived.record()
-        self._arrived.synchronize()
-        found: list[int] = self._box[: len(numbers)].tolist()
-        return found
+
+        def read() -> list[int]:
+            self._arrived.synchronize()
+            found: list[int] = self._box[: len(numbers)].tolist()
+            return found
+
+        return read

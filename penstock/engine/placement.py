@@ -201,7 +201,8 @@ class Placement:
             self._leave(leaving, None)
         elif room := self._residency.num_to_return(num_used):
             flying = sum(map(len, self._returning.values()))
-            self._return(min(room, _MAX_RETURNING - flying))
+            if self.num_cold:
+                self._return(min(room, _MAX_RETURNING - flying))
 
     def _leave(self, count: int, wanted_by: Request | None) -> None:
         """Let `count` blocks leave the device, if as many may."""

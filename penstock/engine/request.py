@@ -82,4 +82,4 @@ class Request:
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)
-        self.chain.extend([token_id])
+        self.chain.append(token_id)

@@ -26,15 +26,25 @@ class Runner(Protocol):
         """Put the chunks' KV into the pool; logits [n, vocab], float32, of those that sample.
 
         Logits come in the order of the chunks. A long step calls `between_layers` now and then.
+        On a GPU it is only queued: what else there is to do is done while it runs.
         """
         ...
 
-    def read(self, numbers: Tensor) -> list[int]:
-        """One row of 64-bit whole numbers from the device."""
+    def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
+        """Until the step and what was queued behind it have ended."""
+        ...
+
+    def post(self, numbers: Tensor) -> Callable[[], list[int]]:
+        """One row of 64-bit whole numbers from the device. Call what is returned for them, before
+        others are posted."""
         ...
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Do what can be done before the first request."""
+        ...
+
+    def close(self) -> None:
+        """Afterwards nothing reads the pool or HOST."""
         ...
 
 
@@ -180,12 +190,17 @@ class TorchRunner:
         logits: Tensor = output.logits[0, : len(row.sampled)].float()
         return logits
 
-    def read(self, numbers: Tensor) -> list[int]:
-        found: list[int] = numbers.tolist()
-        return found
+    def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
+        """It has ended."""
+
+    def post(self, numbers: Tensor) -> Callable[[], list[int]]:
+        return numbers.tolist
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Nothing: what numba compiles it keeps on disk."""
+
+    def close(self) -> None:
+        """Nothing: a step has ended when `run` returns."""
 
     def _decode_batch(self, singles: Sequence[Chunk]) -> DecodeKernel | None:
         if not singles:

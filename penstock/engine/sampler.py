@@ -62,36 +62,47 @@ def make_generator(seed: int | None, request_index: int = 0) -> torch.Generator:
     return generator.manual_seed(int.from_bytes(digest, "little"))
 
 
-def sample(
-    logits: Tensor, rows: Sequence[Row], read: Callable[[Tensor], list[int]] = Tensor.tolist
-) -> list[Sampled]:
-    """One token a row. The logits are not changed; only the rows' generators are.
+Post = Callable[[Tensor], Callable[[], list[int]]]
+"""Has numbers brought from the device; what it returns waits for them."""
 
-    `read` brings numbers from the device.
-    """
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+    """One token a row. The logits are not changed; only the rows' generators are."""
+    return begin_sampling(logits, rows)()
+
+
+def begin_sampling(
+    logits: Tensor, rows: Sequence[Row], post: Post = lambda numbers: numbers.tolist
+) -> Callable[[], list[Sampled]]:
+    """As `sample`, in two parts: what need not wait for the logits is queued behind them."""
     if logits.dim() != 2 or logits.shape[0] != len(rows):
         raise BookError(
             f"logits of shape {tuple(logits.shape)} for {len(rows)} rows: expected "
             "[rows, vocabulary]; pass one row of logits for each sequence"
         )
     if not rows:
-        return []
+        return list
     plain = [_is_plain(row) for row in rows]
     if any(plain):
         chosen = logits.argmax(dim=-1)
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    for index, row in enumerate(rows):
-        if not plain[index]:
-            chosen[index] = _choose(logits[index], row)
-    # The one place that waits for the device, unless filters or logprobs were asked for.
-    token_ids = read(chosen)
-    return [
-        Sampled(token_id)
-        if row.params.logprobs is None
-        else _described(logits[index], token_id, row.params.logprobs)
-        for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))
-    ]
+    read = post(chosen) if all(plain) else None
+
+    def finish() -> list[Sampled]:
+        for index, row in enumerate(rows):
+            if not plain[index]:
+                chosen[index] = _choose(logits[index], row)
+        # The one place that waits for the device, unless filters or logprobs were asked for.
+        token_ids = post(chosen)() if read is None else read()
+        return [
+            Sampled(token_id)
+            if row.params.logprobs is None
+            else _described(logits[index], token_id, row.params.logprobs)
+            for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))
+        ]
+
+    return finish
 
 
 def _is_plain(row: Row) -> bool:

@@ -294,6 +294,8 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         need = -(-num_tokens // self._block_tokens) - len(request.table)
+        if need <= 0:
+            return True
         slots = self.placement.take(need, request)
         if slots is None:
             return False

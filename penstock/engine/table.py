@@ -21,12 +21,14 @@ Places = NDArray[np.int64]
 class BlockTable:
     """A sequence's blocks in order. It grows at its end; any block may move between the tiers."""
 
-    __slots__ = ("_len", "_num_cold", "_places")
+    __slots__ = ("_len", "_num_cold", "_places", "num_moves", "num_releases")
 
     def __init__(self, slots: Sequence[Slot] = ()) -> None:
         self._places: Places = np.empty(max(8, len(slots)), np.int64)
         self._len = 0
         self._num_cold = 0
+        self.num_releases = 0  # how often pins were let go: while it stays, those there were hold
+        self.num_moves = 0  # how often what is cold has changed in any way
         self.extend(slots)
 
     def __len__(self) -> int:
@@ -67,17 +69,20 @@ class BlockTable:
         """Blocks pinned in HOST come to the end."""
         self._append([~pin for pin in pins])
         self._num_cold += len(pins)
+        self.num_moves += 1
 
     def extend_places(self, places: Sequence[int]) -> None:
         """Blocks come to the end, some resident, some pinned in HOST."""
         self._append(places)
         self._num_cold += sum(place < 0 for place in places)
+        self.num_moves += 1
 
     def chill(self, index: int, pin: Slot) -> Slot:
         """A resident block is read from HOST from now on; returns the device slot it leaves."""
         slot = self.slot(index)
         self._places[index] = ~pin
         self._num_cold += 1
+        self.num_moves += 1
         return slot
 
     def warm(self, index: int, slot: Slot) -> Slot:
@@ -85,6 +90,8 @@ class BlockTable:
         pin = Slot(~int(self.places[index]))
         self._places[index] = slot
         self._num_cold -= 1
+        self.num_moves += 1
+        self.num_releases += 1
         return pin
 
     def resident(self, start: int = 0, end: int | None = None) -> list[int]:
@@ -102,6 +109,8 @@ class BlockTable:
         places = self.places
         slots, pins = places[places >= 0].tolist(), (~places[places < 0]).tolist()
         self._len = self._num_cold = 0
+        self.num_moves += 1
+        self.num_releases += 1
         return slots, pins
 
     def _append(self, places: Iterable[int]) -> None:

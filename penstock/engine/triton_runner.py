@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from penstock.stores.host import HostArena
 
 _cuda: Any = torch.cuda  # much of it has no types
 
-_POLL_SECONDS = 0.0002
+_POLL_SECONDS = 0.0001
 
 _MAX_PARTS = 8192  # of one step: two million tokens are attended to
 _PROGRAMS_PER_PROCESSOR = 4
@@ -109,6 +109,16 @@ class _Decode:
         return attended
 
 
+class _Reads(NamedTuple):
+    """What a step of single tokens reads; see `DecodePlan.fill`."""
+
+    table: Places
+    num_blocks: list[int]
+    lengths: list[int]
+    fetched: Places
+    first_fetched: int
+
+
 class TritonRunner:
     """On a GPU; in Triton's interpreter, without graphs, on a CPU."""
 
@@ -124,7 +134,7 @@ class TritonRunner:
     ) -> None:
         register()
         self.num_fetched = 0  # cold blocks that were brought beside a step
-        self._num_layers = loaded.num_layers
+        self.num_ahead = 0  # of them, those whose first layers came before it
         self._num_heads = loaded.num_heads
         self._like = pool.tensor
         self._device = pool.tensor.device
@@ -134,7 +144,9 @@ class TritonRunner:
         max_blocks = max_running * -(-loaded.max_tokens // block_tokens)
         max_fetched = 0
         if host is not None:
-            max_fetched = num_fetched_at_once(self._shape.layer_bytes, host.num_slots)
+            max_fetched = num_fetched_at_once(
+                self._shape.layer_bytes, pool.num_slots * pool.block_bytes, host.num_slots
+            )
         self._plan = DecodePlan(
             max_running, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched
         )
@@ -151,11 +163,14 @@ class TritonRunner:
             self._fused = FusedDecoder(loaded.model, loaded.max_tokens, block_tokens)
         self._fetcher = None
         if host is not None:
-            self._fetcher = Fetcher(self._plan, pool.tensor.shape[2:], pool.tensor)
+            self._fetcher = Fetcher(
+                self._plan, loaded.num_layers, pool.tensor.shape[2:], pool.tensor
+            )
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
         self._mailbox = Mailbox(max_running) if on_gpu else None
+        self._is_long = False  # the step that was queued last
         self._graphs = None
         if on_gpu and use_graphs:
             self._graphs = _Graphs(
@@ -166,6 +181,7 @@ class TritonRunner:
     def run(
         self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
     ) -> Tensor:
+        self.wait(between_layers)  # what a step is told lies in one place, for one step
         row = Row.of(chunks, self._shape.block_tokens)
         if sum(-(-(c.start + 1) // kernels.PART_TOKENS) for c in row.singles) > self._max_parts:
             half = len(chunks) // 2  # more than there is room for at once
@@ -179,19 +195,24 @@ class TritonRunner:
                 logits = logits[row.sampled].float()
         else:
             logits = self._run_anew(row)
-        is_long = bool(row.longer) or any(c.request.table.num_cold for c in row.singles)
-        if self._device.type == "cuda":
-            # The layers were only queued: what else there is to do is done while they run.
-            done: Any = _cuda.Event()
-            done.record()
-            while is_long and not done.query():
-                between_layers()
-                time.sleep(_POLL_SECONDS)
-            done.synchronize()
+        if self._fetcher is not None:
+            self._fetcher.fetch_ahead()
+        self._is_long = bool(row.longer) or any(c.request.table.num_cold for c in row.singles)
         return logits
 
-    def read(self, numbers: Tensor) -> list[int]:
-        return numbers.tolist() if self._mailbox is None else self._mailbox.read(numbers)
+    def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
+        if self._device.type != "cuda":
+            return
+        done: Any = _cuda.Event()
+        done.record()
+        while self._is_long and not done.query():
+            between_layers()
+            time.sleep(_POLL_SECONDS)
+        self._is_long = False
+        done.synchronize()
+
+    def post(self, numbers: Tensor) -> Callable[[], list[int]]:
+        return numbers.tolist if self._mailbox is None else self._mailbox.post(numbers)
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Compile the kernels and capture the graphs, so that no request waits for that."""
@@ -201,6 +222,11 @@ class TritonRunner:
         self._compile_prefill()
         if self._device.type == "cuda":
             prepare(self._num_heads, self._shape.kv_heads, self._shape.head_dim, self._like)
+
+    def close(self) -> None:
+        """Wait for what is brought ahead of a step that never comes."""
+        if self._device.type == "cuda":
+            _cuda.synchronize(self._device)
 
     @torch.inference_mode()
     def _compile_prefill(self) -> None:
@@ -214,16 +240,22 @@ class TritonRunner:
             blocks = torch.full((num_blocks,), any_block, device=self._device)
             spans = [Span(0, num_new, num_past, blocks)]
             self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, fetches=False)
-        self.read(zeros[:1])
+        self.post(zeros[:1])()
 
     def _run_anew(self, row: Row) -> Tensor:
         """Kernel by kernel, without a graph."""
         fetches = False
         if row.singles:
-            table, num_blocks, lengths, fetched = self._reads(row.singles)
-            self._plan.fill(table, num_blocks, lengths, fetched=fetched)
+            reads = self._reads(row.singles)
+            self._plan.fill(
+                reads.table,
+                reads.num_blocks,
+                reads.lengths,
+                fetched=reads.fetched,
+                first_fetched=reads.first_fetched,
+            )
             self._plan.send()
-            fetches = len(fetched) > 0
+            fetches = len(reads.fetched) > 0
         kept = torch.tensor(row.sampled or [0], device=self._device)
         ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
         logits = self.forward(
@@ -248,7 +280,7 @@ class TritonRunner:
         """
         self._decode.fetcher = self._fetcher if fetches else None
         if self._decode.fetcher is not None:
-            self._decode.fetcher.begin(self._num_layers)
+            self._decode.fetcher.begin()
         memory = _Memory(self._shape, addresses)
         step = Step(memory, spans, self._decode if num_singles else None, num_singles)
         if self._fused is None:
@@ -275,25 +307,34 @@ class TritonRunner:
         Returns whether cold blocks are to be fetched.
         """
         singles = [] if row is None else row.singles
-        table, num_blocks, lengths, fetched = self._reads(singles)
+        reads = self._reads(singles)
         others = [1] * (num_rows - len(singles))  # a block and a token each
         rows = [np.zeros(0, np.int64)] * 3 if row is None else list(self._inputs(row))
-        table = np.concatenate([table, self._nowhere.repeat(len(others))])
-        self._plan.fill(table, num_blocks + others, lengths + others, rows, fetched)
-        return len(fetched) > 0
+        self._plan.fill(
+            np.concatenate([reads.table, self._nowhere.repeat(len(others))]),
+            reads.num_blocks + others,
+            reads.lengths + others,
+            rows,
+            reads.fetched,
+            reads.first_fetched,
+        )
+        return len(reads.fetched) > 0
 
-    def _reads(self, singles: Sequence[Chunk]) -> tuple[Places, list[int], list[int], Places]:
-        """Addresses of what they read, how many blocks and tokens each, and where to fetch from."""
-        none: Places = np.zeros(0, np.int64)
+    def _reads(self, singles: Sequence[Chunk]) -> _Reads:
         places = [places_of(chunk, self._shape.block_tokens) for chunk in singles]
         num_blocks = [len(mine) for mine in places]
         lengths = [chunk.start + 1 for chunk in singles]
-        everything = np.concatenate([*places, none])
-        if self._fetcher is None or not any(chunk.request.table.num_cold for chunk in singles):
-            return self._addresses.of(everything), num_blocks, lengths, none
-        table, fetched = self._fetcher.choose(everything, self._addresses)
-        self.num_fetched += len(fetched)
-        return table, num_blocks, lengths, fetched
+        tables = [chunk.request.table for chunk in singles]
+        if self._fetcher is None or not any(table.num_cold for table in tables):
+            if self._fetcher is not None:
+                self._fetcher.choose_nothing()
+            none: Places = np.zeros(0, np.int64)
+            everything = self._addresses.of(np.concatenate([*places, none]))
+            return _Reads(everything, num_blocks, lengths, none, 0)
+        chosen = self._fetcher.choose(tables, places, self._addresses)
+        self.num_fetched += len(chosen.sources)
+        self.num_ahead += chosen.num_there
+        return _Reads(chosen.table, num_blocks, lengths, chosen.sources, chosen.num_there)
 
     def _inputs(self, row: Row) -> NDArray[np.int64]:
         """Token ids, positions, and where each row's keys go in the first layer."""

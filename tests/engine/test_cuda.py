@@ -229,6 +229,20 @@ def test_nothing_changes_a_bit_wherever_blocks_lie_with_graphs_and_without(
         rig.pins.close()
 
 
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
+    loaded: LoadedModel, use_graphs: bool
+) -> None:
+    from engine.cold_steps import ColdSteps
+
+    rig = Rig(loaded, 128, use_graphs=use_graphs)
+    lengths = [700, 33, 512, 250]
+    ColdSteps(rig.runner, rig.pool, rig.host, lengths, VOCABULARY, seed=7).run(300)
+    assert rig.runner.num_fetched > rig.runner.num_ahead > 500
+    rig.runner.close()
+    rig.pins.close()
+
+
 def run_to_end(engine: Engine, prompt: list[int], name: str = "a") -> Request:
     request = engine.add(name, prompt, GREEDY)
     while engine.has_work:

@@ -6,7 +6,6 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -161,8 +160,34 @@ def test_cold_blocks_are_fetched_once_for_all_who_read_them(
     assert torch.equal(runner.run([each.chunk(32, 33) for each in sequences]), expected)
     assert runner.num_fetched == min(num_rooms, 3)
     assert runner._fetcher is not None
-    everything = np.concatenate([each.table.places for each in sequences])
-    table, fetched = runner._fetcher.choose(everything, runner._addresses)
-    assert fetched[0] == host.address + 11 * host.stride_bytes, "what most of them read"
-    assert int((table < 0).sum()) == {1: 3, 2: 5, 100: 6}[num_rooms]
+    tables = [each.table for each in sequences]
+    places = [table.places for table in tables]
+    chosen = runner._fetcher.choose(tables, places, runner._addresses)
+    assert chosen.sources[0] == host.address + 11 * host.stride_bytes, "what most of them read"
+    assert int((chosen.table < 0).sum()) == {1: 3, 2: 5, 100: 6}[num_rooms]
     assert torch.equal(runner.run([sequences[0].chunk(32, 33)]), alone)
+
+
+@pytest.mark.parametrize("room_blocks", [2, 100])
+def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
+    room_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from engine.cold_steps import ColdSteps
+
+    from penstock.engine import fetching
+    from penstock.engine.triton_runner import TritonRunner
+
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**{**SMALL, **shape, "hidden_size": 32})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="float32")
+    pool = DevicePool(12, loaded.num_layers, BLOCK_TOKENS, 1, loaded.head_dim, torch.float32)
+    pool.tensor.normal_()
+    host = HostArena(BlockSpec(bytes(32), pool.block_bytes, BLOCK_TOKENS), 1 << 16)
+    room_bytes = room_blocks * pool.block_bytes // loaded.num_layers
+    monkeypatch.setattr(fetching, "_ROOM_BYTES", room_bytes)
+    runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_running=2)
+    ColdSteps(runner, pool, host, [33, 20, 26], 60, seed=room_blocks).run(30)
+    assert runner.num_fetched > runner.num_ahead > 10

@@ -181,6 +181,7 @@ def _store_tokens(
 @triton.jit
 def _fetch_layer(
     sources,  # addresses of blocks
+    first,  # of those that are fetched; the others have been
     num_sources,
     out,  # [blocks, SIZE]
     layer_bytes,
@@ -190,8 +191,9 @@ def _fetch_layer(
     ALIGN: tl.constexpr,  # noqa: N803
 ):
     num_steps: tl.constexpr = (SIZE + STEP - 1) // STEP
-    total_work = tl.load(num_sources) * num_steps
-    for work in range(tl.program_id(0), total_work, num_programs):
+    begin = tl.load(first) * num_steps
+    end = tl.load(num_sources) * num_steps
+    for work in range(begin + tl.program_id(0), end, num_programs):
         block = work // num_steps
         places = work % num_steps * STEP + tl.arange(0, STEP)
         inside = places < SIZE
@@ -355,12 +357,18 @@ def store_tokens(key: Any, value: Any, addresses: Any, layer_bytes: int, block_t
     )
 
 
-def fetch_layer(plan: Any, layer_bytes: int, out: Any, num_programs: int) -> None:
-    """Bring a layer of the blocks that `plan` says are fetched: out [blocks, ...]."""
+def fetch_layer(
+    sources: Any, first: Any, num_sources: Any, layer_bytes: int, out: Any, num_programs: int
+) -> None:
+    """Bring a layer of the blocks at the addresses `sources`, from the `first`: out [blocks, ...].
+
+    `first` and `num_sources` are tensors of one number.
+    """
     size = out[0].numel()
     _fetch_layer[(num_programs,)](
-        plan.fetched,
-        plan.num_fetched,
+        sources,
+        first,
+        num_sources,
         out,
         layer_bytes,
         num_programs,
