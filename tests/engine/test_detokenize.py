@@ -263,3 +263,14 @@ def test_after_a_stop_there_is_silence_and_after_finish_an_error(tokenizer: Any)
     assert [detokenizer.append(a[0]), detokenizer.append(b[0]), detokenizer.finish()] == [""] * 3
     with pytest.raises(BookError, match=r"after finish\(\)"):
         detokenizer.append(b[0])
+
+
+def test_a_tokenizer_that_decodes_its_own_way_is_asked(tokenizer: Any) -> None:
+    class Louder(type(tokenizer)):  # type: ignore[misc]
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return str(super()._decode(*args, **kwargs)).upper()
+
+    ids = tokenizer.encode("a quiet word")
+    louder = Louder(tokenizer_object=tokenizer.backend_tokenizer)
+    assert "".join(pieces(tokenizer, ids)[0]) == "a quiet word"
+    assert "".join(pieces(louder, ids)[0]) == "A QUIET WORD"
