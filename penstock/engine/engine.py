@@ -133,24 +133,12 @@ class Engine:
                 tiers, spec, device, observers=observers, device_mover=mover
             )
         self.sessions = None if self.offloader is None else Sessions(self.offloader)
-        host = None if self.offloader is None else self.offloader.host
-        residency = config.residency
-        if device.on_gpu and residency.max_cold_bytes_per_step is None:
-            residency = replace(residency, max_cold_bytes_per_step=_GPU_COLD_BYTES)
-        self.runner: Runner
-        if device.on_gpu and importlib.util.find_spec("triton") is not None:
-            from penstock.engine.triton_runner import TritonRunner
-
-            self.runner = TritonRunner(
-                loaded, device, self.block_tokens, host, max_running=config.max_running
-            )
-            if host is not None and not has_same_addresses(host):
-                residency = replace(residency, cold=False)
-        else:
-            self.runner = TorchRunner(
-                loaded.model, device, self.block_tokens, loaded.num_heads, host
-            )
-            residency = replace(residency, cold=residency.cold and not device.on_gpu)
+        try:
+            self.runner, residency = self._make_runner(config)
+        except BaseException:  # no room to work in beside the pool, say
+            if self.offloader is not None:
+                self.offloader.close()
+            raise
         self._residency = Residency(residency, self.block_tokens, block_bytes, num_blocks)
         self._costs = LoadOrCompute(block_bytes, self.block_tokens)
         self._story = Story(block_bytes, self.block_tokens, observers)
@@ -372,6 +360,23 @@ class Engine:
             request.finish_reason = "length"
             text += live.detokenizer.finish()
         return text
+
+    def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
+        """And the residency that it is able to."""
+        host = None if self.offloader is None else self.offloader.host
+        residency, loaded, device = config.residency, self.loaded, self.device
+        if device.on_gpu and residency.max_cold_bytes_per_step is None:
+            residency = replace(residency, max_cold_bytes_per_step=_GPU_COLD_BYTES)
+        if device.on_gpu and importlib.util.find_spec("triton") is not None:
+            from penstock.engine.triton_runner import TritonRunner
+
+            runner = TritonRunner(
+                loaded, device, self.block_tokens, host, max_running=config.max_running
+            )
+            reads_host = host is None or has_same_addresses(host)
+            return runner, replace(residency, cold=residency.cold and reads_host)
+        plain = TorchRunner(loaded.model, device, self.block_tokens, loaded.num_heads, host)
+        return plain, replace(residency, cold=residency.cold and not device.on_gpu)
 
     def _num_cold_blocks(self, residency: ResidencyConfig) -> int:
         """How many blocks of running sequences can lie in HOST."""

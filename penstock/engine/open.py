@@ -11,10 +11,11 @@ from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import load_model
 from penstock.engine.options import EngineOptions, tiers_config
 from penstock.engine.residency import ResidencyConfig
+from penstock.engine.weights import first_line
 from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.machine import check_machine
-from penstock.units import GiB
+from penstock.units import GiB, format_bytes
 
 
 def open_engine(
@@ -49,8 +50,20 @@ def open_engine(
         _residency(options),
     )
     tell("taking memory for KV")
-    engine = Engine(loaded, settings, tiers, observers)
-    engine.runner.warm_up(tell)
+    try:
+        engine = Engine(loaded, settings, tiers, observers)
+        try:
+            engine.runner.warm_up(tell)
+        except BaseException:
+            engine.close()
+            raise
+    except torch.OutOfMemoryError as error:
+        pool = format_bytes(settings.device_kv_bytes)
+        raise ConfigError(
+            f"{device} has no room to compute in beside a pool of {pool} ({first_line(error)}): "
+            "expected some for activations and for what is read ahead; lower device_kv_gib or "
+            "gpu_memory_utilization, or free its memory."
+        ) from None
     return engine
 
 
