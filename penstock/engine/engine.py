@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -68,13 +68,23 @@ class EngineConfig:
     residency: ResidencyConfig = field(default_factory=ResidencyConfig)
 
 
-@dataclass(frozen=True, slots=True)
 class Progress:
     """What a step did for one request."""
 
-    request: Request
-    text: str  # new text that may be shown
-    sampled: Sampled
+    __slots__ = ("_read", "_text", "request", "sampled")
+
+    def __init__(self, request: Request, sampled: Sampled, read: Callable[[], str]) -> None:
+        self.request = request
+        self.sampled = sampled
+        self._read: Callable[[], str] | None = read
+        self._text = ""
+
+    @property
+    def text(self) -> str:
+        """New text that may be shown. It is made when it is asked for, or in the next step."""
+        if self._read is not None:
+            self._text, self._read = self._read(), None
+        return self._text
 
 
 @dataclass(slots=True)
@@ -168,6 +178,7 @@ class Engine:
             rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
         )
         self._arrived: list[Done] = []  # while a step was computed
+        self._unread: list[Progress] = []  # of the last step
         self._moves_again = 0.0
         self._live: dict[str, _Live] = {}
         self._sequence = count()
@@ -253,16 +264,23 @@ class Engine:
             live.request.finish_reason = "abort"
             self._end(live.request)
 
-    def step(self) -> list[Progress]:
-        """Compute one batch. Empty when nothing could run yet, or nothing is left to do."""
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Progress]:
+        """Compute one batch. Empty when nothing could run yet, or nothing is left to do.
+
+        `meanwhile`, for what the caller has to do between steps, is called once: a GPU computes
+        while it runs, and it must not raise.
+        """
         self._settle()
         chunks = self.scheduler.schedule()
         self._story.entered(self.scheduler, time.monotonic())
         self._story.scheduled(self.scheduler, self.pool)
         if not chunks:
+            self._catch_up(meanwhile)
             if self.offloader is not None and self.scheduler.has_work:
                 self.offloader.pause(0.002)  # loads are under way: let them have the processor
             return []
+        if not self.runner.only_queues:
+            self._catch_up(meanwhile)
         started = time.monotonic()
         logits = self.runner.run(chunks, self._keep_moving)
         # A GPU has only been told what to do: the books are kept while it does it. What is saved
@@ -270,12 +288,15 @@ class Engine:
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
         finish = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)
         self.scheduler.computed(chunks)
+        if self.runner.only_queues:
+            self._catch_up(meanwhile)
         self.runner.wait(self._keep_moving)
         seconds = time.monotonic() - started
         self._costs.observe([(chunk.num_tokens, chunk.start) for chunk in chunks], seconds)
         link = None if self.offloader is None else self.offloader.rates.get(Tier.HOST)
         self._story.stepped(chunks, seconds, link)
-        return [self._take(*each) for each in zip(lives, finish(), strict=True)]
+        self._unread = [self._take(*each) for each in zip(lives, finish(), strict=True)]
+        return self._unread
 
     def close(self) -> None:
         for request_id in list(self._live):
@@ -307,6 +328,13 @@ class Engine:
             self._arrived += self.offloader.step()
             self._moves_again = now + _HOP_SECONDS
 
+    def _catch_up(self, meanwhile: Callable[[], None]) -> None:
+        """Whatever the last step left to be done that no other step depends on."""
+        unread, self._unread = self._unread, []
+        for progress in unread:
+            _ = progress.text
+        meanwhile()
+
     def _row(self, live: _Live) -> Row:
         if live.row is not None:
             return live.row
@@ -324,11 +352,11 @@ class Engine:
         if request.first_token_time is None:
             request.first_token_time = now
             self._story.first_token(request, self._costs.prefill)
-        text = self._judge(live, sampled.token_id)
+        progress = Progress(request, sampled, self._judge(live, sampled.token_id))
         if request.finish_reason is not None:
             del self._live[request.id]
             self._end(request)
-        return Progress(request, text, sampled)
+        return progress
 
     def _end(self, request: Request) -> None:
         request.finished_time = time.monotonic()
@@ -343,23 +371,25 @@ class Engine:
                 request.tenant,
             )
 
-    def _judge(self, live: _Live, token_id: int) -> str:
-        """Whether the request ends with this token, and the text it adds."""
-        request, params = live.request, live.request.params
-        num_new = len(request.tokens) - len(request.prompt_ids)
+    def _judge(self, live: _Live, token_id: int) -> Callable[[], str]:
+        """Whether the request ends with this token; what is returned makes the text it adds."""
+        request, params, detokenizer = live.request, live.request.params, live.detokenizer
         if not params.ignore_eos and token_id in self.loaded.eos_token_ids:
             request.finish_reason = "stop"
-            return live.detokenizer.finish()
+            return detokenizer.finish
         if token_id in live.stop_ids:
             request.finish_reason, request.stop_reason = "stop", token_id
-            return live.detokenizer.finish()
-        text = live.detokenizer.append(token_id)
-        if live.detokenizer.stopped_by is not None:
-            request.finish_reason, request.stop_reason = "stop", live.detokenizer.stopped_by
-        elif num_new == params.max_tokens:
+            return detokenizer.finish
+        read = partial(detokenizer.append, token_id)
+        if params.stop_strings:  # the text decides: it cannot wait
+            read = partial(str, read())
+            if detokenizer.stopped_by is not None:
+                request.finish_reason, request.stop_reason = "stop", detokenizer.stopped_by
+                return read
+        if len(request.tokens) - len(request.prompt_ids) == params.max_tokens:
             request.finish_reason = "length"
-            text += live.detokenizer.finish()
-        return text
+            return lambda: read() + detokenizer.finish()
+        return read
 
     def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
         """And the residency that it is able to."""

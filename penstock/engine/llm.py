@@ -15,6 +15,7 @@ from dataclasses import fields
 from typing import Any, cast
 
 from penstock.config import Config
+from penstock.engine.engine import Progress
 from penstock.engine.interrupts import Whole
 from penstock.engine.open import open_engine
 from penstock.engine.options import EMBEDDED, EngineOptions
@@ -165,7 +166,7 @@ class LLM:
                     progresses = self.engine.step()
                 for progress in progresses:
                     result = results[progress.request.id]
-                    result.add(progress.text, progress.sampled)
+                    result.progress.append(progress)
                     if on_text is not None and progress.text:
                         on_text(result.number, progress.text)
         except BaseException:
@@ -218,22 +219,17 @@ class _Result:
     def __init__(self, number: int, request: Request) -> None:
         self.number = number
         self.request = request
-        self._text: list[str] = []
-        self._sampled: list[Sampled] = []
-
-    def add(self, text: str, sampled: Sampled) -> None:
-        self._text.append(text)
-        self._sampled.append(sampled)
+        self.progress: list[Progress] = []
 
     def completion(self, index: int, tokenizer: Any) -> CompletionOutput:
         logprobs = None
         cumulative = None
         if self.request.params.logprobs is not None:
-            logprobs = [_logprobs(sampled, tokenizer) for sampled in self._sampled]
-            cumulative = sum(sampled.logprob or 0.0 for sampled in self._sampled)
+            logprobs = [_logprobs(progress.sampled, tokenizer) for progress in self.progress]
+            cumulative = sum(progress.sampled.logprob or 0.0 for progress in self.progress)
         return CompletionOutput(
             index=index,
-            text="".join(self._text),
+            text="".join(progress.text for progress in self.progress),
             token_ids=list(self.request.output_ids),
             cumulative_logprob=cumulative,
             logprobs=logprobs,

@@ -20,6 +20,8 @@ from penstock.stores.host import HostArena
 
 
 class Runner(Protocol):
+    only_queues: bool  # `run` returns before the step has been computed
+
     def run(
         self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
     ) -> Tensor:
@@ -139,6 +141,8 @@ class TorchMemory:
 
 class TorchRunner:
     """On a CPU, or wherever torch runs: transformers' own modules, attention by torch or numba."""
+
+    only_queues = False
 
     def __init__(
         self,

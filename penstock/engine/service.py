@@ -109,6 +109,7 @@ class Service:
         self.engine = engine  # for what never changes: its model, its sizes
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[str, tuple[Stream, int]] = {}  # the thread's, by sequence
+        self._progress: list[Progress] = []  # the thread's: not handed out yet
         self._num_requests = 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -226,9 +227,7 @@ class Service:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set():
-                self._obey()
-                self._hand_out(self.engine.step())
+            self._compute()
         except BaseException as error:
             log.exception("the engine failed")
             self._failure = error
@@ -238,10 +237,18 @@ class Service:
         except Exception:
             log.exception("the engine did not close in order")
 
+    def _compute(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._obey()
+                self._progress = self.engine.step(self._hand_out)
+        finally:
+            self._hand_out()  # what was computed before the end is theirs
+
     def _obey(self) -> None:
-        """Run what was asked; where there is nothing to compute, wait to be asked."""
+        """Run what was asked; where there is nothing to do, wait to be asked."""
         wait = 0.0
-        if not self.engine.has_work:
+        if not self._progress and not self.engine.has_work:
             wait = _MOVING_SECONDS if self.engine.is_moving else _IDLE_SECONDS
         try:
             command = self._commands.get(timeout=wait) if wait else self._commands.get_nowait()
@@ -251,7 +258,9 @@ class Service:
         except Empty:
             return
 
-    def _hand_out(self, progress: Sequence[Progress]) -> None:
+    def _hand_out(self) -> None:
+        """What the last step did. The loop's work with it goes on while a GPU computes the next."""
+        progress, self._progress = self._progress, []
         deltas: dict[Stream, list[Delta]] = defaultdict(list)
         for step in progress:
             found = self._streams.get(step.request.id)

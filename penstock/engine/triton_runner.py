@@ -122,6 +122,8 @@ class _Reads(NamedTuple):
 class TritonRunner:
     """On a GPU; in Triton's interpreter, without graphs, on a CPU."""
 
+    only_queues = True
+
     def __init__(
         self,
         loaded: LoadedModel,

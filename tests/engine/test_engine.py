@@ -17,7 +17,7 @@ from tools import flip_bit
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.admission import TooLong
 from penstock.engine.attention.torch import NAME
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine, EngineConfig, Progress
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.residency import ResidencyConfig
@@ -381,3 +381,47 @@ def test_a_prompt_found_whole_computes_one_token_and_writes_none(
     assert torch.equal(engine.device.tensor[blocks], before)
     assert sharer.output_ids == holder.output_ids == first.output_ids
     engine.close()
+
+
+@pytest.mark.parametrize("only_queues", [False, True])
+def test_what_a_caller_has_to_do_is_done_once_a_step_while_a_device_computes(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, *, only_queues: bool
+) -> None:
+    engine, told = engines(), []
+    run_it, wait = engine.runner.run, engine.runner.wait
+    monkeypatch.setattr(engine.runner, "only_queues", only_queues)
+    monkeypatch.setattr(engine.runner, "run", lambda *a: (told.append("run"), run_it(*a))[1])
+    monkeypatch.setattr(engine.runner, "wait", lambda *a: (told.append("wait"), wait(*a))[1])
+    engine.add("a", prompts(1)[0], replace(GREEDY, max_tokens=2))
+    while engine.has_work:
+        engine.step(lambda: told.append("meanwhile"))
+    engine.step(lambda: told.append("at rest"))
+    a_step = ["run", "meanwhile", "wait"] if only_queues else ["meanwhile", "run", "wait"]
+    assert told == [*a_step, *a_step, "at rest"]
+
+
+@pytest.mark.parametrize("only_queues", [False, True])
+def test_text_is_the_same_whenever_it_is_asked_for(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, *, only_queues: bool
+) -> None:
+    questions = prompts(8)
+    params = replace(GREEDY, temperature=1.0, seed=5, max_tokens=60)
+
+    def texts(*, late: bool) -> list[str]:
+        engine = engines()
+        monkeypatch.setattr(engine.runner, "only_queues", only_queues)
+        found: dict[str, list[Progress]] = {str(number): [] for number in range(len(questions))}
+        for number, ids in enumerate(questions):
+            engine.add(str(number), ids, params)
+        while engine.has_work:
+            for progress in engine.step():
+                found[progress.request.id].append(progress)
+                assert late or progress.text is not None
+        for of_one in found.values():
+            for progress in reversed(of_one):
+                assert progress.text == progress.text
+        return ["".join(progress.text for progress in of_one) for of_one in found.values()]
+
+    at_once = texts(late=False)
+    assert all(at_once)
+    assert texts(late=True) == at_once

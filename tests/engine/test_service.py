@@ -13,7 +13,7 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS
 
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.admission import Busy, TooLong
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine, EngineConfig, Progress
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.service import Delta, Service, Stopped
@@ -190,7 +190,7 @@ def test_an_engine_that_fails_tells_everyone(
         stream = await service.submit(PROMPT, ENDLESS)
         await stream.__anext__()
 
-        def broken() -> None:
+        def broken(*_: object) -> None:
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(service.engine, "step", broken)
@@ -200,6 +200,31 @@ def test_an_engine_that_fails_tells_everyone(
         await until(lambda: service.failure is not None)
         with pytest.raises(Stopped):
             await service.submit(PROMPT, GREEDY)
+        await service.close()
+
+    run(main())
+
+
+def test_who_had_finished_when_the_engine_failed_has_the_whole_answer(
+    make: Services, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        service = make()
+        step, finished = service.engine.step, False
+
+        def breaks(meanwhile: Callable[[], None]) -> list[Progress]:
+            nonlocal finished
+            if finished:
+                raise RuntimeError("the device is gone")
+            done = step(meanwhile)
+            finished = any(progress.request.finish_reason for progress in done)
+            return done
+
+        monkeypatch.setattr(service.engine, "step", breaks)
+        deltas = await collect(service)
+        assert [delta.sampled.token_id for delta in deltas] == alone
+        assert deltas[-1].finish_reason == "length"
+        await until(lambda: service.failure is not None)
         await service.close()
 
     run(main())

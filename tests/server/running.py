@@ -142,10 +142,10 @@ class Local:
         engine = self.serving.service.engine
         step = engine.step
 
-        def slow_step() -> Any:
+        def slow_step(*given: Any) -> Any:
             if engine.has_work:
                 time.sleep(seconds)
-            return step()
+            return step(*given)
 
         engine.step = slow_step  # type: ignore[method-assign]
         return self
