@@ -12,6 +12,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.stores.mooncake import MooncakeClient
+from servers import pause
 
 _BESIDE = Path(sys.executable).with_name("mooncake_master")
 EXECUTABLE = str(_BESIDE) if _BESIDE.exists() else shutil.which("mooncake_master")
@@ -78,7 +79,7 @@ class MooncakeMaster:
     def pause(self) -> None:
         """It accepts connections, and never answers."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        pause(self._process)
 
     def resume(self) -> None:
         assert self._process is not None

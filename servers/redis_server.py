@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from servers import pause
+
 EXECUTABLE = shutil.which("redis-server")
 WHY_NOT = None if EXECUTABLE else "redis-server is not installed: apt-get install redis-server"
 
@@ -64,7 +66,7 @@ class RedisServer:
     def pause(self) -> None:
         """It accepts connections, and never answers."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        pause(self._process)
 
     def resume(self) -> None:
         assert self._process is not None

@@ -19,7 +19,7 @@ from penstock.stores.envelope import HEAD_BYTES
 from penstock.stores.mooncake import MooncakeClient
 from penstock.stores.mooncake_cargo import Cargo, address_of
 from penstock.stores.remote import Item
-from servers import is_skipped
+from servers import is_skipped, pause
 from servers.mooncake_master import MooncakeMaster, why_not
 
 TIMEOUT_SECONDS = 4.0
@@ -283,7 +283,7 @@ def test_a_peer_that_hangs_is_an_error_in_time(
             assert client.get([got]) == [None]
         else:
             assert client.exists(["a"]) == [True]
-        peer.process.send_signal(signal.SIGSTOP)
+        pause(peer.process)
         start = time.monotonic()
         assert type(client.get([got])[0]) is StoreError
         assert type(client.put(items(["b"]), None)[0]) is StoreError
