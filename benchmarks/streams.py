@@ -4,8 +4,8 @@
 
 Nothing is computed: where the model would run, the engine's thread pauses, as it does for a GPU,
 and any token comes out. What is left is all that Penstock does for a token: books, sampling, text,
-events, HTTP. Beside the step's time as clients see it stand the pause, and the same steps without a
-server. Clients are a process of their own; on a machine of two cores they take their share.
+events, HTTP. Beside the time from one step to the next stand the pause, and the same steps without
+a server. Clients are a process of their own; on a machine of two cores they take their share.
 """
 
 from __future__ import annotations
