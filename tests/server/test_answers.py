@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import openai
 import pytest
 from server.running import TIMEOUT_SECONDS, Client, Local
+
+from penstock.engine.sampler import Sampled
+from penstock.server.logprobs import chat_logprobs
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
@@ -133,16 +137,17 @@ def test_logprobs_of_a_completion(ai: openai.OpenAI) -> None:
     assert [o for part in streamed if part for o in part.text_offset or ()] == offsets
 
 
-def test_a_character_of_several_tokens_has_no_bytes_of_its_own(client: Client) -> None:
+def test_a_character_of_several_tokens_has_no_bytes_of_its_own(server: Local) -> None:
     """U+FFFD would hide which bytes they were."""
-    body = {"messages": QUESTION, "logprobs": True, "top_logprobs": 20, "max_tokens": 40}
-    tokens = client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]
-    entries = [top for token in tokens["content"] for top in (token, *token["top_logprobs"])]
-    halves = [entry for entry in entries if "\ufffd" in entry["token"]]
-    assert halves
-    assert all(entry["bytes"] is None for entry in halves)
-    wholes = [entry for entry in entries if entry not in halves]
-    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in wholes)
+    assert server.serving is not None
+    prompts = server.serving.prompts
+    ids = asyncio.run(prompts.encode("Two:日本"))
+    samples = [Sampled(token_id, -1.0, 1, [(token_id, -1.0)]) for token_id in ids]
+    entries = chat_logprobs(samples, prompts).content
+    assert [entry.token for entry in entries] == ["Two", ":", "\ufffd", "\ufffd", "本"]
+    wholes = [None if entry.bytes is None else bytes(entry.bytes).decode() for entry in entries]
+    assert wholes == ["Two", ":", None, None, "本"]
+    assert all(entry.top_logprobs[0].bytes == entry.bytes for entry in entries)
 
 
 def test_fields_beyond_openais(client: Client) -> None:
