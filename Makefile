@@ -50,9 +50,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Two at once, a file each: one takes up to 6 GB (models, servers, a browser).
+# Two at once, a file each: one takes up to 6 GB (models, servers, a browser). In the order of
+# tests/conftest.py, the longest first; by itself xdist begins with the files of the most tests.
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint types unit
 

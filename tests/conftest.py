@@ -17,6 +17,9 @@ from tools import Rig
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Test files share the cores: a thread of torch's that waits gives its core to another file's.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # The gate looks at the same examples every time; whoever works on the code looks at new ones.
 # None has a deadline: a busy machine proves nothing.
 settings.register_profile("gate", derandomize=True, deadline=None)
