@@ -66,5 +66,11 @@ def rigs() -> Iterator[Callable[..., Rig]]:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where converted weights are kept during the tests, instead of at home."""
-    return tmp_path_factory.mktemp("cache")
+    """Where converted weights are kept during the tests, instead of at home.
+
+    One for all processes that run tests: to unpack a model takes half a minute.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -275,11 +275,17 @@ def test_fingerprint_is_the_same_in_another_process(llama: Path) -> None:
     assert told == f"{loaded.weights_fingerprint} {loaded.rope}"
 
 
-@pytest.fixture(scope="session")
-def first_load(cache: Path) -> tuple[LoadedModel, list[str]]:
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nothing is in it yet, whatever other tests have loaded."""
+    return tmp_path_factory.mktemp("own-cache")
+
+
+@pytest.fixture(scope="module")
+def first_load(own_cache: Path) -> tuple[LoadedModel, list[str]]:
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("XDG_CACHE_HOME", str(own_cache))
         return load_model(EMBEDDED, progress=told.append), told
 
 
@@ -299,15 +305,15 @@ def test_embedded_model(first_load: tuple[LoadedModel, list[str]]) -> None:
 
 
 def test_embedded_model_comes_from_the_cache_next(
-    first_load: tuple[LoadedModel, list[str]], cache: Path, monkeypatch: pytest.MonkeyPatch
+    first_load: tuple[LoadedModel, list[str]], own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache))
     monkeypatch.setattr(weights, "_read_gguf", None)  # to unpack again would fail
     told: list[str] = []
     again = load_model(EMBEDDED, progress=told.append)
     assert told == [f"loading {EMBEDDED}"]
     assert again.weights_fingerprint == first_load[0].weights_fingerprint
-    folders = [p for p in (cache / "penstock").glob("*-bfloat16-*") if p.is_dir()]
+    folders = [p for p in (own_cache / "penstock").glob("*-bfloat16-*") if p.is_dir()]
     assert len(folders) == 1
 
 

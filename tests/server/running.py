@@ -6,6 +6,7 @@ The latter starts at once, and can be broken in ways that a process cannot be fr
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
@@ -225,12 +226,18 @@ class Spawned:
 
 def make_tiny(cache: Path) -> Path:
     """A random Llama of two layers that speaks SmolLM2's tokens; it answers within milliseconds."""
+    folder = cache / "tiny-llama"
+    with (cache / "tiny-llama.lock").open("w") as lock:  # tests run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            _save_tiny(folder, cache)
+    return folder
+
+
+def _save_tiny(folder: Path, cache: Path) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    folder = cache / "tiny-llama"
-    if folder.is_dir():
-        return folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         unpacked = gguf_folder(embedded_gguf(), torch.float32, check_supported)
@@ -250,4 +257,3 @@ def make_tiny(cache: Path) -> Path:
     with quiet():
         tokenizer.save_pretrained(folder)
         LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
