@@ -117,6 +117,9 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(ai: openai.OpenAI) -> None:
         for token in logprobs.content or ()
     ]
     assert streamed == whole.content
+    for token in whole.content or ():
+        assert (token.bytes is None) == ("\ufffd" in token.token)
+        assert token.bytes is None or bytes(token.bytes).decode() == token.token
     bare = ai.chat.completions.create(**{**wishes, "top_logprobs": None}).choices[0].logprobs
     assert bare is not None
     assert all(token.top_logprobs == [] for token in bare.content or ())
