@@ -52,9 +52,9 @@ class ThreadCopier:
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
-            self._under_way.add(transfer.id)
             if not self._engine.submit(transfer):
                 raise RuntimeError("the copying threads are stopped")
+            self._under_way.add(transfer.id)
 
     def poll(self) -> list[Outcome]:
         self._take()

@@ -34,7 +34,6 @@ class Request:
         self.num_placeholders = 0  # tokens that steps under way sample
         self.num_in_flight = 0  # steps
         self.num_stale = 0  # of these, from before a preemption
-        self.num_void = 0  # of these, computed from blocks that have been found bad
         self.known = list(prompt)  # to the workers, which sampled them
         self.loading: list[int] = []  # block ids
         self.num_local = 0  # blocks found on the device

@@ -104,7 +104,7 @@ def live(
         if rng.random() < 0.01:
             vllm.reset(with_connector=rng.random() < 0.5)
         vllm.step()
-        vllm.side.check()
+        vllm.check()
     vllm.run()
     # Whatever is kept by now is right: the last talks once more.
     for mover in vllm.movers:
@@ -113,10 +113,9 @@ def live(
     for request in vllm.ended[-40:]:
         vllm.add(request.all_token_ids, 1, cache_salt=request.cache_salt)
         vllm.run()
-    assert not vllm.side.has_pending_work
+    assert not vllm.scheduler.has_pending_work
     assert not vllm.requests
-    assert vllm.engine.num_flying == 0
-    vllm.side.check()
+    vllm.check()
 
 
 ALWAYS = ("blocks saved", "fences", "preempted", "aborted")
@@ -128,7 +127,6 @@ LOADING = (
     "bad blocks",
     "resumed with part of a load",
 )
-NOW = ("loads within a step", "bad blocks")
 OVERLAP = {"overlaps": True}
 
 
@@ -143,8 +141,6 @@ OVERLAP = {"overlaps": True}
         pytest.param({"num_host": 4}, LOADING, id="hardly any DRAM"),
         pytest.param({"num_drafts": 2}, (*LOADING, "drafts rejected"), id="drafts"),
         pytest.param({"always_load": False}, (), id="load or compute"),
-        pytest.param({"may_load_now": True}, NOW, id="loads within steps"),
-        pytest.param({**OVERLAP, "may_load_now": True}, NOW, id="loads within steps that overlap"),
     ],
 )
 def test_whatever_happens_no_wrong_block_is_kept_loaded_or_computed_from(

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from typing import Any
 
 import pytest
-from tools import TIMEOUT_SECONDS, key_of, spec
+from tools import TIMEOUT_SECONDS, key_of
 
 from penstock.connectors.vllm.orders import Load, Orders, Reports
-from penstock.connectors.vllm.worker import Results, WorkerSide
-from penstock.stores.host import HostArena
-from penstock.transfer.copiers import NoCopier, ThreadCopier
+from penstock.connectors.vllm.promises import Results
+from penstock.connectors.vllm.worker_guard import GuardedWorker
+from penstock.stores.host import ArenaHandle
+from penstock.transfer.copiers import Copier, NoCopier, ThreadCopier
 from penstock.transfer.io import Moved, Mover
-from penstock.transfer.seals import Seals
-from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
+from penstock.types import Direction, Slot, Tier, Transfer, TransferId, Verdict
 
 OK, MISSING, FAILED = Verdict.OK, Verdict.MISSING, Verdict.FAILED
 NOTHING = Results(set(), set())
+ARENA = ArenaHandle("", 8, 8, 8)
 _ids = count(1)
 _steps = count(1)
 
@@ -57,13 +59,18 @@ class GatedMover(Mover):
         pass
 
 
+def run(worker: GuardedWorker, orders: Orders) -> Results:
+    worker.begin(orders)
+    worker.load(orders)
+    worker.save(orders)
+    return worker.results(orders)
+
+
 class Desk:
     def __init__(self) -> None:
         self.mover = GatedMover()
         self.copier = ThreadCopier(self.mover, 2)
-        self.host = HostArena(spec(), 8 * spec().stride_bytes)
-        self.seals = Seals(self.host)
-        self.worker = WorkerSide(self.copier, self.seals)
+        self.worker = GuardedWorker(lambda _: self.copier)
 
     def open(self) -> None:
         for gate in self.mover.gates.values():
@@ -71,11 +78,9 @@ class Desk:
 
     def step(self, orders: Orders) -> Results:
         """All hooks of a step, in vLLM's order."""
-        orders.step = next(_steps)
-        self.worker.begin(orders)
-        self.worker.load(orders)
-        self.worker.save(orders)
-        return self.worker.results()
+        if not orders.is_last_resort:
+            orders.step, orders.arena = next(_steps), ARENA
+        return run(self.worker, orders)
 
     def settle(self, *transfers: Transfer) -> None:
         """Wait until these have ended; nobody has been told of it yet."""
@@ -144,7 +149,7 @@ def test_the_fence_comes_after_the_saves_before_and_before_all_else(desk: Desk) 
     earlier = save(1)
     desk.step(Orders(0, saves_after=[earlier]))
     before = save(2)
-    orders = Orders(next(_steps), saves_before=[before], fence=[earlier.id, before.id])
+    orders = Orders(next(_steps), ARENA, saves_before=[before], fence=[earlier.id, before.id])
     begun = threading.Thread(target=desk.worker.begin, args=(orders,), daemon=True)
     begun.start()
     begun.join(0.05)
@@ -157,13 +162,13 @@ def test_the_fence_comes_after_the_saves_before_and_before_all_else(desk: Desk) 
 
 def test_the_hook_that_vllm_calls_once_or_twice_saves_once(desk: Desk) -> None:
     order = save(1)
-    orders = Orders(next(_steps), saves_after=[order], is_timed=True)
+    orders = Orders(next(_steps), ARENA, saves_after=[order], is_timed=True)
     desk.open()
     desk.worker.begin(orders)
     desk.worker.save(orders)
     desk.worker.save(orders)
     desk.settle(order)
-    desk.worker.results()
+    desk.worker.results(orders)
     reports = desk.worker.take_reports()
     assert list(reports.transfers) == [order.id]
     assert list(reports.step_seconds) == [orders.step]
@@ -177,64 +182,35 @@ def test_only_steps_that_are_asked_for_are_timed(desk: Desk) -> None:
     assert len(desk.worker.take_reports().step_seconds) == 1
 
 
+def refused(_: ArenaHandle) -> Copier:
+    raise OSError("no such memory")
+
+
+@pytest.mark.parametrize("open_copier", [lambda _: NoCopier(), refused], ids=["copy", "open"])
 def test_a_worker_that_cannot_copy_loses_its_blocks_and_holds_nobody_up(
-    caplog: pytest.LogCaptureFixture,
+    open_copier: Callable[[ArenaHandle], Copier], caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = WorkerSide(NoCopier())
-    brought, kept, last, now = load(3, 4), save(5), save(6), load(7)
+    worker = GuardedWorker(open_copier)
+    brought, kept, last = load(3, 4), save(5), save(6)
     orders = Orders(
         1,
+        ARENA,
         saves_before=[kept],
         fence=[kept.id],
-        loads_now=[now],
         loads=[Load("r", brought)],
         complete={"r": ()},
         saves_after=[last],
     )
-    worker.begin(orders)
-    worker.load(orders)
-    worker.save(orders)
-    assert worker.results() == Results({"r"}, {3, 4, 7})
+    assert run(worker, orders) == Results({"r"}, {3, 4})
     reports = worker.take_reports()
     assert {i: r.verdicts for i, r in reports.transfers.items()} == {
         brought.id: (FAILED, FAILED),
         kept.id: (FAILED,),
         last.id: (FAILED,),
-        now.id: (FAILED,),
     }
     assert "nothing can be copied here" in reports.transfers[kept.id].error
     assert "cannot be started" in caplog.text
     worker.close()
-
-
-# Loads that the step waits for.
-
-
-def test_a_step_begins_once_its_own_loads_have_ended(desk: Desk) -> None:
-    order = load(3)
-    desk.seals.seal(order.keys, order.source_slots)
-    orders = Orders(next(_steps), loads_now=[order])
-    loaded = threading.Thread(target=desk.worker.load, args=(orders,), daemon=True)
-    loaded.start()
-    loaded.join(0.05)
-    assert loaded.is_alive(), "the step computes what has not been loaded"
-    desk.open()
-    loaded.join(TIMEOUT_SECONDS)
-    assert not loaded.is_alive()
-    assert desk.worker.results() == NOTHING, "nobody waits to hear of it"
-    assert desk.worker.take_reports().transfers[order.id].verdicts == (OK,)
-
-
-def test_blocks_that_a_step_waited_for_in_vain_are_bad_and_no_request_is_ready(desk: Desk) -> None:
-    desk.open()
-    order = load(3, 4)
-    desk.seals.seal(order.keys[:1], order.source_slots[:1])  # the other is not what it should be
-    assert desk.step(Orders(0, loads_now=[order])) == Results(set(), {4})
-    assert desk.step(Orders(0)) == NOTHING
-    desk.mover.missing = {7}
-    late = load(7, 8)
-    desk.seals.seal(late.keys, late.source_slots)
-    assert desk.step(Orders(0, loads_now=[late])) == Results(set(), {7})
 
 
 # The books are gone.
@@ -247,22 +223,28 @@ def test_at_the_last_all_that_may_wait_are_told(desk: Desk) -> None:
     desk.step(Orders(0))
     orders = Orders(-1, complete={"half": (Slot(1), Slot(2)), "new": (Slot(3),)})
     orders.is_last_resort = True
-    desk.worker.begin(orders)
-    desk.worker.load(orders)
-    desk.worker.save(orders)
-    assert desk.worker.results() == Results({"half", "new"}, {1, 2, 3})
+    assert desk.step(orders) == Results({"half", "new"}, {1, 2, 3})
+
+
+def test_at_the_last_a_worker_that_never_heard_where_dram_is_tells_all_that_wait() -> None:
+    worker = GuardedWorker(refused)
+    orders = Orders(-1, complete={"r": (Slot(1),)}, is_last_resort=True)
+    assert run(worker, orders) == Results({"r"}, {1})
+    assert run(worker, orders) == NOTHING
 
 
 def test_at_the_last_vllm_does_not_hear_twice(desk: Desk) -> None:
-    """The scheduler's process may not know yet that the request is ready."""
+    """The scheduler's process may not know that the request is ready for a long time: another
+    worker's copy may still be under way."""
     order = load(1)
     desk.step(Orders(0, loads=[Load("r", order)], complete={"r": ()}))
     desk.settle(order)
     assert desk.step(Orders(0)) == Results({"r"}, set())
+    for _ in range(20):
+        desk.step(Orders(0))
     for _ in range(2):
         last = Orders(-1, complete={"r": (Slot(1),)}, is_last_resort=True)
-        desk.worker.load(last)
-        assert desk.worker.results() == NOTHING
+        assert desk.step(last) == NOTHING
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["part of it told", "nothing told yet"])
@@ -273,71 +255,69 @@ def test_at_the_last_a_request_that_was_ready_once_before_is_told(
     desk.step(Orders(0, loads=[Load("r", first)], complete={"r": ()}))
     desk.settle(first)
     assert desk.step(Orders(0)) == Results({"r"}, set())
-    for _ in range(3):  # it runs, is preempted, and waits again
-        desk.step(Orders(0))
+    heard = ["r"]  # it runs, is preempted, and waits again
     if is_told:
-        desk.step(Orders(0, loads=[Load("r", second)]))
+        desk.step(Orders(0, loads=[Load("r", second)], heard=heard))
         desk.settle(second)
-    desk.worker.load(Orders(-1, complete={"r": (Slot(2), Slot(3))}, is_last_resort=True))
-    assert desk.worker.results() == Results({"r"}, {2, 3})
+        heard = []
+    last = Orders(-1, complete={"r": (Slot(2), Slot(3))}, is_last_resort=True, heard=heard)
+    assert desk.step(last) == Results({"r"}, {2, 3})
+
+
+# An error of ours.
+
+HOOKS = ("submit", "poll", "fence", "start_timer", "stop_timer", "take_times")
 
 
 class Breaking(NoCopier):
-    """Takes copies, and breaks when it is asked about them."""
+    """Takes copies that never end, and breaks where the test says."""
 
-    is_closed = False
+    def __init__(self, hook: str) -> None:
+        self.is_closed = False
+        self.breaks_at = hook
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in HOOKS and name == self.breaks_at:
+            raise OSError("nobody expected this")
+        return super().__getattribute__(name)
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         pass
-
-    def poll(self) -> list[Outcome]:
-        raise OSError("nobody expected this")
 
     def close(self) -> None:
         self.is_closed = True
 
 
-def test_a_worker_that_gives_up_loses_what_was_under_way_and_tells_everybody() -> None:
-    copier = Breaking()
-    worker = WorkerSide(copier)
-    saved, loaded = save(1), load(2)
-    orders = Orders(1, saves_before=[saved], loads=[Load("r", loaded)], complete={"r": ()})
-    worker.begin(orders)
-    worker.load(orders)
-    with pytest.raises(OSError, match="nobody expected"):
-        worker.results()
-    worker.give_up()
-    assert copier.is_closed
-    assert worker.results() == Results({"r"}, set(loaded.target_slots))
-    reports = worker.take_reports().transfers
-    assert set(reports) == {saved.id, loaded.id}
-    assert all(set(report.verdicts) == {Verdict.FAILED} for report in reports.values())
-    another = save(3)
-    worker.save(Orders(2, saves_after=[another]))
-    assert set(worker.take_reports().transfers) == {another.id}
-
-
-class _Unfenced(NoCopier):
-    """Takes everything, and cannot be waited for."""
-
-    def submit(self, transfers: Sequence[Transfer]) -> None:
-        pass
-
-    def fence(self, transfer_ids: Sequence[TransferId]) -> None:
-        raise OSError("nobody expected this")
-
-
-def test_an_error_in_a_load_within_the_step_keeps_nobody_waiting() -> None:
-    worker = WorkerSide(_Unfenced())
-    now, brought = load(1, 2), load(3)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_after_an_error_anywhere_all_that_was_ordered_is_lost_and_nobody_waits(hook: str) -> None:
+    copier = Breaking("")
+    worker = GuardedWorker(lambda _: copier)
+    early = load(9)
+    run(worker, Orders(1, ARENA, loads=[Load("early", early)], complete={"early": ()}))
+    assert worker.take_reports() == Reports()
+    copier.breaks_at = hook
+    before, brought, after = save(1), load(2), save(3)
     orders = Orders(
-        1,
-        loads_now=[now],
+        2,
+        saves_before=[before],
+        fence=[before.id],
         loads=[Load("r", brought)],
         complete={"r": (), "gone": (Slot(5),)},
+        saves_after=[after],
+        is_timed=True,
     )
-    with pytest.raises(OSError, match="nobody expected"):
-        worker.load(orders)
-    worker.give_up()
-    assert worker.results() == Results({"r", "gone"}, {1, 2, 3, 5})
-    assert set(worker.take_reports().transfers) == {now.id, brought.id}
+    found = run(worker, orders)
+    assert found.ready >= {"r", "gone"}
+    assert found.bad_blocks >= {2, 5}
+    if hook != "submit":  # which only loses what it was asked for
+        assert found == Results({"r", "gone", "early"}, {2, 5, 9})
+        assert copier.is_closed
+    reports = worker.take_reports().transfers
+    assert set(reports) - {early.id} == {before.id, brought.id, after.id}
+    assert all(set(report.verdicts) == {FAILED} for report in reports.values())
+    another = load(3)
+    assert run(worker, Orders(3, loads=[Load("s", another)], complete={"s": ()})) == Results(
+        {"s"}, {3}
+    )
+    assert set(worker.take_reports().transfers) == {another.id}
+    worker.close()

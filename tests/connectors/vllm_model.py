@@ -1,16 +1,18 @@
 """A small vLLM in plain Python, to drive both sides of the connector with real memory.
 
 It does what vLLM's scheduler does with blocks: a prefix cache on the device, preemption, aborts,
-loads that a request waits for or that its step begins with, steps that overlap, drafts that are
-rejected. Blocks of requests that end or are preempted are free at once, and written to by whoever
-gets them next right after `begin`.
+loads that a request waits for, steps that overlap, drafts that are rejected. Blocks of requests
+that end or are preempted are free at once, and written to by whoever gets them next right after
+`begin`.
 
 Computing a token writes bytes that follow from all tokens before it, and reads the device: where
 what is there is wrong, what it writes is wrong too. Nothing wrong may stay unnoticed:
 
 - what DRAM offers must be what its key says;
 - what is loaded must be there when a request is ready, but for the blocks reported bad;
-- a step must not compute from wrong bytes, unless vLLM is told with that very step.
+- no step may compute from wrong bytes. Telling vLLM of it is too late: where steps overlap, its
+  AsyncScheduler throws away the token of the step that told it, and delivers the next one, which
+  was computed from the same blocks. So no block may be bad that belongs to a running request.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
 from penstock.connectors.vllm.identity import adapter_name, namespace_of
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
-from penstock.connectors.vllm.worker import WorkerSide
+from penstock.connectors.vllm.scheduler_guard import GuardedScheduler, StepPlan
+from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.events import Event, Lost, Moved, Observer, Stored
 from penstock.keys import KeyChain
 from penstock.stores import slab
@@ -137,14 +140,14 @@ class Vllm:
             observers=all_observers,
             **{"always_load": True, **side},
         )
+        self.scheduler = GuardedScheduler(self.side, BLOCK_TOKENS)
         self.devices = [Device(num_blocks, rank) for rank in range(num_workers)]
         self.movers = [
             SlowMover(Part(device.paged, self.host, rank, num_workers), self.seals, seed + rank)
             for rank, device in enumerate(self.devices)
         ]
-        self.workers = [
-            WorkerSide(ThreadCopier(mover, copy_threads), self.seals) for mover in self.movers
-        ]
+        self.copiers = [ThreadCopier(mover, copy_threads) for mover in self.movers]
+        self.workers = [GuardedWorker(lambda _, copier=copier: copier) for copier in self.copiers]
         self.pool = Pool(num_blocks, self.rng, is_caching=is_caching)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -188,7 +191,7 @@ class Vllm:
             self.seen["aborted while loading"] += 1
             self.waiting.remove(request)
             request.status = "ended"
-            self.answers[request.request_id] = self.side.finished(request)
+            self.answers[request.request_id] = self.scheduler.finished(request)
             return  # its blocks are freed when the load has ended
         if request.status == "running":
             self.running.remove(request)
@@ -209,7 +212,7 @@ class Vllm:
             self._preempt(self.running.pop())
         self.pool.forget_all()
         if with_connector:
-            self.side.reset()
+            self.scheduler.reset()
             self.namespace = self.side._namespace
             self._epoch += 1
             for request in self.requests.values():
@@ -244,7 +247,7 @@ class Vllm:
         for _ in range(max_steps):
             if not self.requests:
                 self.catch_up()
-            if not (self.requests or self.side.has_pending_work):
+            if not (self.requests or self.scheduler.has_pending_work):
                 return
             self.step()
         left = {request.request_id: request.status for request in self.requests.values()}
@@ -267,9 +270,18 @@ class Vllm:
         for mover in self.movers:
             mover.gate.set()
             mover.saves_gate.set()
-        assert self.side.close()
+        has_ended = self.scheduler.side is None
+        assert self.scheduler.close()
+        if has_ended:
+            self.side.close()  # its threads; vLLM's process would end with them
         for worker in self.workers:
             worker.close()
+
+    def check(self) -> None:
+        """Audit the books, unless an error of ours has ended them."""
+        if self.scheduler.side is not None:
+            self.side.check()
+            assert self.engine.num_flying == 0 or self.requests or self.scheduler.has_pending_work
 
     def audit(self) -> None:
         if self.truth.wrong:
@@ -277,8 +289,8 @@ class Vllm:
 
     def await_saves(self, orders: Orders) -> None:
         """Wait until the workers have done the saves of a step that was executed."""
-        for worker in self.workers:
-            worker._copier.fence([transfer.id for transfer in orders.saves_after])
+        for copier in self.copiers:
+            copier.fence([transfer.id for transfer in orders.saves_after])
 
     def _schedule(self) -> Step:
         budget = self._budget
@@ -320,9 +332,8 @@ class Vllm:
         preempted, self._preempted = self._preempted, []
         for request in self.requests.values():
             self._learn(request)
-        orders = self.side.orders(scheduled, counts, preempted)
+        orders = self.scheduler.orders(lambda: StepPlan(scheduled, counts, preempted))
         self.seen["fences"] += bool(orders.fence)
-        self.seen["loads within a step"] += bool(orders.loads_now)
         for work in works:
             request = work.request
             work.block_ids = list(request.block_ids)
@@ -353,18 +364,15 @@ class Vllm:
                 digests = request.past.of(request.all_token_ids)
                 local = self.pool.find(digests[: request.num_tokens - 1])
                 num_local = len(local) * BLOCK_TOKENS
-                found = self.side.lookup(request, num_local)
+                found = self.scheduler.lookup(request, num_local)
                 if found is None:
                     self.seen["asked again"] += 1
                     continue
                 num_external = found
                 computed = num_local + num_external
                 assert num_local <= computed <= request.num_tokens
-                waits = num_external > 0 and not self.side.offers_now(request.request_id)
-                if waits or num_external == 0 or computed < request.num_tokens - 1:
-                    assert num_external % BLOCK_TOKENS == 0
-                else:
-                    assert computed == request.num_tokens - 1, "a step must compute something"
+                waits = num_external > 0
+                assert num_external % BLOCK_TOKENS == 0
             else:
                 computed = request.num_computed_tokens
             count = 0 if waits else min(request.num_tokens - computed, budget)
@@ -381,7 +389,7 @@ class Vllm:
             added = self.pool.take(max(0, num_new))
             request.block_ids = (local or request.block_ids) + added
             fresh += added
-            self.side.allocated(request, request.block_ids, num_external)
+            self.scheduler.allocated(request, request.block_ids, num_external)
             if num_external:
                 self.seen["hits"] += 1
                 end = -(-computed // BLOCK_TOKENS)
@@ -482,21 +490,23 @@ class Vllm:
             worker.begin(step.orders)
             for block in step.fresh:
                 device.scribble(block)  # what the fence held back is over now
+        # vLLM 0.32 starts loads after the forward pass, older ones before it.
+        is_new = self.rng.random() < 0.5
+        for worker in () if is_new else self.workers:
             worker.load(step.orders)
         for work in step.works:
             self._compute(work)
         for worker in self.workers:
+            if is_new:
+                worker.load(step.orders)
             worker.save(step.orders)
-            results = worker.results(is_idle=step.orders.is_idle)
+            results = worker.results(step.orders)
             step.ready.append(results.ready)
             step.bad_blocks |= results.bad_blocks
             step.reports.join(worker.take_reports())
-        bad = set().union(step.bad_blocks, *(before.bad_blocks for before in self._under_way))
         for work in step.works:
             if work.is_wrong:
-                self.seen["computed with bad blocks"] += 1
-                if not bad.intersection(work.block_ids):
-                    raise Silent(f"{work.request.request_id} computed with wrong KV")
+                raise Silent(f"{work.request.request_id} computed with wrong KV")
         self.audit()
 
     def _compute(self, work: Work) -> None:
@@ -543,21 +553,14 @@ class Vllm:
     # What vLLM makes of a step.
 
     def _update(self, step: Step) -> None:
-        failed = self._invalidate(step)
+        self._invalidate(step)
         for work in step.works:
             work.request.num_in_flight -= 1
-        for request in failed:
-            request.num_void = request.num_in_flight  # they read the same bad blocks
-            request.known = list(request.all_token_ids)
-            request.num_placeholders = 0
         for work in step.works:
             request = work.request
-            is_stale, is_void = request.num_stale > 0, request.num_void > 0
+            is_stale = request.num_stale > 0
             request.num_stale -= is_stale
-            if request.status == "ended" or request in failed:
-                continue
-            if is_void:
-                request.num_void -= 1
+            if request.status == "ended":
                 continue
             if not is_stale:
                 if work.drafts:
@@ -570,30 +573,24 @@ class Vllm:
                 self._end(request)
         self._arrive(step)
 
-    def _invalidate(self, step: Step) -> list[Request]:
+    def _invalidate(self, step: Step) -> None:
         if not step.bad_blocks:
-            return []
+            return
         self.seen["bad blocks"] += len(step.bad_blocks)
         owned: set[int] = set()
-        counts = {work.request.request_id: work.count for work in step.works}
-        failed = []
         for request in self.requests.values():
             owned.update(request.block_ids)
-            if request.status not in ("loading", "running"):
+            if request.status == "running" and not step.bad_blocks.isdisjoint(request.block_ids):
+                raise Silent(f"{request.request_id} runs on blocks that were not loaded")
+            if request.status != "loading":
                 continue
-            num_before = request.num_computed_tokens - counts.get(request.request_id, 0)
-            for index, block in enumerate(request.block_ids[: -(-num_before // BLOCK_TOKENS)]):
-                if block not in step.bad_blocks:
-                    continue
-                request.num_computed_tokens = index * BLOCK_TOKENS
-                if request.status == "loading":
+            num_blocks = -(-request.num_computed_tokens // BLOCK_TOKENS)
+            for index, block in enumerate(request.block_ids[:num_blocks]):
+                if block in step.bad_blocks:
+                    request.num_computed_tokens = index * BLOCK_TOKENS
                     self._failed.add(request.request_id)
-                else:
-                    self.pool.forget(request.block_ids[index:])
-                    failed.append(request)
-                break
+                    break
         assert self._overlaps or step.bad_blocks <= owned, "a block is bad that nobody waits for"
-        return failed
 
     def _arrive(self, step: Step) -> None:
         ready: set[str] = set()
@@ -603,7 +600,7 @@ class Vllm:
                 if self._num_ready[request_id] == len(self.workers):
                     del self._num_ready[request_id]
                     ready.add(request_id)
-        self.side.report(step.reports, ready)
+        self.scheduler.report(step.reports, ready)
         for request_id in ready:
             request = self.requests.get(request_id)
             assert request is not None, "vLLM is told of a load that it does not know"
@@ -629,7 +626,7 @@ class Vllm:
     def _end(self, request: Request) -> None:
         request.status = "ended"
         self._learn(request)
-        self.answers[request.request_id] = self.side.finished(request)
+        self.answers[request.request_id] = self.scheduler.finished(request)
         self._free(request)
 
     def _free(self, request: Request) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -14,14 +13,11 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 
 from penstock.connectors.vllm.layout import Cache, read_layout
 from penstock.connectors.vllm.orders import Shard
-from penstock.connectors.vllm.worker import WorkerSide
 from penstock.stores.host import ArenaHandle, HostArena
-from penstock.transfer.copiers import NoCopier, ThreadCopier
+from penstock.transfer.copiers import Copier, ThreadCopier
 from penstock.transfer.cuda_copier import CudaCopier, make_stages
 from penstock.transfer.paged import PagedMemory, PagedMover, Part
 from penstock.transfer.seals import Seals
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +78,14 @@ class WorkerDevice:
         memory = self.memory
         return Shard(self.rank, memory.block_bytes, memory.num_blocks, self.layout, os.getpid())
 
-    def open(self, handle: ArenaHandle, num_threads: int) -> WorkerSide:
-        """What copies between this device and the shared DRAM; if that fails, what refuses to."""
-        try:
-            host = HostArena.open(handle)
-            seals = Seals(host, memory=host.seals)
-            part = Part(self.memory, host, self.rank, self.num_workers)
-            if self.device.type == "cpu":
-                return WorkerSide(ThreadCopier(PagedMover(part, seals), num_threads), seals)
-            copier = CudaCopier(part, host, seals, self.device, self.stages)
-            return WorkerSide(copier, seals)
-        except Exception:
-            log.exception("this worker cannot reach the shared DRAM; it loads and saves nothing")
-            return WorkerSide(NoCopier())
+    def open(self, handle: ArenaHandle, num_threads: int) -> Copier:
+        """What copies between this device and the shared DRAM."""
+        host = HostArena.open(handle)
+        seals = Seals(host, memory=host.seals)
+        part = Part(self.memory, host, self.rank, self.num_workers)
+        if self.device.type == "cpu":
+            return ThreadCopier(PagedMover(part, seals), num_threads)
+        return CudaCopier(part, host, seals, self.device, self.stages)
 
 
 def _processor() -> str:

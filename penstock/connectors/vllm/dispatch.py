@@ -19,7 +19,6 @@ class Dispatch:
         self._engine = engine
         self._arena = arena
         self._loading_into: dict[Slot, Loading] = {}
-        self._told: dict[TransferId, Loading] = {}
         self._saving_from: dict[Slot, TransferId] = {}
         self._orders = Orders(0)  # what has gathered for the next step
         self._num_steps = 0
@@ -55,12 +54,8 @@ class Dispatch:
 
     def fence_loads(self) -> None:
         """The same for blocks that the next step loads into."""
-        for transfer in (*self._orders.loads_now, *(t for _, t in self._orders.loads)):
+        for _, transfer in self._orders.loads:
             self.fence(transfer.target_slots)
-
-    def give_up_now(self, slots: Iterable[Slot]) -> None:
-        """These were promised for the next step, and are gone."""
-        self._orders.bad_now += slots
 
     def take(self) -> Orders:
         """The orders of the next step."""
@@ -78,17 +73,13 @@ class Dispatch:
             for slot in transfer.source_slots:
                 if self._saving_from.get(slot) == transfer.id:
                     del self._saving_from[slot]
-        elif (loading := self._told.pop(transfer_id, None)) is not None:
-            loading.copy_seconds += report.seconds
 
     def ended(self, loading: Loading, bad: Iterable[Slot]) -> None:
         """A load is over for the books. Workers that were told all of it know; else they hear."""
         for slot in loading.slots:
             if self._loading_into.get(slot) is loading:  # others may load there already
                 del self._loading_into[slot]
-        if loading.num_untold and loading.is_now:  # its step comes next, and nobody waits for it
-            self.give_up_now(bad)
-        elif loading.num_untold:
+        if loading.num_untold:
             self._orders.complete[loading.request_id] = tuple(bad)
 
     def check(self) -> None:
@@ -97,11 +88,7 @@ class Dispatch:
 
     def _tell_load(self, transfer: Transfer) -> None:
         loading = self._loading_into[transfer.target_slots[0]]
-        self._told[transfer.id] = loading
         loading.num_untold -= len(transfer.keys)
-        if loading.is_now:
-            self._orders.loads_now.append(transfer)
-            return
         self._orders.loads.append(Load(loading.request_id, transfer))
         if loading.num_untold == 0:
             self._orders.complete[loading.request_id] = ()

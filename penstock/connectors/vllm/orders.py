@@ -24,13 +24,11 @@ class Orders:
     saves_before: list[Transfer] = field(default_factory=list)
     # Saves whose blocks this step overwrites: it must not begin before they have ended.
     fence: list[TransferId] = field(default_factory=list)
-    # Loads that this step's computation waits for: few, or nobody else is computing.
-    loads_now: list[Transfer] = field(default_factory=list)
-    # Blocks that vLLM was promised for this step, and that are gone.
-    bad_now: list[Slot] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     # Requests for which no load will follow, with the blocks that could not be brought.
     complete: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
+    # Requests whose load vLLM has seen end since the last step.
+    heard: list[str] = field(default_factory=list)
     # Blocks that this step completes.
     saves_after: list[Transfer] = field(default_factory=list)
     is_idle: bool = False  # it computes nothing: whoever waits for a load is all there is

@@ -7,9 +7,9 @@
 vLLM never waits for a save: it may give a block to another request while the copy is under way.
 The step that writes to it is held back by its fence, so no block is overwritten before it is saved.
 A load is told to the workers as its blocks arrive in DRAM; they report the request ready, together
-with the blocks that could not be brought, and vLLM computes those. That takes vLLM some steps of
-its own. Where all blocks are in DRAM and the copy is short, it is made part of the step that
-computes the rest of the prompt.
+with the blocks that could not be brought, and vLLM computes those. No load is part of the step that
+computes the rest of its prompt: where steps overlap, vLLM throws away what the step sampled after
+a block failed, and delivers what the next one sampled from the same blocks.
 
 A thread keeps the lower tiers going while vLLM has nothing to do. Everything here runs under one
 lock, and nothing here waits.
@@ -29,7 +29,7 @@ from penstock.clock import Clock
 from penstock.connectors.vllm.dispatch import Dispatch
 from penstock.connectors.vllm.identity import RequestKeys, adapter_name, namespace_of
 from penstock.connectors.vllm.kv_events import BlockNews
-from penstock.connectors.vllm.offers import Offers, is_in_dram
+from penstock.connectors.vllm.offers import Offers
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.request_hints import RequestHints
 from penstock.connectors.vllm.ticker import Ticker
@@ -55,7 +55,6 @@ _BARRED_SECONDS = 30.0
 _SAME_ANSWER_SECONDS = 0.02  # a request that waits for room is looked up at every step
 _CLOSE_SECONDS = 30.0
 _MAX_TIMED_STEPS = 64
-_ALWAYS_SECONDS = 86_400.0
 # Copies begin when a step does. Where many requests come at once, the first are not to wait until
 # all of them have been looked up: so much is enough to keep the link busy until the next step.
 _ENOUGH_BYTES = 2 * GiB
@@ -81,7 +80,6 @@ class SchedulerSide:
         may_load: bool = True,
         may_save: bool = True,
         always_load: bool = False,
-        may_load_now: bool = False,
         observers: Iterable[Observer] = (),
         news: BlockNews | None = None,
     ) -> None:
@@ -95,13 +93,7 @@ class SchedulerSide:
         self._clock = clock
         self._may_load, self._may_save = may_load, may_save
         self._observers = list(observers)
-        self._offers = Offers(
-            block_bytes,
-            namespace.block_tokens,
-            always_load=always_load,
-            may_load_now=may_load_now,
-        )
-        self._num_bytes_now = 0  # of loads that the next step waits for
+        self._offers = Offers(block_bytes, namespace.block_tokens, always_load=always_load)
         self._num_bytes_begun = 0  # of loads that begin with the next step
         self._will_compute = False  # whether the next step has something to compute
         self._computing: set[str] = set()  # the requests of the last step
@@ -137,7 +129,7 @@ class SchedulerSide:
             if self._is_time_to_begin or self._is_looking(tracked, request, start):
                 return None
             offer = self._offer(tracked, request, start)
-            self._will_compute |= offer.is_now or offer.num_tokens == 0
+            self._will_compute |= offer.num_tokens == 0
             return offer.num_tokens
 
     @property
@@ -150,16 +142,9 @@ class SchedulerSide:
         assert tracked.keys is not None
         now, offer = self._clock.now(), tracked.offer
         is_old = offer is not None and now - offer.at > _SAME_ANSWER_SECONDS
-        if offer is None or offer.start != start or is_old or offer.is_now:
+        if offer is None or offer.start != start or is_old:
             match = self._offloader.match(tracked.keys.first(request.num_tokens)[start:])
-            offer = tracked.offer = self._offers.make(
-                start,
-                match,
-                request.num_tokens,
-                now,
-                is_alone=not (self._computing or self._loadings),
-                num_bytes_now=self._num_bytes_now,
-            )
+            offer = tracked.offer = self._offers.make(start, match, now)
         return offer
 
     def _is_looking(self, tracked: Tracked, request: Any, start: int) -> bool:
@@ -178,12 +163,6 @@ class SchedulerSide:
                 return True
             tracked.look = None
         return False
-
-    def offers_now(self, request_id: str) -> bool:
-        """Whether what `lookup` offered is loaded within the step, so that vLLM need not wait."""
-        with self._lock:
-            tracked = self._tracked.get(request_id)
-            return tracked is not None and tracked.offer is not None and tracked.offer.is_now
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
         """vLLM has taken blocks for a request; so many of its tokens are to be loaded."""
@@ -235,7 +214,7 @@ class SchedulerSide:
             orders = self._dispatch.take()
             orders.is_idle = not num_tokens
             self._computing = set(num_tokens)
-            self._num_bytes_now = self._num_bytes_begun = 0
+            self._num_bytes_begun = 0
             self._will_compute = False
             if chunks and all(count > 1 for count, _ in chunks):
                 orders.is_timed = True
@@ -311,6 +290,11 @@ class SchedulerSide:
             for ticket in list(self._loadings):
                 self._offloader.cancel(ticket)
             return self._offloader.close(_CLOSE_SECONDS)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What went wrong behind vLLM's back."""
+        return self._ticker.error
 
     def abandon(self) -> None:
         """After an error: stop the thread and write nothing more. The books cannot be trusted."""
@@ -403,13 +387,6 @@ class SchedulerSide:
         keys = tracked.keys.first(end * self._block_tokens)[offer.start :]
         slots = tuple(Slot(block) for block in tracked.block_ids[offer.start : end])
         self._dispatch.fence(slots)
-        if offer.is_now:
-            match = self._offloader.match(keys)
-            if match.num_blocks < len(keys) or not is_in_dram(match):
-                # Gone since they were offered. What the step computes is vLLM's to throw away.
-                self._dispatch.give_up_now(slots)
-                tracked.keys = None
-                return
         counts = _count_by_tier(offer.match, num_blocks)
         tracked.tokens_from = {tier: n * self._block_tokens for tier, n in counts.items()}
         tracked.num_saved = max(tracked.num_saved, end)  # what comes from there need not go again
@@ -422,21 +399,13 @@ class SchedulerSide:
             max(counts),
             len(slots) * self._block_bytes,
             self._clock.now(),
-            offer.is_now,
         )
-        if offer.is_now:
-            self._num_bytes_now += loading.num_bytes
-        else:
-            tracked.loading = loading
+        tracked.loading = loading
         self._dispatch.expect(loading)
-        # What the next step waits for cannot be late: it is in DRAM.
-        deadline = _ALWAYS_SECONDS if offer.is_now else None
-        patience = None if offer.is_now else offer.choice.patience_seconds
         loading.ticket = self._offloader.load(
             keys,
             slots,
-            deadline_seconds=deadline,
-            patience_seconds=patience,
+            patience_seconds=offer.choice.patience_seconds,
             tenant=tracked.tenant,
             heads={0: tracked.key_before(offer.start, self._block_tokens)},
         )
@@ -453,16 +422,12 @@ class SchedulerSide:
     def _loaded(self, done: Done) -> None:
         loading = self._loadings.pop(done.ticket)
         bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
-        if not bad:
-            self._offers.copied(loading)
         self._dispatch.ended(loading, [loading.slots[index] for index in bad])
         tracked = self._tracked.get(loading.request_id)
         if tracked is None:
             return
         if tracked.loading is loading:
             tracked.loading = None
-        if bad and loading.is_now:
-            tracked.keys = None  # what it computed meanwhile is not to be trusted
         if bad:
             tracked.barred_until = self._clock.now() + _BARRED_SECONDS
             tracked.num_saved = min(tracked.num_saved, loading.start + bad[0])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
-
-log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.003
 _IDLE_SECONDS = 0.5
@@ -19,6 +16,7 @@ class Ticker:
 
     def __init__(self, tick: Callable[[], bool]) -> None:
         self._tick = tick
+        self.error: Exception | None = None  # what ended it
         self._stopped = threading.Event()
         self._awake = threading.Event()
         self._awake.set()  # the index of a disk may be waiting to be read
@@ -44,6 +42,7 @@ class Ticker:
     def _is_moving(self) -> bool:
         try:
             return self._tick()
-        except Exception:  # the next call of vLLM's meets it again, and is guarded
-            log.exception("the tiers could not be stepped")
+        except Exception as error:  # the next call of vLLM's meets it, and is guarded
+            self.error = error
+            self._stopped.set()
             return False

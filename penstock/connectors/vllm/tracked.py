@@ -20,7 +20,6 @@ class Offer:
     match: Match
     num_tokens: int
     choice: Choice
-    is_now: bool  # within the step that computes the rest, not before it
     at: float
 
 
@@ -36,8 +35,6 @@ class Loading:
     slowest: Tier
     num_bytes: int
     started: float
-    is_now: bool
-    copy_seconds: float = 0.0
 
 
 @dataclass(slots=True)

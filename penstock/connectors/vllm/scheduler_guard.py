@@ -1,0 +1,112 @@
+"""The scheduler's side as vLLM sees it: an error of ours ends offloading, and never a request.
+
+After an unexpected error the books cannot be trusted. vLLM may by then wait for loads that were
+promised: each of them is ended with all of its blocks reported bad, so that vLLM computes them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from penstock.connectors.vllm.orders import Orders, Reports
+from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
+from penstock.types import Slot, Tier
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StepPlan(NamedTuple):
+    """What vLLM is about to compute."""
+
+    scheduled: Sequence[Scheduled]
+    num_tokens: Mapping[str, int]
+    preempted: Iterable[str]
+
+
+class GuardedScheduler:
+    def __init__(self, side: SchedulerSide, block_tokens: int) -> None:
+        self._side: SchedulerSide | None = side
+        self._abandoned: SchedulerSide | None = None
+        self._block_tokens = block_tokens
+        self._starts: dict[str, int] = {}  # of the last lookups: the first block to be loaded
+        self._awaited: dict[str, tuple[Slot, ...]] = {}  # loads that vLLM has not seen end
+        self._heard: list[str] = []  # loads that it has, for the workers
+
+    @property
+    def side(self) -> SchedulerSide | None:
+        """None once offloading has ended."""
+        return self._side
+
+    def lookup(self, request: Any, num_computed: int) -> int | None:
+        """How many tokens can be loaded; None: ask again."""
+        self._starts[request.request_id] = num_computed // self._block_tokens
+        none_found: int | None = 0
+        return self.ask(none_found, lambda side: side.lookup(request, num_computed))
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
+        start = self._starts.pop(request.request_id, 0)
+        num_blocks = -(-num_external // self._block_tokens)
+        if num_blocks:  # from here on vLLM counts on them, whatever happens to us
+            loaded = block_ids[start : start + num_blocks]
+            self._awaited[request.request_id] = tuple(Slot(block) for block in loaded)
+        self.ask(None, lambda side: side.allocated(request, block_ids, num_external))
+
+    def orders(self, plan: Callable[[], StepPlan]) -> Orders:
+        orders = self.ask(None, lambda side: side.orders(*plan()))
+        if orders is None:
+            orders = Orders(-1, complete=dict(self._awaited), is_last_resort=True)
+        orders.heard, self._heard = self._heard, []
+        return orders
+
+    def report(self, reports: Reports, ready: Iterable[str]) -> None:
+        """What the workers had to say, and the requests whose load vLLM has seen end."""
+        ready = list(ready)
+        for request_id in ready:
+            self._awaited.pop(request_id, None)
+        self._heard += ready
+        self.ask(None, lambda side: side.report(reports, ready))
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        self._starts.pop(request.request_id, None)
+        return self.ask(None, lambda side: side.finished(request))
+
+    def sources(self, request_id: str) -> dict[Tier, int]:
+        return self.ask({}, lambda side: side.sources(request_id))
+
+    @property
+    def has_pending_work(self) -> bool:
+        return self.ask(False, lambda side: side.has_pending_work)
+
+    def reset(self) -> None:
+        """Where offloading has ended nothing is offered any more, which is all that is asked."""
+        self.ask(None, lambda side: side.reset())
+
+    def close(self) -> bool:
+        """False if a tier hung."""
+        side, self._side = self._side, None
+        return side is None or side.close()
+
+    def ask(self, otherwise: T, act: Callable[[SchedulerSide], T]) -> T:
+        """After an error offloading ends, and `otherwise` is the answer."""
+        if self._side is None:
+            return otherwise
+        try:
+            if self._side.failure is not None:
+                raise self._side.failure
+            return act(self._side)
+        except Exception:
+            self._end_offloading(self._side)
+            return otherwise
+
+    def _end_offloading(self, side: SchedulerSide) -> None:
+        log.exception(
+            "Penstock met an unexpected error, and offloads nothing any more; vLLM goes on "
+            "without it. Please report this."
+        )
+        # Kept, and with it the DRAM: workers may be copying from or to it.
+        self._abandoned, self._side = side, None
+        side.abandon()

@@ -1,0 +1,88 @@
+"""A worker's side as vLLM sees it: an error of ours costs blocks, and never holds up a request.
+
+What a step orders is taken on here, before the side that copies hears of it. After an unexpected
+error nothing is copied any more, and all that was ordered, then and later, is reported as lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from penstock.connectors.vllm.orders import Orders, Reports
+from penstock.connectors.vllm.promises import Promises, Results
+from penstock.connectors.vllm.worker import WorkerSide
+from penstock.stores.host import ArenaHandle
+from penstock.transfer.copiers import Copier, NoCopier
+
+log = logging.getLogger(__name__)
+
+
+class GuardedWorker:
+    def __init__(self, open_copier: Callable[[ArenaHandle], Copier]) -> None:
+        self._open_copier = open_copier
+        self._promises = Promises()
+        self._side: WorkerSide | None = None
+        self._has_given_up = False
+
+    def begin(self, orders: Orders) -> None:
+        """Before anything of a step is computed."""
+        if self._side is None:
+            self._side = self._open(orders)
+        self._promises.take_on(orders)
+        self._run(orders, lambda side: side.begin(orders))
+
+    def load(self, orders: Orders) -> None:
+        self._run(orders, lambda side: side.load(orders))
+
+    def save(self, orders: Orders) -> None:
+        self._run(orders, lambda side: side.save(orders))
+
+    def results(self, orders: Orders | None) -> Results:
+        """At the end of a step, if there was one: what vLLM is told."""
+        if orders is not None:
+            self.save(orders)  # vLLM up to 0.31 does not ask for it in an empty step
+        is_idle = orders is not None and orders.is_idle
+        self._run(orders, lambda side: side.poll(is_idle=is_idle))
+        return self._promises.take_results()
+
+    def take_reports(self) -> Reports:
+        return self._promises.take_reports()
+
+    def close(self) -> None:
+        if self._side is not None:
+            self._side.close()
+
+    def _open(self, orders: Orders) -> WorkerSide | None:
+        if orders.arena is None and not orders.is_last_resort:
+            return None  # no orders have come yet
+        copier: Copier = NoCopier()
+        if orders.arena is not None:
+            try:
+                copier = self._open_copier(orders.arena)
+            except Exception:
+                log.exception(
+                    "this worker cannot reach the shared DRAM: it loads and saves nothing"
+                )
+        return WorkerSide(copier, self._promises)
+
+    def _run(self, orders: Orders | None, act: Callable[[WorkerSide], None]) -> None:
+        if self._side is None:
+            return
+        try:
+            act(self._side)
+        except Exception:
+            self._give_up(self._side)
+
+    def _give_up(self, side: WorkerSide) -> None:
+        if not self._has_given_up:
+            log.exception(
+                "Penstock met an unexpected error: this worker copies nothing any more, and vLLM "
+                "computes instead. Please report this."
+            )
+        self._has_given_up = True
+        try:
+            side.stop_copying()
+        except Exception:
+            log.exception("the copies could not be ended")
+        self._promises.fail_all("this worker has given up")

@@ -1,0 +1,157 @@
+"""An error of ours at every entry, in every state: vLLM goes on, and nothing it computes is wrong.
+
+The small vLLM (see `vllm_model`) asserts what the real one does: it hears of a load once, and only
+of loads that it waits for; and it raises `Silent` where anything is computed from wrong bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from connectors.test_sides import Models, live, models
+from connectors.vllm_model import Vllm
+
+__all__ = ["models"]
+
+# A step's first calls, some in the middle of it, and one when all tiers are full.
+CALLS = (1, 2, 7, 30, 120)
+SCHEDULER = ("lookup", "allocated", "orders", "report", "finished", "sources", "reset")
+BOOKS = ("match", "load", "save", "step", "cancel", "note", "used")
+DISPATCH = ("gather", "fence", "fence_loads", "expect", "take", "reported", "ended")
+WORKER = ("begin", "load", "save", "poll")
+COPIER = ("submit", "poll", "fence", "start_timer", "stop_timer", "take_times")
+
+
+class Injected(RuntimeError):
+    pass
+
+
+class Break:
+    """Raises at one call of a method, before or after it has done its work."""
+
+    def __init__(self, owner: Any, name: str, number: int, *, is_after: bool) -> None:
+        self.num_calls = 0
+        self._number = number
+        self._is_after = is_after
+        self._real: Callable[..., Any] = getattr(owner, name)
+        setattr(owner, name, self)
+
+    @property
+    def has_happened(self) -> bool:
+        return self.num_calls >= self._number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        is_it = self.num_calls == self._number
+        if is_it and not self._is_after:
+            raise Injected
+        result = self._real(*args, **kwargs)
+        if is_it:
+            raise Injected
+        return result
+
+
+OPTIONS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"overlaps": True, "num_workers": 2}, id="steps of two workers overlap"),
+]
+
+
+def spent(
+    models: Models, options: dict[str, Any], break_it: Callable[[Vllm, int, bool], Break]
+) -> int:
+    """How many of the errors happened, each in the life of a server of its own."""
+    num_happened = 0
+    for number in CALLS:
+        for is_after in (False, True):
+            seed = random.Random(f"{number} {is_after}").randrange(1000)
+            vllm = models(disk=True, seed=seed, **options)
+            broken = break_it(vllm, number, is_after)
+            live(vllm, seed, 120)
+            num_happened += broken.has_happened
+            request = vllm.add([1] * 30, 2)  # and it goes on serving
+            vllm.run()
+            assert request.num_output == 2
+    return num_happened
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", SCHEDULER)
+def test_an_error_in_the_schedulers_side(
+    models: Models, options: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_it(vllm: Vllm, number: int, is_after: bool) -> Break:
+        return Break(vllm.side, name, number, is_after=is_after)
+
+    if name == "sources":  # which this small vLLM does not ask for
+        vllm = models()
+        break_it(vllm, 1, False)
+        assert vllm.scheduler.sources("request") == {}
+        assert vllm.scheduler.side is None
+        return
+    assert spent(models, options, break_it) >= 2
+    assert "offloads nothing any more" in caplog.text
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_an_error_in_the_books(models: Models, name: str) -> None:
+    def break_it(vllm: Vllm, number: int, is_after: bool) -> Break:
+        return Break(vllm.offloader, name, number, is_after=is_after)
+
+    assert spent(models, {"overlaps": True}, break_it) >= 2
+
+
+@pytest.mark.parametrize("name", DISPATCH)
+def test_an_error_in_what_the_workers_are_told(models: Models, name: str) -> None:
+    def break_it(vllm: Vllm, number: int, is_after: bool) -> Break:
+        return Break(vllm.side._dispatch, name, number, is_after=is_after)
+
+    assert spent(models, {"overlaps": True, "num_workers": 2}, break_it) >= 2
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", WORKER)
+def test_an_error_in_a_workers_side(
+    models: Models, options: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_it(vllm: Vllm, number: int, is_after: bool) -> Break:
+        vllm.side_step()  # the workers hear where DRAM is
+        for worker in vllm.workers:
+            worker.begin(vllm.side_step())
+        return Break(vllm.workers[-1]._side, name, number, is_after=is_after)
+
+    assert spent(models, options, break_it) >= 8
+    assert "this worker copies nothing any more" in caplog.text
+
+
+@pytest.mark.parametrize("name", COPIER)
+def test_an_error_in_what_copies(models: Models, name: str) -> None:
+    def break_it(vllm: Vllm, number: int, is_after: bool) -> Break:
+        return Break(vllm.copiers[-1], name, number, is_after=is_after)
+
+    assert spent(models, {"overlaps": True, "num_workers": 2}, break_it) >= 4
+
+
+def test_an_error_behind_vllms_back_ends_offloading(models: Models) -> None:
+    vllm = models(disk=True)
+    live(vllm, 0, 60)
+    vllm.side._ticker.error = Injected()
+    request = vllm.add([2] * 30, 2)
+    vllm.run()
+    assert request.num_output == 2
+    assert vllm.scheduler.side is None
+
+
+def test_the_step_that_vllm_describes_cannot_be_read(models: Models, tmp_path: Path) -> None:
+    vllm = models(disk=True)
+
+    def unreadable() -> Any:
+        raise AttributeError("another vLLM")
+
+    assert vllm.scheduler.orders(unreadable).is_last_resort
+    assert vllm.scheduler.lookup(vllm.add([1] * 9, 1), 0) == 0
+    vllm.run()
