@@ -87,9 +87,20 @@ class Faults:
         os.environ["FAULTS"] = str(path)
 
     def set(self, **wrong: Any) -> None:
-        kept = {name: self._now.get(name, 0) for name in ("empty_host", "drain")}
+        kept = {name: self._now.get(name, 0) for name in ("empty_host", "drain", "round")}
         self._now = kept | wrong
         self._path.write_text(json.dumps(self._now))
+
+    def new_round(self) -> int:
+        """Both sides of the connector begin anew."""
+        self.set(round=self._now.get("round", 0) + 1)
+        return int(self._now["round"])
+
+    @property
+    def last_injected(self) -> int:
+        """The round in which an error was last raised."""
+        path = Path(f"{self._path}.injected")
+        return int(path.read_text()) if path.exists() else 0
 
     def empty_host(self, *, drain: float = 20.0) -> None:
         """Let what follows come from disk: an engine at rest has all of it there by then."""

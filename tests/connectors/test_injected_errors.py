@@ -18,8 +18,8 @@ from connectors.vllm_model import Vllm
 __all__ = ["models"]
 
 # A step's first calls, some in the middle of it, and one when all tiers are full.
-CALLS = (1, 2, 7, 30, 120)
-SCHEDULER = ("lookup", "allocated", "orders", "report", "finished", "sources", "reset")
+CALLS = (1, 2, 9, 40)
+SCHEDULER = ("lookup", "allocated", "orders", "report", "finished")
 BOOKS = ("match", "load", "save", "step", "cancel", "note", "used")
 DISPATCH = ("gather", "fence", "fence_loads", "expect", "take", "reported", "ended")
 WORKER = ("begin", "load", "save", "poll")
@@ -71,7 +71,7 @@ def spent(
             seed = random.Random(f"{number} {is_after}").randrange(1000)
             vllm = models(disk=True, seed=seed, **options)
             broken = break_it(vllm, number, is_after)
-            live(vllm, seed, 120)
+            live(vllm, seed, 60)
             num_happened += broken.has_happened
             request = vllm.add([1] * 30, 2)  # and it goes on serving
             vllm.run()
@@ -87,14 +87,26 @@ def test_an_error_in_the_schedulers_side(
     def break_it(vllm: Vllm, number: int, is_after: bool) -> Break:
         return Break(vllm.side, name, number, is_after=is_after)
 
-    if name == "sources":  # which this small vLLM does not ask for
-        vllm = models()
-        break_it(vllm, 1, False)
-        assert vllm.scheduler.sources("request") == {}
-        assert vllm.scheduler.side is None
-        return
     assert spent(models, options, break_it) >= 2
     assert "offloads nothing any more" in caplog.text
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_an_error_in_a_reset(models: Models, is_after: bool) -> None:
+    vllm = models(disk=True, overlaps=True)
+    Break(vllm.side, "reset", 1, is_after=is_after)
+    live(vllm, 0, 60)
+    while not vllm.reset():
+        vllm.step()
+    assert vllm.scheduler.side is None
+    live(vllm, 1, 30)
+
+
+def test_an_error_in_what_only_the_real_vllm_asks(models: Models) -> None:
+    vllm = models()
+    Break(vllm.side, "sources", 1, is_after=False)
+    assert vllm.scheduler.sources("request") == {}
+    assert vllm.scheduler.side is None
 
 
 @pytest.mark.parametrize("name", BOOKS)

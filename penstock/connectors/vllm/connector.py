@@ -257,12 +257,14 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         news, block_tokens = self._news, self._vllm_config.cache_config.block_size
         if news is None or self._scheduler is None:
             return ()
-        return self._scheduler.ask([], lambda _: published(news.take(), block_tokens))
+        nothing: list[Any] = []
+        return self._scheduler.ask(nothing, lambda _: published(news.take(), block_tokens))
 
     def get_kv_connector_stats(self) -> PenstockStats | None:
         if self._scheduler is None:
             return None
-        events = self._scheduler.ask([], lambda _: self._events.take())
+        nothing: list[Any] = []
+        events = self._scheduler.ask(nothing, lambda _: self._events.take())
         return PenstockStats({"events": events}) if events else None
 
     # A worker's side.

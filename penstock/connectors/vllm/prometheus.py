@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from penstock.connectors.vllm.stats import Plain, from_plain, summarize
 from penstock.metrics.tiers import TierMetrics
+
+log = logging.getLogger(__name__)
 
 # A process that starts vLLM twice must not register a name twice.
 _made: dict[tuple[str, tuple[str, ...]], Any] = {}
@@ -97,6 +100,7 @@ class PenstockPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._has_complained = False
         classes = {
             "counter": self._counter_cls,
             "gauge": self._gauge_cls,
@@ -110,4 +114,9 @@ class PenstockPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         events: Iterable[Plain] = transfer_stats_data.get("events", ())
         for plain in events:
-            self._engines[engine_idx](from_plain(plain))
+            try:
+                self._engines[engine_idx](from_plain(plain))
+            except Exception:  # a figure less is no reason to end vLLM's own
+                if not self._has_complained:
+                    log.exception("a metric of Penstock's could not be counted")
+                self._has_complained = True
