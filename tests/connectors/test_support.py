@@ -124,6 +124,13 @@ def test_one_group_of_plain_attention_is_taken() -> None:
     assert check_groups(groups(spec)) is spec
 
 
+def test_a_cache_that_vllm_zeroes_before_it_can_be_held_back_is_refused() -> None:
+    zeroed = groups(FullAttentionSpec())
+    zeroed.needs_kv_cache_zeroing = True
+    with pytest.raises(ConfigError, match="zeroes before Penstock can hold it back"):
+        check_groups(zeroed)
+
+
 @pytest.mark.parametrize(
     ("specs", "why"),
     [

@@ -63,6 +63,10 @@ def check_groups(kv_cache_config: Any) -> Any:
         raise _refusal(
             f"{len(groups)} groups of KV caches ({kinds}): a prefix is only whole with all of them"
         )
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        # Its newer runner zeroes and copies blocks before it calls `handle_preemptions`, that is
+        # before the fence that lets saves end. With one group of plain attention it does neither.
+        raise _refusal("KV caches that vLLM zeroes before Penstock can hold it back")
     spec = groups[0].kv_cache_spec
     # Not its subclasses: those of MLA, sinks and the like mean something else by a block.
     if type(spec).__name__ != "FullAttentionSpec":
