@@ -92,12 +92,20 @@ def test_all_of_it_on_80_by_24() -> None:
     assert "loaded 35.0 ms / 49.7 ms   computed 1.50 s / 1.99 s   42.9x as fast" in row(
         lines, "first token"
     )
-    assert "50% (50% since the start)   saved 48,000 tokens, 3 min 00 s" in row(lines, "hits")
+    assert "25% of 160,000: 0 on device, 40,000 loaded" in row(lines, "reused")
+    following = lines[lines.index(row(lines, "reused")) + 1]
+    assert "in all 25% of 192,000: 0 on device, 48,000 loaded, saving 3 min 00 s" in following
+    assert "40,000 loaded   hits below 50%" in row(lines, "reused")
     assert "1,000 tokens/s" in row(lines, "speed")
     assert "12 running, 2 loading, 5 waiting   1 preempted (1 lately)" in row(lines, "sequences")
-    assert "78% resident, least 40%   2.0 cold reads/token" in row(lines, "KV in use")
+    assert "78% resident, least 40%   3.3 cold reads/token" in row(lines, "KV in use")
     screen = "\n".join(lines)
-    for error in ("corrupt: disk 3", "dropped: host 11", "lost: expired 7", "refused: busy 1"):
+    for error in (
+        "corrupt: disk 3",
+        "dropped: host 11",
+        "lost loads: expired 7",
+        "refused: busy 1",
+    ):
         assert error in screen
     assert "sessions (14)" in screen
     assert "chat-13" in screen  # the largest first
