@@ -14,6 +14,7 @@ from penstock.plan.planner import Plan
 from penstock.plan.rates import EXCHANGE_SECONDS, EXCHANGES_PER_LAYER, MEMORY_SHARE
 from penstock.plan.reuse import Reuse
 from penstock.plan.shape import suggest_block_tokens
+from penstock.plan.verdict import format_count
 from penstock.plan.ways import Host, Mode, Way, best_of_each, target_of
 from penstock.types import Tier
 from penstock.units import format_bytes, format_rate, format_seconds
@@ -109,17 +110,18 @@ def draw(plan: Plan, reuse: Reuse | None, *, is_active_assumed: bool = False) ->
     print_fields(_title(plan), _sizes(plan, is_active_assumed=is_active_assumed))
     if reuse is not None:
         print_fields(f"The trace {reuse.name}", _trace(reuse))
-    _draw_tiers(plan)
     if plan.ways:
+        _draw_tiers(plan)
         _draw_ways(plan)
     console.print(Text(f"\nVerdict: {plan.verdict.title}", style="bold"))
     console.print(_points("·", plan.verdict.reasons))
     if plan.verdict.warnings:
         console.print(_points("!", plan.verdict.warnings, style="yellow"))
-    for host, command, note in (
+    commands = (
         ("penstock serve", _serve_command(plan), plan.pasted.serve_note),
         ("vLLM", _vllm_command(plan), plan.pasted.vllm_note),
-    ):
+    )
+    for host, command, note in commands if plan.verdict.kind.runs else ():
         console.print(Text(f"\n{host}", style="bold"))
         if note:
             console.print(f"  {note}")
@@ -165,7 +167,7 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
     active = f"{demand.num_sessions:,}, {demand.num_active:,} of them decoding at once"
     if is_active_assumed:
         active += " (assumed: a quarter; say it with --active)"
-    rows = [
+    first = [
         ("KV of a token", token),
         (
             f"session of {demand.context_tokens:,}",
@@ -175,6 +177,11 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
         ("weights", weights),
         ("room for KV on the GPU", format_bytes(max(0, found.pool_bytes))),
         ("sessions wanted", active),
+    ]
+    if not plan.ways:
+        return first  # nothing runs, so that nothing is to be bought for it
+    rows = [
+        *first,
         ("sessions, GPU alone", f"{found.sessions_on_device:,}"),
         (
             "sessions with DRAM",
@@ -264,8 +271,8 @@ def _draw_ways(plan: Plan) -> None:
             f"{way.layout.num_servers} x {way.layout.gpus_each}",
             f"{way.num_running:,}",
             format_seconds(way.token_seconds),
-            f"{way.tokens_per_second:,.0f}",
-            f"{way.session_tokens_per_second:,.3g}",
+            format_count(way.tokens_per_second),
+            format_count(way.session_tokens_per_second),
             *("yes" if host in way.hosts else "no" for host in (Host.VLLM, Host.SERVE)),
         )
     console = stdout_console()

@@ -224,7 +224,9 @@ def fit(shape: ModelShape, weight_bytes: int, hardware: Hardware, demand: Demand
     wanted = max(all_bytes, live_bytes) * (1 + DRAM_HEADROOM)
     recommended = math.ceil(wanted / GiB) * GiB
     host_bytes = recommended if hardware.host_bytes is None else hardware.host_bytes
-    both = max(0, pool_bytes) + host_bytes
+    # Where the weights do not fit, no session runs, however much DRAM there is.
+    both = pool_bytes + host_bytes if pool_bytes > 0 else 0
+    everything = both + hardware.disk_bytes if pool_bytes > 0 else 0
     return Fit(
         bytes_per_token=shape.bytes_per_token * copies,
         session_bytes=session_bytes,
@@ -236,7 +238,7 @@ def fit(shape: ModelShape, weight_bytes: int, hardware: Hardware, demand: Demand
         disk_bytes=hardware.disk_bytes,
         sessions_on_device=_count(pool_bytes, shared_bytes, own_bytes),
         sessions_with_host=_count(both, shared_bytes, own_bytes),
-        sessions_with_disk=_count(both + hardware.disk_bytes, shared_bytes, own_bytes),
+        sessions_with_disk=_count(everything, shared_bytes, own_bytes),
         least_host_bytes=max(0, all_bytes - max(0, pool_bytes)),
         recommended_host_bytes=recommended,
         num_kv_copies=copies,

@@ -14,7 +14,7 @@ from penstock.plan.fit import Demand, Fit, Hardware, Layout, fit, layouts
 from penstock.plan.paste import Pasted
 from penstock.plan.rates import Rates, RatesOf, rates_from_table
 from penstock.plan.shape import ModelShape
-from penstock.plan.verdict import Kind, Verdict, judge
+from penstock.plan.verdict import Kind, Verdict, format_count, judge
 from penstock.plan.ways import Host, Mode, Way, find_ways
 from penstock.types import Tier
 from penstock.units import format_seconds
@@ -175,7 +175,7 @@ def _vllm(
 def _in_numbers(way: Way) -> str:
     return (
         f"{way.num_running:,} at once, {format_seconds(way.token_seconds)} a token, "
-        f"{way.tokens_per_second:,.0f} tokens/s"
+        f"{format_count(way.tokens_per_second)} tokens/s"
     )
 
 

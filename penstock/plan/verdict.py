@@ -111,13 +111,19 @@ def judge(
 
 
 def _headline(demand: Demand, best: Way) -> str:
+    pace = f"a token every {format_seconds(best.token_seconds)}"
+    if demand.num_active == 1:
+        return f"the one session that decodes gets {pace}"
     many = f"all {demand.num_active:,}"
     if best.num_running < demand.num_active:
         many = f"{best.num_running:,} of {demand.num_active:,}"
-    return (
-        f"{many} that decode do so at once, each with a token every "
-        f"{format_seconds(best.token_seconds)}: {best.tokens_per_second:,.0f} tokens/s in all"
-    )
+    together = f"{format_count(best.tokens_per_second)} tokens/s in all"
+    return f"{many} that decode do so at once, each with {pace}: {together}"
+
+
+def format_count(value: float) -> str:
+    """Of tokens per second: small ones with their fraction."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _sessions(num: int) -> str:
@@ -189,7 +195,7 @@ def _why_fewer(demand: Demand, best: Way) -> str:
 
 
 def _pace(way: Way) -> str:
-    return f"{way.session_tokens_per_second:,.3g} tokens/s"
+    return f"{format_count(way.session_tokens_per_second)} tokens/s"
 
 
 def _tail_pin(demand: Demand, found: Fit, best: Way) -> list[str]:

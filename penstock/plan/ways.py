@@ -79,10 +79,11 @@ def find_ways(
 
 
 def best_of_each(ways: Sequence[Way]) -> list[Way]:
-    """The best layout of each mode: what people compare."""
+    """What people compare: of each mode the best layout that uses as many GPUs as the best way."""
     seen: dict[Mode, Way] = {}
     for way in ways:
-        seen.setdefault(way.mode, way)
+        if way.layout.num_gpus == ways[0].layout.num_gpus:
+            seen.setdefault(way.mode, way)
     return list(seen.values())
 
 

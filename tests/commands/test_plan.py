@@ -95,6 +95,17 @@ def test_a_context_beyond_the_model_has_no_settings(run: Run) -> None:
     assert found["settings"]["serve"] is found["settings"]["vllm"] is None
 
 
+def test_of_what_does_not_fit_nothing_is_sold(run: Run) -> None:
+    asked = ["llama-3.1-405b", *GOOD[1:], "--gpus", 2]
+    stdout = run("plan", *asked).stdout
+    assert "It does not fit on these GPUs" in stdout
+    assert "DRAM to buy" not in stdout
+    assert "penstock serve" not in stdout
+    found = run("plan", *asked, "--json").json
+    assert found["fit"]["sessions_with_host"] == 0
+    assert found["ways"] == []
+
+
 def test_two_copies_over_eight_gpus_are_two(run: Run) -> None:
     asked = ["qwen3-235b-a22b", "--context", 16_384, "--sessions", 16, "--gpu", "h200"]
     asked += ["--gpus", 8, "--tensor-parallel-size", 8]

@@ -28,6 +28,7 @@ from server.running import TIMEOUT_SECONDS, Local, make_tiny, wait_until
 from watch.prepared import exposed, samples, trouble, usage, vllm_text, work
 
 from penstock.commands.top_screen import Screen
+from penstock.events import FirstToken, LookedUp
 from penstock.server.app import AppSettings
 from penstock.watch.dialects import in_our_words
 from penstock.watch.history import History
@@ -113,6 +114,20 @@ def test_all_of_it_on_80_by_24() -> None:
     assert re.search(r"… and \d+ more", screen)
     assert "act       corruption: 3 blocks from disk failed verification" in screen
     assert "act       health: disk fails to save" in screen
+
+
+def test_tokens_found_on_the_device_do_not_contradict_hits_below_it() -> None:
+    """Nothing was found below the device, as nothing was wanted from there."""
+    history = History()
+    on_device = [FirstToken(0.04, 1600, 1500, 0, None)] * 30
+    history.add(0.0, samples(usage()))
+    history.add(1.0, samples(usage(), [LookedUp(10, ())] * 30, on_device))
+    for since_start in (False, True):
+        view = make_view(history, since_start=since_start)
+        look = Look("http://x", "penstock", Facts(), view, 0.0, 100.0, 0.0)
+        reused = row(drawn(look), "reused")
+        assert "94% of 48,000: 45,000 on device, 0 loaded   hits below 0%" in reused
+        assert "saving" not in "\n".join(drawn(look))
 
 
 def test_without_errors_there_is_no_line_of_them() -> None:
