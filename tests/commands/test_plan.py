@@ -82,6 +82,14 @@ def test_the_headline_is_what_can_run_and_gives_the_most(run: Run) -> None:
     assert "ranked: of what can run" in stdout
 
 
+def test_scripts_find_the_keys_they_know(run: Run) -> None:
+    found = run("plan", *GOOD, "--json").json
+    known = {"model", "gpu", "num_gpus", "demand", "kv", "fit", "tiers", "prefill", "decode"}
+    assert known | {"trace", "verdict", "settings", "assumptions"} <= set(found)
+    assert {"sessions_on_device", "recommended_host_bytes", "pool_bytes"} <= set(found["fit"])
+    assert {"step_seconds", "tokens_per_second", "whole_tokens_per_second"} <= set(found["decode"])
+
+
 def test_a_quarter_decodes_unless_it_is_said(run: Run) -> None:
     assumed = run("plan", *GOOD, "--sessions", 41).stdout
     assert "41, 11 of them decoding at once (assumed: a quarter" in assumed
