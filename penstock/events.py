@@ -219,7 +219,7 @@ class ResidentShare:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request was not accepted: `too_long` for the pool or the model, or `busy`."""
+    """A request was not accepted: `too_long` for the model, `no_room` in the tiers, or `busy`."""
 
     reason: str
 

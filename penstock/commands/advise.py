@@ -9,10 +9,11 @@ from urllib.parse import SplitResult
 import typer
 
 from penstock.commands import JsonFlag, new_table, print_json, progress_bar, stdout_console
-from penstock.watch.advice import Advice, Urgency, block_bytes, hit_rate
+from penstock.watch.advice import Advice, Urgency, block_bytes, hit_rate, reused_share
 from penstock.watch.adviser import advise
+from penstock.watch.elsewhere import Elsewhere
 from penstock.watch.samples import Samples
-from penstock.watch.scrape import metrics_url, read_metrics
+from penstock.watch.scrape import metrics_url
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,11 +46,12 @@ def advise_server(
     may no longer be: watch for a while with --seconds.
     """
     parts = metrics_url(url)
-    seen = read_metrics(parts)
+    server = Elsewhere(parts)
+    seen = server.read()
     if seconds:
         before = seen
         _wait(seconds)
-        seen = read_metrics(parts).since(before)
+        seen = server.read().since(before)
     found = advise(seen)
     if as_json:
         print_json(_as_data(parts, seconds, seen, found))
@@ -72,6 +74,7 @@ def _as_data(
         "url": parts.geturl(),
         "watched_seconds": seconds or None,
         "hit_rate": hit_rate(seen),
+        "reused_share": reused_share(seen),
         "block_bytes": block_bytes(seen),
         "advice": [
             {

@@ -17,7 +17,7 @@ from penstock.units import GiB
 if TYPE_CHECKING:
     from penstock.plan.fit import Demand, Hardware
     from penstock.plan.planner import PlannedModel
-    from penstock.plan.rates import Rates
+    from penstock.plan.rates import Rates, RatesOf
     from penstock.plan.reuse import Reuse
 
 EXAMPLE = (
@@ -30,6 +30,7 @@ EXAMPLE = (
 # Nothing is larger, and below it no product leaves the range of a float.
 _MAX_COUNT = 1 << 40
 _MAX_GIB = 1 << 33
+_MAX_GPUS = 1024
 
 
 class KvDtype(StrEnum):
@@ -56,7 +57,11 @@ def plan(
     ] = None,
     active: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of these, how many decode at once; by default all."),
+        typer.Option(
+            metavar="N",
+            help="Of these, how many decode at once; by default a quarter: the others wait for "
+            "their users.",
+        ),
     ] = None,
     shared_prefix_tokens: Annotated[
         int, typer.Option(metavar="N", help="The beginning that all sessions have in common.")
@@ -70,20 +75,32 @@ def plan(
         typer.Option(metavar="FILE", help="Requests of yours, as `penstock sim` reads them."),
     ] = None,
     max_token_ms: Annotated[
-        float | None, typer.Option(metavar="MS", help="The longest that a token may take.")
+        float | None,
+        typer.Option(
+            metavar="MS", help="The longest that a token may take; by default 200 is acceptable."
+        ),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="A GPU of the table; see --list.")
     ] = None,
     gpus: Annotated[
-        int, typer.Option(metavar="N", help="Over so many the model is split (tensor parallel).")
+        int,
+        typer.Option(metavar="N", help="How many there are. The plan says how to share them out."),
     ] = 1,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="GPUs that share one copy of the model; the rest hold further copies. By default "
+            "what gives the most is chosen.",
+        ),
+    ] = None,
     gpu_memory_utilization: Annotated[
         float, typer.Option(metavar="SHARE", help="Of a GPU's memory, for weights and KV.")
     ] = 0.9,
     device_kv_gib: Annotated[
         float | None,
-        typer.Option(metavar="GiB", help="KV on all GPUs, where an engine has told it already."),
+        typer.Option(metavar="GiB", help="KV on all GPUs, if an engine has reported it."),
     ] = None,
     host_gib: Annotated[
         float | None,
@@ -107,7 +124,9 @@ def plan(
     ] = None,
     prefill_tokens_per_second: Annotated[
         float | None,
-        typer.Option(metavar="RATE", help="How fast your engine prefills; estimated by default."),
+        typer.Option(
+            metavar="RATE", help="How fast one server prefills; by default it is estimated."
+        ),
     ] = None,
     list_known: Annotated[
         bool, typer.Option("--list", help="Name the known models and GPUs, with their sources.")
@@ -120,7 +139,7 @@ def plan(
     share that one H200 was measured to reach, or from a probe. Nothing here is measured.
     """
     from penstock.commands import catalog_report, plan_report
-    from penstock.plan.fit import Demand
+    from penstock.plan.fit import Demand, default_active
     from penstock.plan.planner import make_plan
 
     if list_known:
@@ -132,10 +151,16 @@ def plan(
     assert model is not None
     assert gpu is not None
     assert sessions is not None
-    counts = {"--context": context, "--sessions": sessions, "--active": active, "--gpus": gpus}
+    counts = {"--context": context, "--sessions": sessions, "--active": active}
     for name, count in counts.items():
         if count is not None and not 1 <= count <= _MAX_COUNT:
             raise ConfigError(f"{name} is {count}: expected a whole number from 1 to 2^40")
+    if not 1 <= gpus <= _MAX_GPUS:
+        raise ConfigError(f"--gpus is {gpus}: expected a whole number from 1 to {_MAX_GPUS}")
+    if tensor_parallel_size is not None and not 1 <= tensor_parallel_size <= gpus:
+        raise ConfigError(
+            f"--tensor-parallel-size is {tensor_parallel_size}: expected 1 to the {gpus} --gpus"
+        )
     _check_range("--max-token-ms", max_token_ms, 1e9, "milliseconds")
     _check_range("--prefill-tokens-per-second", prefill_tokens_per_second, 1e12, "tokens a second")
     _check_range("--gpu-memory-utilization", gpu_memory_utilization, 1, "as a share")
@@ -143,14 +168,18 @@ def plan(
         raise ConfigError(f"--reuse is {reuse}: expected a share from 0 to 1")
     if reuse is not None and trace is not None:
         raise ConfigError("both --reuse and --trace are given: expected one; leave out the other")
-    hardware = _hardware(gpu, gpus, gpu_memory_utilization, host_gib, disk_gib, device_kv_gib)
+    hardware = replace(
+        _hardware(gpu, gpus, gpu_memory_utilization, host_gib, disk_gib, device_kv_gib),
+        tensor_parallel=tensor_parallel_size,
+    )
     planned = _model(model, weights_gib, kv_cache_dtype)
     found = None if trace is None else _analyse(trace)
     if context is None:
         if found is None:
             raise ConfigError("--context is missing: expected a session's tokens, or a --trace")
         context = found.p90_tokens
-    active = sessions if active is None else active
+    is_active_assumed = active is None
+    active = default_active(sessions) if active is None else active
     _check_demand(context, sessions, active, shared_prefix_tokens)
     demand = Demand(
         context_tokens=context,
@@ -161,13 +190,13 @@ def plan(
         max_token_seconds=None if max_token_ms is None else max_token_ms / 1e3,
     )
     if found is not None:
-        demand = _with_trace(demand, planned, hardware, found)
-    rates = _rates(planned, hardware, probe, prefill_tokens_per_second)
-    made = make_plan(planned, hardware, demand, rates)
+        demand = _with_trace(demand, planned, found)
+    rates_of = _rates_of(planned, hardware, probe, prefill_tokens_per_second)
+    made = make_plan(planned, hardware, demand, rates_of)
     if as_json:
-        print_json(plan_report.as_data(made, found))
+        print_json(plan_report.as_data(made, found, is_active_assumed=is_active_assumed))
     else:
-        plan_report.draw(made, found)
+        plan_report.draw(made, found, is_active_assumed=is_active_assumed)
 
 
 def _check_demand(context: int, sessions: int, active: int, shared: int) -> None:
@@ -245,25 +274,28 @@ def _analyse(path: Path) -> Reuse:
     return analyse(read_trace(path))
 
 
-def _with_trace(demand: Demand, model: PlannedModel, hardware: Hardware, found: Reuse) -> Demand:
-    from penstock.plan.fit import num_copies
-
+def _with_trace(demand: Demand, model: PlannedModel, found: Reuse) -> Demand:
     per_block = model.shape.full_bytes_per_token * found.block_tokens
-    live_bytes = found.num_live_blocks * per_block * num_copies(model.shape, hardware.num_gpus)
+    live_bytes = found.num_live_blocks * per_block
     return replace(demand, reuse_share=found.reuse_share, live_bytes=live_bytes)
 
 
-def _rates(
+def _rates_of(
     model: PlannedModel, hardware: Hardware, probe: Path | None, tokens_per_second: float | None
-) -> Rates:
+) -> RatesOf:
     from penstock.plan.rates import rates_from_table, with_prefill, with_probe
 
-    rates = rates_from_table(hardware.gpu, hardware.num_gpus, model.shape)
-    if probe is not None:
-        rates = with_probe(rates, _read_probe(probe), model.shape.bytes_per_token)
-    if tokens_per_second is not None:
-        rates = with_prefill(rates, tokens_per_second)
-    return rates
+    probed = None if probe is None else _read_probe(probe)
+
+    def rates_of(num_gpus: int) -> Rates:
+        rates = rates_from_table(hardware.gpu, num_gpus, model.shape)
+        if probed is not None:
+            rates = with_probe(rates, probed, model.shape.bytes_per_token)
+        if tokens_per_second is not None:
+            rates = with_prefill(rates, tokens_per_second)
+        return rates
+
+    return rates_of
 
 
 def _read_probe(path: Path) -> Any:

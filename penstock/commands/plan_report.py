@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.commands import new_table, print_fields, stdout_console
 from penstock.connectors.vllm.settings import VllmSettings, transfer_config
-from penstock.plan.fit import WORKING_BYTES
+from penstock.plan.fit import WORKING_BYTES, Layout
 from penstock.plan.planner import Plan
-from penstock.plan.rates import MEMORY_SHARE
+from penstock.plan.rates import EXCHANGE_SECONDS, EXCHANGES_PER_LAYER, MEMORY_SHARE
 from penstock.plan.reuse import Reuse
 from penstock.plan.shape import suggest_block_tokens
+from penstock.plan.verdict import format_count
+from penstock.plan.ways import Host, Mode, Way, best_of_each, target_of
 from penstock.types import Tier
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -21,14 +23,19 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def as_data(plan: Plan, reuse: Reuse | None) -> dict[str, Any]:
+def as_data(plan: Plan, reuse: Reuse | None, *, is_active_assumed: bool = False) -> dict[str, Any]:
     found, pasted, shape = plan.fit, plan.pasted, plan.model.shape
     settings = pasted.vllm_settings
     return {
         "model": plan.model.name,
         "gpu": plan.hardware.gpu.name,
         "num_gpus": plan.hardware.num_gpus,
-        "demand": asdict(plan.demand),
+        "layout": {
+            "num_servers": plan.layout.num_servers,
+            "gpus_each": plan.layout.gpus_each,
+            "num_gpus_used": plan.layout.num_gpus,
+        },
+        "demand": asdict(plan.demand) | {"is_active_assumed": is_active_assumed},
         "kv": {
             "bytes_per_token": shape.bytes_per_token,
             "bytes_per_token_on_gpus": found.bytes_per_token,
@@ -38,6 +45,8 @@ def as_data(plan: Plan, reuse: Reuse | None) -> dict[str, Any]:
             "latent_dim": shape.latent_dim,
             "window_tokens": shape.window_tokens,
             "num_window_layers": shape.num_window_layers,
+            "num_copies": found.num_kv_copies,
+            "max_context_tokens": shape.max_context_tokens,
         },
         "fit": asdict(found),
         "tiers": {
@@ -56,6 +65,8 @@ def as_data(plan: Plan, reuse: Reuse | None) -> dict[str, Any]:
             "source": plan.rates.prefill_source,
         },
         "decode": asdict(plan.cost),
+        "ways": [_way_data(way, is_best=way is plan.ways[0]) for way in best_of_each(plan.ways)],
+        "ranking": _ranking(plan),
         "trace": None if reuse is None else asdict(reuse),
         "verdict": {
             "kind": plan.verdict.kind,
@@ -74,23 +85,43 @@ def as_data(plan: Plan, reuse: Reuse | None) -> dict[str, Any]:
     }
 
 
-def draw(plan: Plan, reuse: Reuse | None) -> None:
+def _way_data(way: Way, *, is_best: bool) -> dict[str, Any]:
+    return {
+        "mode": way.mode,
+        "is_best": is_best and way.can_run,
+        "can_run": way.can_run,
+        "hosts": list(way.hosts),
+        "obstacle": way.obstacle or None,
+        "num_servers": way.layout.num_servers,
+        "gpus_each": way.layout.gpus_each,
+        "num_running": way.num_running,
+        "token_seconds": way.token_seconds,
+        "tokens_per_second": way.tokens_per_second,
+        "session_tokens_per_second": way.session_tokens_per_second,
+        "cold_bytes": way.cold_bytes * way.layout.num_servers,
+        "keeps_target": way.keeps_target,
+    }
+
+
+def draw(plan: Plan, reuse: Reuse | None, *, is_active_assumed: bool = False) -> None:
     from rich.text import Text
 
     console = stdout_console()
-    print_fields(_title(plan), _sizes(plan))
+    print_fields(_title(plan), _sizes(plan, is_active_assumed=is_active_assumed))
     if reuse is not None:
         print_fields(f"The trace {reuse.name}", _trace(reuse))
-    _draw_tiers(plan)
-    print_fields("Decoding", _decoding(plan))
+    if plan.ways:
+        _draw_tiers(plan)
+        _draw_ways(plan)
     console.print(Text(f"\nVerdict: {plan.verdict.title}", style="bold"))
     console.print(_points("·", plan.verdict.reasons))
     if plan.verdict.warnings:
         console.print(_points("!", plan.verdict.warnings, style="yellow"))
-    for host, command, note in (
+    commands = (
         ("penstock serve", _serve_command(plan), plan.pasted.serve_note),
         ("vLLM", _vllm_command(plan), plan.pasted.vllm_note),
-    ):
+    )
+    for host, command, note in commands if plan.verdict.kind.runs else ():
         console.print(Text(f"\n{host}", style="bold"))
         if note:
             console.print(f"  {note}")
@@ -115,26 +146,42 @@ def _title(plan: Plan) -> str:
     return f"{plan.model.name} on {gpus}{plan.hardware.gpu.title}"
 
 
-def _sizes(plan: Plan) -> list[tuple[str, str]]:
+def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
     found, demand, shape = plan.fit, plan.demand, plan.model.shape
     token = f"{format_bytes(shape.bytes_per_token)} ({shape.bytes_per_token:,} bytes)"
-    if found.bytes_per_token > shape.bytes_per_token:
-        token += f", {format_bytes(found.bytes_per_token)} on all GPUs: each keeps a copy"
+    if found.num_kv_copies > 1:
+        token += (
+            f", {format_bytes(found.bytes_per_token)} on the GPUs: {found.num_kv_copies} copies "
+            f"over {plan.layout.gpus_each}"
+        )
     shared = ""
     if demand.shared_tokens:
         shared = f", {format_bytes(found.own_bytes)} of it its own"
     kept = "all sessions once"
-    if demand.live_bytes > found.shared_bytes + found.own_bytes * demand.num_sessions:
+    if found.live_bytes > found.shared_bytes + found.own_bytes * demand.num_sessions:
         kept = "what the trace reads again"
-    rows = [
+    num_servers = plan.layout.num_servers
+    weights = format_bytes(found.weight_bytes)
+    if num_servers > 1:
+        weights += f", {num_servers} copies"
+    active = f"{demand.num_sessions:,}, {demand.num_active:,} of them decoding at once"
+    if is_active_assumed:
+        active += " (assumed: a quarter; say it with --active)"
+    first = [
         ("KV of a token", token),
         (
             f"session of {demand.context_tokens:,}",
             f"{format_bytes(found.session_bytes)}{shared}",
         ),
-        ("weights", format_bytes(found.weight_bytes)),
+        *([("GPUs shared out", _shared_out(plan))] if plan.hardware.num_gpus > 1 else []),
+        ("weights", weights),
         ("room for KV on the GPU", format_bytes(max(0, found.pool_bytes))),
-        ("sessions wanted", f"{demand.num_sessions:,}, {demand.num_active:,} of them decoding"),
+        ("sessions wanted", active),
+    ]
+    if not plan.ways:
+        return first  # nothing runs, so that nothing is to be bought for it
+    rows = [
+        *first,
         ("sessions, GPU alone", f"{found.sessions_on_device:,}"),
         (
             "sessions with DRAM",
@@ -200,25 +247,49 @@ def _break_even(plan: Plan, tier: Tier) -> str:
     return "always" if least == 1 else f"from {least:,} tokens on"
 
 
-def _decoding(plan: Plan) -> list[tuple[str, str]]:
-    cost, demand = plan.cost, plan.demand
-    rows = [
-        (
-            f"{demand.num_active:,} at once",
-            f"{format_bytes(cost.resident_bytes)} read on the GPU, "
-            f"{format_bytes(cost.cold_bytes)} from DRAM",
-        ),
-        ("a token", f"{format_seconds(cost.step_seconds)}, {cost.tokens_per_second:,.0f} a second"),
-    ]
-    if demand.max_token_seconds is not None:
-        rows.append(
-            (
-                f"within {format_seconds(demand.max_token_seconds)}",
-                f"{cost.sessions_within_target or 0:,} sessions at once, "
-                f"{format_bytes(cost.cold_bytes_within_target or 0)} from DRAM in a step",
-            )
+_MODES = {Mode.WHOLE: "on the GPU", Mode.TURNS: "in turns", Mode.COLD: "from DRAM"}
+
+
+def _shared_out(plan: Plan) -> str:
+    return _layout(plan.layout)
+
+
+def _layout(layout: Layout) -> str:
+    copies = "1 copy" if layout.num_servers == 1 else f"{layout.num_servers} copies"
+    each = "1 GPU" if layout.gpus_each == 1 else f"{layout.gpus_each} GPUs"
+    return f"{copies} of the model, {'each ' if layout.num_servers > 1 else ''}on {each}"
+
+
+def _draw_ways(plan: Plan) -> None:
+    table = new_table(
+        *("way", "copies x GPUs", "at once", "a token", "tokens/s", "each"),
+        *("vLLM", "serve"),
+    )
+    for way in best_of_each(plan.ways):
+        table.add_row(
+            _MODES[way.mode],
+            f"{way.layout.num_servers} x {way.layout.gpus_each}",
+            f"{way.num_running:,}",
+            format_seconds(way.token_seconds),
+            format_count(way.tokens_per_second),
+            format_count(way.session_tokens_per_second),
+            *("yes" if host in way.hosts else "no" for host in (Host.VLLM, Host.SERVE)),
         )
-    return rows
+    console = stdout_console()
+    console.print(table)
+    obstacles = [
+        f"{_MODES[way.mode]}: {way.obstacle}" for way in best_of_each(plan.ways) if way.obstacle
+    ]
+    console.print(_points("·", [*obstacles, _ranking(plan)], style="dim"))
+
+
+def _ranking(plan: Plan) -> str:
+    target = format_seconds(target_of(plan.demand))
+    whose = "" if plan.demand.max_token_seconds else ", assumed: about as fast as people read"
+    return (
+        f"ranked: of what can run within {target} a token{' (--max-token-ms)' if not whose else ''}"
+        f"{whose}, the most tokens/s first; if nothing can, the shortest time a token"
+    )
 
 
 def _serve_command(plan: Plan) -> str | None:
@@ -252,12 +323,24 @@ def _assumptions(plan: Plan) -> list[str]:
     )
     if hardware.device_kv_bytes is not None:
         pool = "room on the GPU: as given"
+    weights = "all weights"
+    if plan.model.shape.is_mixture:
+        weights = "the experts its tokens pass through, at most all weights,"
+    exchanges = []
+    if rates.exchange_seconds:
+        exchanges = [
+            f"GPUs that share a model exchange results {EXCHANGES_PER_LAYER} times a layer: "
+            f"{format_seconds(rates.exchange_seconds)} of a step, at an assumed "
+            f"{EXCHANGE_SECONDS * 1e6:.0f} microseconds each"
+        ]
     return [
         pool,
         f"prefill: {rates.prefill_source}",
         *(f"{tier.label}: {link.source}" for tier, link in rates.links.items()),
-        f"a step reads all weights and resident KV at {MEMORY_SHARE:.0%} of the sheet's bandwidth, "
-        f"as one H200 did, and beside that cold KV at {format_rate(rates.cold_bytes_per_second)}",
+        f"a step reads {weights} and resident KV at {MEMORY_SHARE:.0%} of the sheet's bandwidth, "
+        f"as one H200 did, beside that cold KV at {format_rate(rates.cold_bytes_per_second)}, and "
+        "takes no less than computing its tokens does at prefill's rate; prompts are not in it",
+        *exchanges,
         "loads from below DRAM are also begun while the front of the prompt is computed, which "
         "these figures leave out",
     ]

@@ -22,7 +22,7 @@ def numbers(view: View, width: int) -> list[Text]:
     room = width - _FLOWS_WIDTH if is_wide else width
     lines = [
         *fields("first token", _first_tokens(view), room),
-        *fields("hits", list(_hits(view)), room),
+        *fields("reused", list(_reuse(view)), room),
         *fields("speed", list(_speed(view)), room),
         *fields("sequences", list(_sequences(view)), room),
         *fields("KV in use", list(_residency(view)), room),
@@ -44,13 +44,26 @@ def _first_tokens(view: View) -> list[str | Text]:
     return shown or ["–"]
 
 
-def _hits(view: View) -> Iterator[str]:
-    recent = "–" if view.hit_rate is None else f"{view.hit_rate:.0%}"
-    if view.hit_rate_since_start is not None and not view.is_since_start:
-        recent += f" ({view.hit_rate_since_start:.0%} since the start)"
-    yield recent
-    seconds = f", {format_seconds(view.seconds_saved)}" if view.seconds_saved else ""
-    yield f"saved {view.tokens_saved:,.0f} tokens{seconds}"
+def _reuse(view: View) -> Iterator[str]:
+    """Share, counts and time of the same tokens and the same span."""
+    start = view.reused_share_since_start, view.prompt_tokens_since_start, view.seconds_saved
+    yield _reused(*start) if view.is_since_start else _reused(view.reused_share, view.prompt_tokens)
+    if view.hit_rate is not None:
+        yield f"hits below {view.hit_rate:.0%}"
+    if view.is_since_start:
+        return
+    if view.reused_share_since_start is not None:
+        yield f"in all {_reused(*start)}"
+
+
+def _reused(share: float | None, tokens: dict[str, float], seconds_saved: float = 0.0) -> str:
+    """The time is what loading saved: nobody estimates it for what the device had."""
+    if share is None:
+        return "–"
+    device, loaded = tokens.get("device", 0.0), tokens.get("loaded", 0.0)
+    time = f", saving {format_seconds(seconds_saved)}" if seconds_saved and loaded else ""
+    every = sum(tokens.values())
+    return f"{share:.0%} of {every:,.0f}: {device:,.0f} on device, {loaded:,.0f} loaded{time}"
 
 
 def _speed(view: View) -> Iterator[str]:
@@ -81,11 +94,11 @@ def _residency(view: View) -> Iterator[str]:
 
 
 def errors(view: View, width: int) -> list[Text]:
-    lost = {what: num for what, num in view.lost_blocks.items() if what not in _LOST_OTHERWISE}
     groups = {
         "corrupt": view.corrupt_blocks,
         "dropped": view.dropped_blocks,
-        "lost": lost,
+        "lost loads": _others(view.lost_loads),
+        "lost saves": _others(view.lost_saves),
         "refused": view.refused,
     }
     shown = [
@@ -94,6 +107,10 @@ def errors(view: View, width: int) -> list[Text]:
         if (found := {kind: num for kind, num in counts.items() if num})
     ]
     return fields("errors", shown, width, "bold red")
+
+
+def _others(lost: dict[str, float]) -> dict[str, float]:
+    return {what: num for what, num in lost.items() if what not in _LOST_OTHERWISE}
 
 
 def _flows(view: View) -> list[Text]:

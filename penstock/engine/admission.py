@@ -21,6 +21,10 @@ class TooLong(PenstockError):
     """A request can never fit; says by how much."""
 
 
+class NoRoom(TooLong):
+    """The model could read it, but the tiers that it runs in are smaller than its KV."""
+
+
 class Busy(PenstockError):
     """The queue is full. Ask again after `retry_after_seconds`."""
 
@@ -79,7 +83,7 @@ class Admission:
             has = "the device pool and DRAM hold"
             if room == self._num_device_blocks:
                 has = "the device pool holds"
-            raise TooLong(
+            raise NoRoom(
                 f"the request needs {need} blocks of {self._block_tokens} tokens (its prompt has "
                 f"{num_prompt} tokens, and it may add {max_new}), and {has} "
                 f"{room} ({room * self._block_tokens} tokens); shorten the prompt or max_tokens, "

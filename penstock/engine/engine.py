@@ -24,7 +24,7 @@ from penstock.build import build_offloader
 from penstock.choosing import LoadOrCompute
 from penstock.config import Config
 from penstock.costs import Choice
-from penstock.engine.admission import Admission, Busy, TooLong
+from penstock.engine.admission import Admission, Busy, NoRoom, TooLong
 from penstock.engine.blocks import BlockPool
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
@@ -214,7 +214,8 @@ class Engine:
         try:
             max_new = self._max_new(len(prompt_ids), params)
         except (TooLong, Busy) as refusal:
-            self._story.refused("busy" if isinstance(refusal, Busy) else "too_long")
+            room = "no_room" if isinstance(refusal, NoRoom) else "too_long"
+            self._story.refused("busy" if isinstance(refusal, Busy) else room)
             raise
         min_new = min(params.min_tokens, max_new)
         params = replace(params, max_tokens=max_new, min_tokens=min_new)

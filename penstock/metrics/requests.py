@@ -50,7 +50,7 @@ class RequestMetrics:
             buckets=_LONG_SECONDS,
         )
 
-        for reason in ("too_long", "busy"):
+        for reason in ("too_long", "no_room", "busy"):
             self._refused.labels(reason)  # there from the beginning: else the first goes unseen
 
     def __call__(self, event: Event) -> None:

@@ -16,6 +16,10 @@ class ResidencyMetrics:
         self._tokens = make.counter(
             "penstock_step_tokens", "Tokens computed, of prompts and of answers."
         )
+        self._sequences = make.counter(
+            "penstock_step_sequences",
+            "Sequences that steps computed something of: one token each, or a piece of a prompt.",
+        )
         self._cold_blocks = make.counter(
             "penstock_cold_blocks_read", "Blocks that steps read from DRAM, at every step anew."
         )
@@ -36,7 +40,8 @@ class ResidencyMetrics:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case Stepped(_, num_tokens, seconds, num_blocks, num_bytes, link_seconds):
+            case Stepped(num_sequences, num_tokens, seconds, num_blocks, num_bytes, link_seconds):
+                self._sequences.inc(num_sequences)
                 self._steps.observe(seconds)
                 self._tokens.inc(num_tokens)
                 self._cold_blocks.inc(num_blocks)

@@ -65,6 +65,7 @@ def shape_from_fields(
         num_active_params=num_active_params,
         window_tokens=window_tokens,
         num_window_layers=num_window_layers,
+        max_context_tokens=_max_context(fields),
     )
 
 
@@ -161,6 +162,22 @@ def _windows(fields: _Fields) -> tuple[int | None, int]:
     else:
         num_windows = num_layers
     return (window, min(num_windows, num_layers)) if num_windows else (None, 0)
+
+
+def _max_context(fields: _Fields) -> int | None:
+    """The longest sequence that engines let the model take, stretched as its file says."""
+    limit = fields.about("max_position_embeddings") or fields.about("n_positions")
+    scaling = fields.values.get("rope_scaling") or fields.values.get("rope_parameters")
+    if not limit or not isinstance(scaling, dict):
+        return limit or None
+    kind = str(scaling.get("rope_type", scaling.get("type", "")))
+    factor = scaling.get("factor")
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
+        return limit  # llama3 and longrope: the file names the stretched length already
+    if kind == "yarn":
+        original = scaling.get("original_max_position_embeddings")
+        limit = original if is_count(original) else limit
+    return max(limit, int(limit * factor)) if 1 <= factor <= 1024 else limit
 
 
 def _bits(fields: _Fields) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from penstock.connectors.vllm.settings import VllmSettings
 from penstock.engine.options import EngineOptions
-from penstock.plan.fit import DecodeCost, Demand, Fit, Hardware
+from penstock.plan.fit import Fit, Hardware
 from penstock.plan.verdict import Kind
+from penstock.plan.ways import Way
 from penstock.units import GiB
 
 DISK_PATH = "/var/cache/penstock"
@@ -35,71 +37,59 @@ def host_gib(found: Fit) -> float:
     return _gib(min(found.host_bytes, found.recommended_host_bytes))
 
 
-def serve_options(
-    kind: Kind, model: str, hardware: Hardware, demand: Demand, found: Fit, cost: DecodeCost
-) -> tuple[str, ...]:
+def serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tuple[str, ...]:
     """Of one server on one GPU."""
+    alone, found, part = hardware.part(way.layout), way.found, way.part
     options: dict[str, object] = {}
-    if hardware.device_kv_bytes is not None:
-        options["--device-kv-gib"] = _gib(hardware.device_kv_bytes)
-    elif hardware.memory_utilization != _DEFAULTS.gpu_memory_utilization:
-        options["--gpu-memory-utilization"] = hardware.memory_utilization
+    if alone.device_kv_bytes is not None:
+        options["--device-kv-gib"] = _gib(alone.device_kv_bytes)
+    elif alone.memory_utilization != _DEFAULTS.gpu_memory_utilization:
+        options["--gpu-memory-utilization"] = alone.memory_utilization
     if not kind.tiers:
         return (model, *_flat({"--kv-offloading-size": 0, **options}))
-    options = {"--kv-offloading-size": host_gib(found), **_disk(hardware), **options}
+    options = {"--kv-offloading-size": host_gib(found), **_disk(alone), **options}
+    options["--max-num-seqs"] = way.seats_each
     if kind is not Kind.TAIL_PIN:
-        options["--max-num-seqs"] = _seats(demand, found, cost)
+        if way.turn_seconds is not None and way.seats_each == found.sessions_on_device:
+            # A turn ends when another lacks room, not a seat: room decides how many run.
+            options["--max-num-seqs"] = part.num_active
+            options["--turn-seconds"] = math.ceil(way.turn_seconds * 10) / 10
         return (model, *_flat(options), "--no-cold-kv")
-    share_bytes = max(0, found.pool_bytes - found.shared_bytes) // demand.num_active
-    budget = demand.shared_tokens + share_bytes // found.bytes_per_token
+    share_bytes = max(0, found.pool_bytes - found.shared_bytes) // way.seats_each
+    budget = part.shared_tokens + share_bytes // found.bytes_per_token
     budget = max(_BLOCK_TOKENS, budget // _BLOCK_TOKENS * _BLOCK_TOKENS)
     tail = min(_DEFAULTS.resident_tail_tokens, budget)
-    prefix = min(demand.shared_tokens or _DEFAULTS.resident_prefix_tokens, budget - tail)
-    options |= {
-        "--max-num-seqs": demand.num_active,
-        "--resident-prefix-tokens": prefix,
-        "--resident-tail-tokens": tail,
-    }
-    if budget < demand.context_tokens:
+    prefix = min(part.shared_tokens or _DEFAULTS.resident_prefix_tokens, budget - tail)
+    options |= {"--resident-prefix-tokens": prefix, "--resident-tail-tokens": tail}
+    if budget < part.context_tokens:
         options["--session-device-tokens"] = budget
     # Beyond the bound new sessions wait: it must be as large as what all of them read.
-    bound = max(cost.cold_bytes, cost.cold_bytes_within_target or 0)
+    bound = max(way.cold_bytes, way.cost.cold_bytes_within_target or 0)
     options["--max-cold-gib-per-step"] = max(0.01, _gib(bound * 1.01))
     return (model, *_flat(options))
 
 
 def vllm_options(
-    kind: Kind,
-    model: str,
-    hardware: Hardware,
-    demand: Demand,
-    found: Fit,
-    cost: DecodeCost,
-    *,
-    is_fp8: bool,
+    kind: Kind, model: str, hardware: Hardware, way: Way, *, is_fp8: bool
 ) -> tuple[tuple[str, ...], VllmSettings | None]:
-    options: dict[str, object] = {"--max-model-len": demand.context_tokens}
-    if hardware.num_gpus > 1:
-        options["--tensor-parallel-size"] = hardware.num_gpus
-    if hardware.device_kv_bytes is None:
-        options["--gpu-memory-utilization"] = hardware.memory_utilization
+    alone = hardware.part(way.layout)
+    options: dict[str, object] = {"--max-model-len": way.part.context_tokens}
+    if way.layout.gpus_each > 1:
+        options["--tensor-parallel-size"] = way.layout.gpus_each
+    if way.layout.num_servers > 1:
+        options["--data-parallel-size"] = way.layout.num_servers
+    if alone.device_kv_bytes is None:
+        options["--gpu-memory-utilization"] = alone.memory_utilization
     if is_fp8:
         options["--kv-cache-dtype"] = "fp8"
     if not kind.tiers:
         return (model, *_flat(options)), None
-    options["--max-num-seqs"] = _seats(demand, found, cost)
-    settings = VllmSettings(kv_offloading_size=_plain(host_gib(found)))
-    if hardware.disk_bytes:
-        disk_size = _plain(_gib(hardware.disk_bytes))
+    options["--max-num-seqs"] = way.seats_each
+    settings = VllmSettings(kv_offloading_size=_plain(host_gib(way.found)))
+    if alone.disk_bytes:
+        disk_size = _plain(_gib(alone.disk_bytes))
         settings = replace(settings, disk_path=DISK_PATH, disk_size=disk_size)
     return (model, *_flat(options)), settings
-
-
-def _seats(demand: Demand, found: Fit, cost: DecodeCost) -> int:
-    """How many decode at once with all of their KV on the GPU, and in time."""
-    in_time = cost.sessions_within_target
-    most = demand.num_active if in_time is None else min(demand.num_active, in_time)
-    return max(1, min(most, found.sessions_on_device))
 
 
 def _disk(hardware: Hardware) -> dict[str, object]:

@@ -6,13 +6,18 @@ sheet):
     compute  0.70  8,192 tokens took 204 ms (0.74 of the sheet), 32,768 took 1,184 (0.69)
     memory   0.65  a step at batch 1 took 5.05 ms, in which 16.1 GB of weights are read (0.66)
 
-For other GPUs that is an extrapolation. Several GPUs are taken to scale fully, each with a link of
-its own: that flatters computing as much as loading. A probe's figures take the place of these.
+For other GPUs that is an extrapolation. Two shares are assumed and not measured:
+
+    mixtures of experts prefill at half of the dense share: a token's experts are small products
+    a step over several GPUs waits for two exchanges a layer, whatever they carry
+
+Beyond that several GPUs are taken to scale fully, each with a link of its own: that flatters
+computing as much as loading. A probe's figures take the place of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +29,10 @@ from penstock.plan.shape import ModelShape
 from penstock.types import Tier
 
 COMPUTE_SHARE = 0.70
+MIXTURE_COMPUTE_SHARE = COMPUTE_SHARE / 2
 MEMORY_SHARE = 0.65
+EXCHANGE_SECONDS = 30e-6
+EXCHANGES_PER_LAYER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,11 @@ class Rates:
     memory_bytes_per_second: float
     prefill: PrefillRate | None
     prefill_source: str
+    exchange_seconds: float = 0.0  # of a step, between GPUs that share a model
+
+
+RatesOf = Callable[[int], Rates]
+"""The rates of one server over so many GPUs."""
 
 
 def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
@@ -49,6 +62,15 @@ def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
     host = LinkRate(link.bytes_per_second * num_gpus, link.latency_seconds)
     disk = LinkRate(COMMON_DISK.bytes_per_second, COMMON_DISK.latency_seconds)
     each = f", on each of {num_gpus} GPUs" if num_gpus > 1 else ""
+    share, why = COMPUTE_SHARE, "the share that one H200 reached with a dense model"
+    if shape.is_mixture:
+        share = MIXTURE_COMPUTE_SHARE
+        why = (
+            f"for the {(shape.num_active_params or 0) / 1e9:,.1f} billion active parameters of a "
+            f"mixture of experts; assumed: half of the {COMPUTE_SHARE:.0%} that one H200 reached "
+            "with a dense model"
+        )
+    exchanges = EXCHANGES_PER_LAYER * shape.num_layers if num_gpus > 1 else 0
     return Rates(
         links={
             Tier.HOST: KnownLink(host, f"{link.name}{each}: {link.source}"),
@@ -56,11 +78,12 @@ def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
         },
         cold_bytes_per_second=link.cold_bytes_per_second * num_gpus,
         memory_bytes_per_second=gpu.memory_bytes_per_second * MEMORY_SHARE * num_gpus,
-        prefill=estimate_prefill(shape, gpu.operations_per_second * COMPUTE_SHARE * num_gpus),
+        prefill=estimate_prefill(shape, gpu.operations_per_second * share * num_gpus),
         prefill_source=(
-            f"{COMPUTE_SHARE:.0%} of the sheet's {gpu.operations_per_second / 1e12:,.0f} TFLOP/s"
-            f"{each}, the share that one H200 reached"
+            f"{share:.0%} of the sheet's {gpu.operations_per_second / 1e12:,.0f} TFLOP/s"
+            f"{each}, {why}"
         ),
+        exchange_seconds=exchanges * EXCHANGE_SECONDS,
     )
 
 

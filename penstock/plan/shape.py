@@ -27,8 +27,8 @@ class ModelShape:
     """What decides the size of a model's KV, and roughly the work of computing it.
 
     With `latent_dim` the model keeps one compressed vector per token and layer (MLA, multi-head
-    latent attention) in place of keys and values for each head. With `window_tokens`, so many of
-    its layers keep only the last so many tokens.
+    latent attention) in place of keys and values for each head. With `window_tokens`,
+    `num_window_layers` of its layers keep only that many of the last tokens.
     """
 
     num_layers: int
@@ -42,12 +42,13 @@ class ModelShape:
     num_active_params: int | None = None  # of a mixture of experts: what one token passes through
     window_tokens: int | None = None
     num_window_layers: int = 0
+    max_context_tokens: int | None = None  # the longest sequence it takes; None: not known
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             check_count(name, getattr(self, name))
         optional = ("num_params", "num_heads", "hidden_size", "latent_dim", "num_active_params")
-        for name in (*optional, "window_tokens"):
+        for name in (*optional, "window_tokens", "max_context_tokens"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         if self.bits not in _KNOWN_BITS:
@@ -65,6 +66,11 @@ class ModelShape:
     @property
     def is_mla(self) -> bool:
         return self.latent_dim is not None
+
+    @property
+    def is_mixture(self) -> bool:
+        """Of experts: a token passes through some of the parameters."""
+        return self.num_active_params is not None
 
     @property
     def bytes_per_token(self) -> int:

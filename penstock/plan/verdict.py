@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.plan.fit import DecodeCost, Demand, Fit, Hardware
+from penstock.plan.fit import Demand, Fit, Hardware
 from penstock.plan.shape import ModelShape
+from penstock.plan.ways import Mode, Way, target_of
 from penstock.types import Tier
 from penstock.units import format_bytes, format_seconds
 
@@ -18,24 +19,33 @@ LITTLE_REUSE = 0.05
 class Kind(StrEnum):
     DOES_NOT_FIT = "does-not-fit"
     NOT_SUPPORTED = "not-supported"
+    CONTEXT_TOO_LONG = "context-too-long"
     DO_NOT_OFFLOAD = "do-not-offload"
     DEVICE_IS_ENOUGH = "device-is-enough"
     FOR_REUSE = "tier-for-reuse"
     NEVER_COLD = "tier-never-cold"
+    TURNS = "tier-in-turns"
     TAIL_PIN = "tier-with-tail-pin"
 
     @property
     def tiers(self) -> bool:
-        return self in (Kind.FOR_REUSE, Kind.NEVER_COLD, Kind.TAIL_PIN)
+        return self in (Kind.FOR_REUSE, Kind.NEVER_COLD, Kind.TURNS, Kind.TAIL_PIN)
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is anything to run, and settings to paste."""
+        return self not in (Kind.DOES_NOT_FIT, Kind.NOT_SUPPORTED, Kind.CONTEXT_TOO_LONG)
 
 
 TITLES = {
-    Kind.DOES_NOT_FIT: "The weights do not fit",
+    Kind.DOES_NOT_FIT: "It does not fit on these GPUs",
     Kind.NOT_SUPPORTED: "Penstock does not take this model's KV",
+    Kind.CONTEXT_TOO_LONG: "The model does not take so long a context",
     Kind.DO_NOT_OFFLOAD: "Do not offload",
     Kind.DEVICE_IS_ENOUGH: "The GPU's memory is enough",
     Kind.FOR_REUSE: "Tier, for what is read again",
-    Kind.NEVER_COLD: "Tier whole sessions, and never decode from DRAM",
+    Kind.NEVER_COLD: "Tier whole sessions: those that decode are on the GPU, the others in DRAM",
+    Kind.TURNS: "Tier whole sessions, and let them take turns on the GPU",
     Kind.TAIL_PIN: "Tier with tail-pin: the middle of sessions lies in DRAM, their ends on the GPU",
 }
 
@@ -67,15 +77,18 @@ def judge(
     shape: ModelShape,
     hardware: Hardware,
     demand: Demand,
+    ways: Sequence[Way],
     found: Fit,
-    cost: DecodeCost,
     break_evens: Mapping[Tier, int | None],
     load_seconds: Mapping[Tier, float],
     compute_seconds: float | None,
 ) -> Verdict:
-    """`break_evens` and `compute_seconds` say nothing where prefill's rate is not known."""
-    if found.pool_bytes <= 0:
-        return Verdict(Kind.DOES_NOT_FIT, (_no_room(hardware, found),))
+    """`ways` with the best first, and `found` of all servers in that one's layout.
+
+    `break_evens` and `compute_seconds` say nothing where prefill's rate is not known.
+    """
+    if not ways:
+        return Verdict(Kind.DOES_NOT_FIT, (_no_room(shape, hardware, found),))
     if reason := unsupported(shape):
         return Verdict(
             Kind.NOT_SUPPORTED,
@@ -84,33 +97,62 @@ def judge(
                 "connector refuse it; the figures above are for planning alone",
             ),
         )
-    kind, reasons = _choose(demand, found, cost, break_evens, load_seconds, compute_seconds)
+    limit = shape.max_context_tokens
+    if limit is not None and demand.context_tokens > limit:
+        return Verdict(Kind.CONTEXT_TOO_LONG, (_beyond_the_model(demand, limit),))
+    best = ways[0]
+    if not best.can_run:
+        return Verdict(Kind.DOES_NOT_FIT, (_no_session(shape, hardware, found, best),))
+    kind, reasons = _choose(demand, found, best, break_evens, load_seconds, compute_seconds)
+    reasons.insert(0, _headline(demand, best))
     return Verdict(
-        kind, tuple(reasons), tuple(_warnings(kind, hardware, demand, found, cost, break_evens))
+        kind, tuple(reasons), tuple(_warnings(kind, hardware, demand, found, ways, break_evens))
     )
+
+
+def _headline(demand: Demand, best: Way) -> str:
+    pace = f"a token every {format_seconds(best.token_seconds)}"
+    if demand.num_active == 1:
+        return f"the one session that decodes gets {pace}"
+    many = f"all {demand.num_active:,}"
+    if best.num_running < demand.num_active:
+        many = f"{best.num_running:,} of {demand.num_active:,}"
+    together = f"{format_count(best.tokens_per_second)} tokens/s in all"
+    return f"{many} that decode do so at once, each with {pace}: {together}"
+
+
+def format_count(value: float) -> str:
+    """Of tokens per second: small ones with their fraction."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _sessions(num: int) -> str:
+    return f"{num:,} session{'' if num == 1 else 's'}"
 
 
 def _choose(
     demand: Demand,
     found: Fit,
-    cost: DecodeCost,
+    best: Way,
     break_evens: Mapping[Tier, int | None],
     load_seconds: Mapping[Tier, float],
     compute_seconds: float | None,
 ) -> tuple[Kind, list[str]]:
     context, reuse = demand.context_tokens, demand.reuse_share
     on_device = found.sessions_on_device
+    if best.mode is Mode.COLD:
+        return Kind.TAIL_PIN, _tail_pin(demand, found, best)
     if compute_seconds is not None:
         least = break_evens[Tier.HOST]
         if least is None or context < least:
-            needed = "no length" if least is None else f"{least:,} tokens on"
+            needed = "at no length" if least is None else f"from {least:,} tokens on"
             return Kind.DO_NOT_OFFLOAD, [
                 f"short prompts: {context:,} tokens are computed in "
-                f"{format_seconds(compute_seconds)}; loading from DRAM is faster from {needed}"
+                f"{format_seconds(compute_seconds)}; loading from DRAM is faster {needed}"
             ]
     if demand.num_sessions <= on_device:
         fits = (
-            f"all {demand.num_sessions:,} sessions fit on the GPU, which has room for "
+            f"all {_sessions(demand.num_sessions)} fit on the GPU, which has room for "
             f"{on_device:,} of {context:,} tokens"
         )
         if reuse is not None and reuse < LITTLE_REUSE:
@@ -121,8 +163,8 @@ def _choose(
         if reuse is None:
             advice = "say how much prompts repeat (--reuse, --trace) to see if DRAM pays for that"
             return Kind.DEVICE_IS_ENOUGH, [fits, advice]
-        if 0 < demand.live_bytes <= found.pool_bytes:
-            kept = f"what is read again, {format_bytes(demand.live_bytes)} at the most, fits too"
+        if 0 < found.live_bytes <= found.pool_bytes:
+            kept = f"what is read again, {format_bytes(found.live_bytes)} at the most, fits too"
             return Kind.DEVICE_IS_ENOUGH, [fits, kept]
         reasons = [
             f"{reuse:.0%} of prompt tokens were computed before, and DRAM keeps them when the "
@@ -131,35 +173,47 @@ def _choose(
         ]
         return Kind.FOR_REUSE, reasons
     kept = (
-        f"{demand.num_sessions:,} sessions of {format_bytes(found.session_bytes)} are wanted; the "
+        f"{_sessions(demand.num_sessions)} of {format_bytes(found.session_bytes)} are wanted; the "
         f"GPU's memory holds {on_device:,}, with {format_bytes(found.host_bytes)} of DRAM it is "
         f"{found.sessions_with_host:,}"
     )
     reasons = [kept, *_loads(context, load_seconds, compute_seconds)]
-    if demand.num_active <= on_device:
-        reasons.append(
-            f"the {demand.num_active:,} that decode at once fit on the GPU: nobody need wait for "
-            "DRAM within a step"
-        )
+    if best.mode is Mode.WHOLE:
+        reasons.append("all that decode at once fit on the GPU: no token waits for DRAM")
         return Kind.NEVER_COLD, reasons
-    price = (
-        f"all {demand.num_active:,} at once read {format_bytes(cost.cold_bytes)} from DRAM for "
-        f"every token: {format_seconds(cost.step_seconds)} a token"
-    )
-    target = demand.max_token_seconds
-    if target is not None and cost.step_seconds > target:
-        reasons.append(
-            f"latency-critical: {price}, and {format_seconds(target)} are wanted; "
-            f"{cost.sessions_within_target or 0:,} sessions at once keep that"
-        )
-        return Kind.NEVER_COLD, reasons
-    limit = "" if target is None else f", within the {format_seconds(target)} that are wanted"
-    reasons.append(f"long context, lossless: {price}{limit}")
     reasons.append(
-        "the beginning that sessions share and the tail that every token is appended to stay on "
-        "the GPU; least recently used blocks alone would put the tail in DRAM"
+        f"more decode at once than {_why_fewer(demand, best)}: the others wait in DRAM for their "
+        f"turn, so that each session gets {_pace(best)} over time"
     )
-    return Kind.TAIL_PIN, reasons
+    return Kind.TURNS, reasons
+
+
+def _why_fewer(demand: Demand, best: Way) -> str:
+    if best.seats_each < best.found.sessions_on_device:
+        return f"can within {format_seconds(target_of(demand))} a token"
+    return "fit on the GPU"
+
+
+def _pace(way: Way) -> str:
+    return f"{format_count(way.session_tokens_per_second)} tokens/s"
+
+
+def _tail_pin(demand: Demand, found: Fit, best: Way) -> list[str]:
+    cold = format_bytes(best.cold_bytes * best.layout.num_servers)
+    reasons = [
+        f"every token reads {cold} of KV from DRAM, exactly as it would on the GPU: "
+        f"{format_seconds(best.token_seconds)} a token",
+        "the beginning that sessions share and the tail that every token is appended to stay on "
+        "the GPU; least recently used blocks alone would put the tail in DRAM",
+    ]
+    if not found.sessions_on_device:
+        alone = format_bytes(found.pool_bytes // best.layout.num_servers)
+        reasons.insert(
+            0,
+            f"one session of {format_bytes(found.session_bytes)} is larger than the {alone} that "
+            "one GPU has for KV: it runs in no other way",
+        )
+    return reasons
 
 
 def _loads(
@@ -175,34 +229,27 @@ def _warnings(
     hardware: Hardware,
     demand: Demand,
     found: Fit,
-    cost: DecodeCost,
+    ways: Sequence[Way],
     break_evens: Mapping[Tier, int | None],
 ) -> Iterator[str]:
-    target, within = demand.max_token_seconds, cost.sessions_within_target
-    fitting = min(demand.num_active, found.sessions_on_device)
-    if target is not None and within is not None and within < fitting:
+    best, target = ways[0], target_of(demand)
+    if not best.keeps_target:
+        whose = "was asked for" if demand.max_token_seconds else "is assumed to be acceptable"
         yield (
-            f"{within:,} sessions at once keep {format_seconds(target)} a token; more are slower "
-            "even with all of their KV on the GPU"
+            f"no way that can run keeps the {format_seconds(target)} a token that {whose}: the "
+            f"best takes {format_seconds(best.token_seconds)}; take shorter contexts, more GPUs or "
+            "a faster one"
         )
     if kind.tiers and found.host_bytes < found.least_host_bytes:
         yield (
             f"{format_bytes(found.host_bytes)} of DRAM keep {found.sessions_with_host:,} of "
-            f"{demand.num_sessions:,} sessions: {format_bytes(found.least_host_bytes)} is the "
+            f"{_sessions(demand.num_sessions)}: {format_bytes(found.least_host_bytes)} is the "
             f"least for all, {format_bytes(found.recommended_host_bytes)} is advised"
         )
-    if kind is Kind.TAIL_PIN and found.sessions_on_device:
+    if best.layout.num_gpus < hardware.num_gpus:
         yield (
-            f"all together then decode {cost.tokens_per_second:,.0f} tokens/s, taking turns "
-            f"{found.sessions_on_device:,} at a time {cost.whole_tokens_per_second:,.0f}: tail-pin "
-            "is for peaks and for sessions that mostly wait; under steady load let them take turns "
-            "(--turn-seconds 0.5 --no-cold-kv)"
-        )
-    if kind is Kind.TAIL_PIN and hardware.num_gpus > 1:
-        yield (
-            "decoding from DRAM is `penstock serve`'s, on one GPU each; over several GPUs vLLM "
-            f"keeps running sessions whole: {found.sessions_on_device:,} run at once, and the "
-            "others wait in DRAM"
+            f"{best.layout.num_gpus:,} of {hardware.num_gpus:,} GPUs are used: the others would "
+            "add nothing for this load, or the model's heads cannot be split so"
         )
     if kind.tiers and hardware.disk_bytes and break_evens:
         least = break_evens.get(Tier.DISK)
@@ -214,9 +261,28 @@ def _warnings(
             )
 
 
-def _no_room(hardware: Hardware, found: Fit) -> str:
-    num_needed = hardware.num_gpus_needed(found.weight_bytes + found.session_bytes)
+def _beyond_the_model(demand: Demand, limit: int) -> str:
+    return (
+        f"{demand.context_tokens:,} tokens are more than the {limit:,} of the model's own config "
+        f"(max_position_embeddings), and engines refuse them: plan with --context {limit}, choose "
+        "a model for longer contexts, or give the config.json of one whose rope_scaling reaches "
+        "so far"
+    )
+
+
+def _no_room(shape: ModelShape, hardware: Hardware, found: Fit) -> str:
     return (
         f"{format_bytes(found.weight_bytes)} of weights leave no room for KV on "
-        f"{hardware.num_gpus} x {hardware.gpu.title}: take {num_needed} GPUs, or smaller weights"
+        f"{hardware.num_gpus} x {hardware.gpu.title}: {_take(shape, hardware, found)}"
     )
+
+
+def _no_session(shape: ModelShape, hardware: Hardware, found: Fit, best: Way) -> str:
+    return f"{best.obstacle}: {_take(shape, hardware, found)}, more DRAM, or shorter contexts"
+
+
+def _take(shape: ModelShape, hardware: Hardware, found: Fit) -> str:
+    one = found.weight_bytes + found.session_bytes
+    if (needed := hardware.num_gpus_needed(shape, one)) is None:
+        return "take larger GPUs, or smaller weights"
+    return f"take {needed} GPUs, or smaller weights"

@@ -179,6 +179,7 @@ def _point(at: float, view: View) -> dict[str, Any]:
     return {
         "at": at,
         "hit_rate": view.hit_rate,
+        "reused_share": view.reused_share,
         "load": rates["load"],
         "save": rates["save"],
         "tokens_per_second": view.tokens_per_second,

@@ -5,34 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.units import format_bytes
-from penstock.watch.advice import MANY, Advice, Rule, Urgency
+from penstock.watch.advice import MANY, Advice, Rule, Urgency, tokens_of_steps
 from penstock.watch.samples import Samples
 
 _COLD_SHARE = 0.5  # of a step's time, on the link
 
 
-def _crowding(seen: Samples) -> Iterator[Advice]:
-    ended = seen.total("penstock_requests_total")
-    busy = seen.total("penstock_refused_requests_total", reason="busy")
-    long = seen.total("penstock_refused_requests_total", reason="too_long")
-    preempted = seen.total("penstock_preemptions_total")
-    if busy / max(1.0, ended + busy) > MANY:
+def _refusals(seen: Samples) -> Iterator[Advice]:
+    counts = seen.by("penstock_refused_requests_total", "reason")
+    busy, long, large = (counts.get(reason, 0.0) for reason in ("busy", "too_long", "no_room"))
+    every = max(1.0, seen.total("penstock_requests_total") + busy + long + large)
+    if long:
+        yield Advice(
+            Urgency.ACT if long / every > MANY else Urgency.CONSIDER,
+            "refusals",
+            f"{long:,.0f} requests were longer than the model's own context, {long / every:.0%} of "
+            "all",
+            "no memory helps: send shorter prompts or fewer max_tokens, or serve a model with a "
+            "longer context",
+            (("too_long", long),),
+        )
+    if large:
+        yield Advice(
+            Urgency.ACT if large / every > MANY else Urgency.CONSIDER,
+            "refusals",
+            f"{large:,.0f} requests need more KV than GPU and DRAM hold together, "
+            f"{large / every:.0%} of all",
+            "raise --kv-offloading-size or --device-kv-gib, or have clients ask for fewer "
+            "max_tokens",
+            (("no_room", large),),
+        )
+    if busy / every > MANY:
         yield Advice(
             Urgency.ACT,
             "refusals",
-            f"{busy:,.0f} requests were refused as too many waited, "
-            f"{busy / (ended + busy):.0%} of all",
+            f"{busy:,.0f} requests were refused as too many waited, {busy / every:.0%} of all",
             "more DRAM lets more sessions start; else raise --max-waiting, or add a server",
-            (("busy", busy), ("ended", ended)),
+            (("busy", busy), ("ended", seen.total("penstock_requests_total"))),
         )
-    if long:
-        yield Advice(
-            Urgency.CONSIDER,
-            "refusals",
-            f"{long:,.0f} requests were too long for GPU and DRAM together, or for the model",
-            "raise --kv-offloading-size if it is not the model's own limit",
-            (("too_long", long),),
-        )
+
+
+def _preemptions(seen: Samples) -> Iterator[Advice]:
+    ended = seen.total("penstock_requests_total")
+    preempted = seen.total("penstock_preemptions_total")
     if ended and preempted / ended > 0.1:
         again = seen.total("penstock_recomputed_tokens_total")
         yield Advice(
@@ -46,7 +61,7 @@ def _crowding(seen: Samples) -> Iterator[Advice]:
 
 
 def _cold_reads(seen: Samples) -> Iterator[Advice]:
-    tokens = seen.total("penstock_output_tokens_total")
+    tokens = tokens_of_steps(seen)
     num_bytes = seen.total("penstock_cold_bytes_read_total")
     steps_seconds = seen.total("penstock_step_seconds_sum")
     link_seconds = seen.total("penstock_cold_link_seconds_total")
@@ -72,7 +87,7 @@ def _cold_reads(seen: Samples) -> Iterator[Advice]:
 def _thrashing(seen: Samples) -> Iterator[Advice]:
     left = seen.total("penstock_migrated_blocks_total", direction="leave")
     returned = seen.total("penstock_migrated_blocks_total", direction="return")
-    tokens = seen.total("penstock_output_tokens_total")
+    tokens = tokens_of_steps(seen)
     if tokens and min(left, returned) > tokens:
         yield Advice(
             Urgency.CONSIDER,
@@ -84,4 +99,4 @@ def _thrashing(seen: Samples) -> Iterator[Advice]:
         )
 
 
-RULES: tuple[Rule, ...] = (_crowding, _cold_reads, _thrashing)
+RULES: tuple[Rule, ...] = (_refusals, _preemptions, _cold_reads, _thrashing)

@@ -1,59 +1,28 @@
-"""Advice on the tiers, of any host: what is found, what moves, what is lost. Pure."""
+"""Advice on the tiers, of any host: what is found, what moves, what there is room for. Pure.
+
+What a tier's fault explains is not blamed on sizes: `fault_rules` says which tiers are at fault.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from penstock.units import format_bytes, format_rate, format_seconds
-from penstock.watch.advice import MANY, MIN_LOOKUPS, Advice, Rule, Urgency, block_bytes, hit_rate
+from penstock.watch.advice import (
+    MANY,
+    MIN_LOOKUPS,
+    Advice,
+    Rule,
+    Urgency,
+    block_bytes,
+    hit_rate,
+    reused_share,
+)
+from penstock.watch.fault_rules import below, faulty, listed
 from penstock.watch.samples import Samples
 
 _FULL = 0.95  # of a tier's slots
 _LOW_HITS = 0.3
-_LOOKUP_SECONDS = 0.1  # of the 0.25 that a request waits by default
-
-
-def _corruption(seen: Samples) -> Iterator[Advice]:
-    changes = {
-        "disk": "run `penstock store check` on its folder; if it goes on, replace the disk",
-        "remote": "run `penstock store check` on its URL, and see who else writes there",
-        "host": "test the machine's memory; until then set host.verify=true, which vLLM does not "
-        "have",
-    }
-    for tier, count in seen.by("penstock_corrupt_blocks_total", "tier").items():
-        if count:
-            yield Advice(
-                Urgency.ACT,
-                "corruption",
-                f"{count:,.0f} blocks from {tier} failed verification, and were computed again",
-                changes.get(tier, "see the log for where they came from"),
-                (("corrupt_blocks", count),),
-            )
-
-
-def _health(seen: Samples) -> Iterator[Advice]:
-    for tier in seen.by("penstock_tier_resting", "tier"):
-        for direction in ("load", "save"):
-            is_resting = seen.total("penstock_tier_resting", tier=tier, direction=direction)
-            rests = seen.total("penstock_tier_rests_total", tier=tier, direction=direction)
-            numbers = (("rests", rests),)
-            if is_resting:
-                yield Advice(
-                    Urgency.ACT,
-                    "health",
-                    f"{tier} fails to {direction} and is left alone; rests so far: {rests:,.0f}",
-                    "see the log for its own error; what lies there is computed until it answers",
-                    numbers,
-                )
-            elif rests:
-                yield Advice(
-                    Urgency.CONSIDER,
-                    "health",
-                    f"{tier} failed to {direction} so often that it was left alone {rests:,.0f} "
-                    "times; now it answers",
-                    "see the log for its own error",
-                    numbers,
-                )
 
 
 def _dropped_saves(seen: Samples) -> Iterator[Advice]:
@@ -68,84 +37,85 @@ def _dropped_saves(seen: Samples) -> Iterator[Advice]:
     for tier, dropped in seen.by("penstock_dropped_blocks_total", "tier").items():
         saved = seen.total("penstock_blocks_total", target=tier, direction="save")
         share = dropped / (dropped + saved) if dropped else 0.0
+        change = changes.get(tier, "give it more room, or save less")
+        if at_fault := [each for each in faulty(seen, "save") if each in (tier, *below(tier))]:
+            change = (
+                f"{listed(at_fault)} failed to save in this time, and what waits for it takes the "
+                "room of others: mend that first"
+            )
         if share > MANY:
             yield Advice(
                 Urgency.ACT if share > 0.1 else Urgency.CONSIDER,
                 "saves",
                 f"{dropped:,.0f} saves to {tier} were dropped, {share:.0%} of them",
-                changes.get(tier, "give it more room, or save less"),
+                change,
                 (("dropped_blocks", dropped), ("share", share)),
             )
 
 
-def _lost_loads(seen: Samples) -> Iterator[Advice]:
-    loaded = seen.total("penstock_blocks_total", direction="load")
-    changes = {
-        "expired": "the tier is slower than transfer.load_deadline_seconds allows: a faster one, "
-        "or more threads (disk.threads, remote.threads)",
-        "missing": "others remove blocks there: give it room, or set a remote.ttl_seconds",
-        "failed": "see the log for the tier's own error",
-    }
-    for verdict, change in changes.items():
-        name = "penstock_lost_blocks_total"
-        for source in seen.by(name, "source", direction="load", verdict=verdict):
-            lost = seen.total(name, direction="load", verdict=verdict, source=source)
-            share = lost / (loaded + lost) if lost else 0.0
-            if share > MANY:
-                yield Advice(
-                    Urgency.CONSIDER,
-                    "loads",
-                    f"{lost:,.0f} blocks from {source} did not arrive ({verdict}), {share:.1%} of "
-                    "all that were to be loaded",
-                    change,
-                    (("lost_blocks", lost), ("share", share)),
-                )
-
-
 def _hits(seen: Samples) -> Iterator[Advice]:
     lookups, rate = seen.total("penstock_lookups_total"), hit_rate(seen)
+    reused = reused_share(seen)
     if rate is None or lookups < MIN_LOOKUPS:
-        yield Advice(
-            Urgency.CONSIDER,
-            "hits",
-            f"{lookups:,.0f} prompts were looked up: too few to judge hits by",
-            "ask again when there has been traffic",
-        )
+        yield _too_few(seen, lookups, reused)
         return
-    if rate >= _LOW_HITS:
-        yield Advice(
-            Urgency.WELL,
-            "hits",
-            f"{rate:.0%} of blocks looked up were found",
-            "",
-            (("rate", rate),),
-        )
-        return
+    evicted = seen.total("penstock_evicted_blocks_total", tier="host")
     finding = f"{rate:.0%} of blocks looked up were found"
+    numbers = [("rate", rate)]
+    if reused is not None:
+        # Nobody looks up what the device has: few hits may mean that it has most of it.
+        finding = f"{reused:.0%} of prompt tokens were reused; below the device {finding}"
+        numbers.append(("reused_share", reused))
+    is_reused = reused is not None and reused >= _LOW_HITS and not evicted
+    if rate >= _LOW_HITS or is_reused:
+        yield Advice(Urgency.WELL, "hits", finding, "", tuple(numbers))
+        return
     scanned = seen.by("penstock_recovered_ratio", "tier")
     reading = [tier for tier, share in scanned.items() if share < 1]
-    evicted = seen.total("penstock_evicted_blocks_total", tier="host")
-    if reading:
+    if at_fault := faulty(seen, "load"):
+        change = (
+            f"{listed(at_fault)} failed to load in this time, and what lies there counts as "
+            "missed: mend that first, then look again (--seconds 60)"
+        )
+        yield Advice(Urgency.CONSIDER, "hits", finding, change, tuple(numbers))
+    elif reading:
         tier = reading[0]
         change = f"{tier} has read {scanned[tier]:.0%} of its index since the start: wait"
-        yield Advice(Urgency.CONSIDER, "hits", finding, change, (("rate", rate),))
+        yield Advice(Urgency.CONSIDER, "hits", finding, change, tuple(numbers))
     elif evicted:
-        yield _too_small(seen, rate, finding, evicted)
+        yield _too_small(seen, numbers, finding, evicted)
     else:
         change = (
             "nothing was evicted from DRAM, so more of it gains nothing: prompts share too little. "
             "Put what changes (dates, names) behind what stays the same; tenants share nothing"
         )
-        yield Advice(Urgency.CONSIDER, "hits", finding, change, (("rate", rate),))
+        yield Advice(Urgency.CONSIDER, "hits", finding, change, tuple(numbers))
 
 
-def _too_small(seen: Samples, rate: float, finding: str, evicted: float) -> Advice:
+def _too_few(seen: Samples, lookups: float, reused: float | None) -> Advice:
+    """Where the device has whole prompts, nothing is looked up below it."""
+    prompts = seen.total("penstock_first_token_seconds_count")
+    if prompts >= MIN_LOOKUPS and reused is not None and reused >= _LOW_HITS:
+        finding = f"{reused:.0%} of prompt tokens were reused, nearly all of them on the device"
+        return Advice(Urgency.WELL, "hits", finding, "", (("reused_share", reused),))
+    were = "prompt was" if lookups == 1 else "prompts were"
+    return Advice(
+        Urgency.CONSIDER,
+        "hits",
+        f"{lookups:,.0f} {were} looked up below the device: too few to judge hits by",
+        "ask again when there has been traffic",
+    )
+
+
+def _too_small(
+    seen: Samples, numbers: list[tuple[str, float]], finding: str, evicted: float
+) -> Advice:
     capacity = seen.total("penstock_capacity_blocks", tier="host")
     missed = seen.total("penstock_miss_blocks_total")
     # Nothing would have been evicted with all of these, and no more can be gained than was missed.
     useful = min(evicted, missed)
     size = block_bytes(seen)
-    numbers = [("rate", rate), ("evicted_blocks", evicted), ("missed_blocks", missed)]
+    numbers = [*numbers, ("evicted_blocks", evicted), ("missed_blocks", missed)]
     more = f"{useful:,.0f} blocks"
     if size is not None and capacity:
         more = format_bytes(useful * size)
@@ -171,6 +141,8 @@ def _from_below(seen: Samples) -> Iterator[Advice]:
         return
     if host / total < 0.5 and used >= _FULL * capacity:
         lower = max((tier for tier in hits if tier != "host"), key=lambda tier: hits[tier])
+        if lower in faulty(seen, "load"):
+            return
         yield Advice(
             Urgency.CONSIDER,
             "tiers",
@@ -188,23 +160,29 @@ def _slow_loads(seen: Samples) -> Iterator[Advice]:
         return
     saved = seen.total("penstock_saved_seconds_total")
     if computed / total <= 0.5:
+        # Without rates nothing was estimated, which is not the same as nothing saved.
+        gain = f", which saved about {format_seconds(saved)} of computing" if saved else ""
         yield Advice(
             Urgency.WELL,
             "loading",
-            f"{total - computed:,.0f} of {total:,.0f} matches were loaded, which saved about "
-            f"{format_seconds(saved)} of computing",
+            f"{total - computed:,.0f} of {total:,.0f} matches were loaded{gain}",
             "",
             (("decisions", total), ("saved_seconds", saved)),
         )
         return
     rates = ", ".join(f"{tier} {format_rate(rate)}" for tier, rate in _load_rates(seen).items())
+    change = (
+        "a faster tier or more DRAM; where prompts are short, leave out the tiers below DRAM "
+        "(`penstock plan` tells the length from which each pays)"
+    )
+    if at_fault := faulty(seen, "load"):
+        change = f"{listed(at_fault)} failed to load in this time, which makes it slow: mend it"
     yield Advice(
         Urgency.CONSIDER,
         "loading",
         f"{computed / total:.0%} of {total:,.0f} matches were computed, because loading is slower"
         f"{f' (a thread loads from {rates})' if rates else ''}",
-        "a faster tier or more DRAM; where prompts are short, leave out the tiers below DRAM "
-        "(`penstock plan` tells the length from which each pays)",
+        change,
         (("decisions", total), ("computed_share", computed / total)),
     )
 
@@ -234,34 +212,10 @@ def _leases(seen: Samples) -> Iterator[Advice]:
         )
 
 
-def _remote_lookups(seen: Samples) -> Iterator[Advice]:
-    name = "penstock_remote_lookup_seconds"
-    answered = seen.total(f"{name}_count", result="ok")
-    failed = seen.total(f"{name}_count", result="failed")
-    if answered + failed < MIN_LOOKUPS:
-        return
-    mean = seen.total(f"{name}_sum", result="ok") / max(1.0, answered)
-    share = failed / (answered + failed)
-    if share > MANY or mean > _LOOKUP_SECONDS:
-        yield Advice(
-            Urgency.CONSIDER,
-            "remote",
-            f"the shared store answers lookups in {format_seconds(mean)}, and {share:.1%} not at "
-            "all",
-            "bring it nearer, or give it more; a request waits remote.lookup_deadline_seconds at "
-            "the most",
-            (("mean_seconds", mean), ("failed_share", share)),
-        )
-
-
 RULES: tuple[Rule, ...] = (
-    _corruption,
-    _health,
     _dropped_saves,
-    _lost_loads,
     _hits,
     _from_below,
     _slow_loads,
     _leases,
-    _remote_lookups,
 )

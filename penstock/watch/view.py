@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.watch.advice import Urgency, block_bytes, hit_rate
+from penstock.watch.advice import (
+    Urgency,
+    block_bytes,
+    hit_rate,
+    reused_share,
+    tokens_of_steps,
+)
 from penstock.watch.adviser import advise
 from penstock.watch.history import History, Span
 from penstock.watch.quantiles import quantile
@@ -66,8 +72,12 @@ class View:
     hit_rate: float | None
     hit_rate_since_start: float | None
     prompt_tokens: dict[str, float]  # by where their KV came from; recent
-    tokens_saved: float  # of prompts: not computed
-    seconds_saved: float  # by loading instead, as estimated
+    prompt_tokens_since_start: dict[str, float]
+    reused_share: float | None  # of recent prompt tokens: found on the device, or loaded
+    reused_share_since_start: float | None
+    tokens_saved: float  # of prompts: not computed, since the start
+    # By loading, as estimated, since the start: those found on the device are not in it.
+    seconds_saved: float
     first_token_seconds: dict[str, Spread]
     step_seconds: Spread
     token_seconds: Spread
@@ -83,6 +93,8 @@ class View:
     corrupt_blocks: dict[str, float]
     dropped_blocks: dict[str, float]
     lost_blocks: dict[str, float]  # by what became of them
+    lost_loads: dict[str, float]  # of these, on their way towards the device
+    lost_saves: dict[str, float]
     retained_blocks: float
     retainable_blocks: float
     advice: tuple[AdviceView, ...]
@@ -105,6 +117,9 @@ def make_view(history: History, *, since_start: bool = False) -> View:
         hit_rate=hit_rate(recent.seen),
         hit_rate_since_start=hit_rate(now),
         prompt_tokens=recent.seen.by("penstock_prompt_tokens_total", "source"),
+        prompt_tokens_since_start=now.by("penstock_prompt_tokens_total", "source"),
+        reused_share=reused_share(recent.seen),
+        reused_share_since_start=reused_share(now),
         tokens_saved=now.total("penstock_prompt_tokens_total")
         - now.total("penstock_prompt_tokens_total", source="computed"),
         seconds_saved=now.total("penstock_saved_seconds_total"),
@@ -118,9 +133,7 @@ def make_view(history: History, *, since_start: bool = False) -> View:
         sequences=now.by("penstock_sequences", "phase"),
         preemptions=now.total("penstock_preemptions_total"),
         recent_preemptions=recent.seen.total("penstock_preemptions_total"),
-        cold_reads_per_token=_ratio(
-            recent.seen, "penstock_cold_blocks_read_total", "penstock_output_tokens_total"
-        ),
+        cold_reads_per_token=_cold_reads(recent.seen),
         resident_share=now.by("penstock_resident_share", "of"),
         decisions=_some(recent.seen.by("penstock_load_decisions_total", "choice")),
         requests=now.by("penstock_requests_total", "reason"),
@@ -128,6 +141,8 @@ def make_view(history: History, *, since_start: bool = False) -> View:
         corrupt_blocks=_some(now.by("penstock_corrupt_blocks_total", "tier")),
         dropped_blocks=_some(now.by("penstock_dropped_blocks_total", "tier")),
         lost_blocks=_some(now.by("penstock_lost_blocks_total", "verdict")),
+        lost_loads=_lost(now, "load"),
+        lost_saves=_lost(now, "save"),
         retained_blocks=now.total("penstock_retained_blocks"),
         retainable_blocks=now.total("penstock_retainable_blocks"),
         advice=tuple(_advice(recent.seen)),
@@ -201,11 +216,16 @@ def _per_second(span: Span, name: str) -> float | None:
     return span.seen.total(name) / span.seconds if span.seconds else None
 
 
-def _ratio(seen: Samples, above: str, below: str) -> float | None:
-    """None also where nobody counts the upper one: that is not 0."""
-    num = seen.total(below)
-    is_counted = any(name == above for name, _ in seen.values)
-    return seen.total(above) / num if num and is_counted else None
+def _cold_reads(seen: Samples) -> float | None:
+    """None also where nobody counts them: that is not 0."""
+    name = "penstock_cold_blocks_read_total"
+    num_tokens = tokens_of_steps(seen)
+    is_counted = any(has == name for has, _ in seen.values)
+    return seen.total(name) / num_tokens if num_tokens and is_counted else None
+
+
+def _lost(seen: Samples, direction: str) -> dict[str, float]:
+    return _some(seen.by("penstock_lost_blocks_total", "verdict", direction=direction))
 
 
 def _some(counts: dict[str, float]) -> dict[str, float]:

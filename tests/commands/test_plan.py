@@ -57,7 +57,8 @@ def check_vllm(run: Run, settings: dict[str, Any]) -> VllmSettings:
 
 def test_the_story_of_eight_a100(run: Run) -> None:
     found = run("plan", *STORY, "--json").json
-    assert found["verdict"]["kind"] == "tier-with-tail-pin"
+    assert found["verdict"]["kind"] == "tier-never-cold"
+    assert (found["demand"]["num_active"], found["demand"]["is_active_assumed"]) == (30, True)
     assert found["kv"]["bytes_per_token"] == 327_680
     assert 512 << 30 < found["fit"]["recommended_host_bytes"] < 2048 << 30
     assert found["fit"]["sessions_on_device"] < 120 <= found["fit"]["sessions_with_host"]
@@ -67,29 +68,87 @@ def test_the_story_of_eight_a100(run: Run) -> None:
     assert check_vllm(run, found["settings"]).kv_offloading_size == 977
 
 
-def test_settings_of_a_long_context_are_accepted(run: Run) -> None:
-    settings = run("plan", *LONG, "--json").json["settings"]
+def test_the_headline_is_what_can_run_and_gives_the_most(run: Run) -> None:
+    """A model over four GPUs with more sessions than fit: not what one GPU alone could do."""
+    asked = ["llama-3.1-70b", "--context", 32_768, "--sessions", 64, "--active", 64]
+    found = run("plan", *asked, "--gpu", "h100", "--gpus", 4, "--json").json
+    best, other = found["ways"]
+    assert (best["mode"], best["is_best"], best["hosts"]) == ("turns", True, ["vllm"])
+    assert (other["mode"], other["is_best"], other["can_run"]) == ("cold", False, False)
+    assert best["tokens_per_second"] > other["tokens_per_second"]
+    assert "200.0 ms a token, assumed" in found["ranking"]
+    stdout = run("plan", *asked, "--gpu", "h100", "--gpus", 4).stdout
+    assert "take turns" in stdout.partition("Verdict: ")[2].partition("\n")[0]
+    assert "ranked: of what can run" in stdout
+
+
+def test_scripts_find_the_keys_they_know(run: Run) -> None:
+    found = run("plan", *GOOD, "--json").json
+    known = {"model", "gpu", "num_gpus", "demand", "kv", "fit", "tiers", "prefill", "decode"}
+    assert known | {"trace", "verdict", "settings", "assumptions"} <= set(found)
+    assert {"sessions_on_device", "recommended_host_bytes", "pool_bytes"} <= set(found["fit"])
+    assert {"step_seconds", "tokens_per_second", "whole_tokens_per_second"} <= set(found["decode"])
+
+
+def test_a_quarter_decodes_unless_it_is_said(run: Run) -> None:
+    assumed = run("plan", *GOOD, "--sessions", 41).stdout
+    assert "41, 11 of them decoding at once (assumed: a quarter" in assumed
+    assert "assumed: a quarter" not in run("plan", *GOOD, "--active", 11).stdout
+
+
+def test_a_context_beyond_the_model_has_no_settings(run: Run) -> None:
+    found = run("plan", "qwen2.5-7b", *GOOD[1:], "--context", 40_000, "--json").json
+    assert found["verdict"]["kind"] == "context-too-long"
+    assert found["kv"]["max_context_tokens"] == 32_768
+    assert found["settings"]["serve"] is found["settings"]["vllm"] is None
+
+
+def test_of_what_does_not_fit_nothing_is_sold(run: Run) -> None:
+    asked = ["llama-3.1-405b", *GOOD[1:], "--gpus", 2]
+    stdout = run("plan", *asked).stdout
+    assert "It does not fit on these GPUs" in stdout
+    assert "DRAM to buy" not in stdout
+    assert "penstock serve" not in stdout
+    found = run("plan", *asked, "--json").json
+    assert found["fit"]["sessions_with_host"] == 0
+    assert found["ways"] == []
+
+
+def test_two_copies_over_eight_gpus_are_two(run: Run) -> None:
+    asked = ["qwen3-235b-a22b", "--context", 16_384, "--sessions", 16, "--gpu", "h200"]
+    asked += ["--gpus", 8, "--tensor-parallel-size", 8]
+    assert run("plan", *asked, "--json").json["kv"]["num_copies"] == 2
+    assert "2 copies over 8" in " ".join(run("plan", *asked).stdout.split())
+    two = run("plan", *GOOD, "--gpus", 8, "--tensor-parallel-size", 4, "--json").json
+    assert two["layout"] == {"num_servers": 2, "gpus_each": 4, "num_gpus_used": 8}
+    assert "--data-parallel-size 2" in two["settings"]["vllm"]
+
+
+def test_settings_of_a_session_larger_than_the_gpu_are_accepted(run: Run) -> None:
+    settings = run("plan", *LONG, "--device-kv-gib", 12, "--json").json["settings"]
     options = check_serve(settings["serve"])
     assert options.cold_kv
     assert options.kv_offloading_size == 106
     assert options.disk_path == "/var/cache/penstock"
     assert options.resident_tail_tokens == 512
-    chosen = check_vllm(run, settings)
+    assert settings["vllm"] is None
+    chosen = check_vllm(run, run("plan", *LONG, "--json").json["settings"])
     assert (chosen.kv_offloading_size, chosen.disk_size) == (106, 1000)
 
 
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        (["--sessions", "500"], "tier-with-tail-pin"),
+        (["--sessions", "500"], "tier-in-turns"),
         (["--sessions", "500", "--active", "20"], "tier-never-cold"),
-        (["--sessions", "500", "--max-token-ms", "40"], "tier-never-cold"),
+        (["--sessions", "500", "--active", "100", "--max-token-ms", "20"], "tier-in-turns"),
         (["--reuse", "0.5"], "tier-for-reuse"),
         (["--reuse", "0.01"], "do-not-offload"),
         (["--context", "100"], "do-not-offload"),
         ([], "device-is-enough"),
-        (["--gpus", "8", "--sessions", "2000"], "tier-with-tail-pin"),
-        (["--device-kv-gib", "10", "--disk-gib", "0.5"], "tier-with-tail-pin"),
+        (["--gpus", "8", "--sessions", "4000"], "tier-in-turns"),
+        (["--device-kv-gib", "10", "--disk-gib", "0.5"], "tier-in-turns"),
+        (["--device-kv-gib", "0.5", "--sessions", "2"], "tier-with-tail-pin"),
         (["--gpu-memory-utilization", "0.8"], "device-is-enough"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -98,7 +157,9 @@ def test_every_verdicts_settings_are_accepted(run: Run, options: list[str], kind
     found = run("plan", *GOOD, *options, "--json").json
     assert found["verdict"]["kind"] == kind
     check_serve(found["settings"]["serve"])
-    if kind.startswith("tier"):
+    if kind == "tier-with-tail-pin":
+        assert found["settings"]["vllm"] is None
+    elif kind.startswith("tier"):
         check_vllm(run, found["settings"])
     else:
         assert "kv-transfer-config" not in found["settings"]["vllm"]
@@ -119,7 +180,8 @@ def test_the_tables(run: Run) -> None:
         "8 x NVIDIA A100 SXM, 80 GB",
         "327,680 bytes",
         "977.0 GiB for KV",
-        "Verdict: Tier with tail-pin",
+        "Verdict: Tier whole sessions",
+        "ranked: of what can run",
         "How this was reckoned",
         '--kv-transfer-config "$(penstock vllm-config --kv-offloading-size 977)"',
     ):
@@ -208,7 +270,9 @@ def test_a_trace_says_what_is_read_again(run: Run, tmp_path: Path) -> None:
         ([*GOOD, "--sessions", "0"], "--sessions is 0"),
         ([*GOOD, "--context", "-5"], "--context is -5"),
         ([*GOOD, "--gpus", "0"], "--gpus is 0"),
-        ([*GOOD, "--gpus", "3"], "cannot be split over 3 GPUs"),
+        ([*GOOD, "--gpus", "1025"], "--gpus is 1025"),
+        ([*GOOD, "--gpus", "3", "--tensor-parallel-size", "3"], "cannot be split over 3 GPUs"),
+        ([*GOOD, "--gpus", "2", "--tensor-parallel-size", "4"], "--tensor-parallel-size is 4"),
         ([*GOOD, "--host-gib", "-1"], "--host-gib is -1"),
         ([*GOOD, "--host-gib", "0"], "--host-gib is 0"),
         ([*GOOD, "--disk-gib", "nan"], "--disk-gib is nan"),

@@ -28,6 +28,7 @@ from server.running import TIMEOUT_SECONDS, Local, make_tiny, wait_until
 from watch.prepared import exposed, samples, trouble, usage, vllm_text, work
 
 from penstock.commands.top_screen import Screen
+from penstock.events import FirstToken, LookedUp
 from penstock.server.app import AppSettings
 from penstock.watch.dialects import in_our_words
 from penstock.watch.history import History
@@ -92,12 +93,20 @@ def test_all_of_it_on_80_by_24() -> None:
     assert "loaded 35.0 ms / 49.7 ms   computed 1.50 s / 1.99 s   42.9x as fast" in row(
         lines, "first token"
     )
-    assert "50% (50% since the start)   saved 48,000 tokens, 3 min 00 s" in row(lines, "hits")
+    assert "25% of 160,000: 0 on device, 40,000 loaded" in row(lines, "reused")
+    following = lines[lines.index(row(lines, "reused")) + 1]
+    assert "in all 25% of 192,000: 0 on device, 48,000 loaded, saving 3 min 00 s" in following
+    assert "40,000 loaded   hits below 50%" in row(lines, "reused")
     assert "1,000 tokens/s" in row(lines, "speed")
     assert "12 running, 2 loading, 5 waiting   1 preempted (1 lately)" in row(lines, "sequences")
-    assert "78% resident, least 40%   2.0 cold reads/token" in row(lines, "KV in use")
+    assert "78% resident, least 40%   3.3 cold reads/token" in row(lines, "KV in use")
     screen = "\n".join(lines)
-    for error in ("corrupt: disk 3", "dropped: host 11", "lost: expired 7", "refused: busy 1"):
+    for error in (
+        "corrupt: disk 3",
+        "dropped: host 11",
+        "lost loads: expired 7",
+        "refused: busy 1",
+    ):
         assert error in screen
     assert "sessions (14)" in screen
     assert "chat-13" in screen  # the largest first
@@ -105,6 +114,20 @@ def test_all_of_it_on_80_by_24() -> None:
     assert re.search(r"… and \d+ more", screen)
     assert "act       corruption: 3 blocks from disk failed verification" in screen
     assert "act       health: disk fails to save" in screen
+
+
+def test_tokens_found_on_the_device_do_not_contradict_hits_below_it() -> None:
+    """Nothing was found below the device, as nothing was wanted from there."""
+    history = History()
+    on_device = [FirstToken(0.04, 1600, 1500, 0, None)] * 30
+    history.add(0.0, samples(usage()))
+    history.add(1.0, samples(usage(), [LookedUp(10, ())] * 30, on_device))
+    for since_start in (False, True):
+        view = make_view(history, since_start=since_start)
+        look = Look("http://x", "penstock", Facts(), view, 0.0, 100.0, 0.0)
+        reused = row(drawn(look), "reused")
+        assert "94% of 48,000: 45,000 on device, 0 loaded   hits below 0%" in reused
+        assert "saving" not in "\n".join(drawn(look))
 
 
 def test_without_errors_there_is_no_line_of_them() -> None:

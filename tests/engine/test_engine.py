@@ -22,7 +22,7 @@ from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.residency import ResidencyConfig
 from penstock.errors import ConfigError
-from penstock.events import Decided, Event, Moved
+from penstock.events import Decided, Event, Moved, Refused
 from penstock.keys import KeyChain
 from penstock.types import Direction, Tier
 
@@ -246,6 +246,19 @@ def test_what_can_never_fit_is_refused_with_the_numbers(engines: Engines) -> Non
     with pytest.raises(ConfigError, match="empty"):
         engine.add("empty", [], GREEDY)
     assert not engine.has_work
+
+
+def test_refusals_tell_the_models_limit_from_want_of_room(loaded: LoadedModel) -> None:
+    told: list[Event] = []
+    settings = EngineConfig(4 * BLOCK_BYTES, BLOCK_TOKENS)
+    engine = Engine(loaded, settings, observers=(told.append,))
+    for prompt in (list(range(1, 90)), [1] * 1024):
+        with pytest.raises(TooLong):
+            engine.add("r", prompt, GREEDY)
+    assert [event for event in told if isinstance(event, Refused)] == [
+        Refused("no_room"),
+        Refused("too_long"),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16

@@ -13,6 +13,7 @@ from penstock.events import (
     Decided,
     Event,
     Finished,
+    FirstToken,
     LookedUp,
     Lost,
     Migrated,
@@ -177,9 +178,119 @@ def test_kv_that_goes_back_and_forth() -> None:
     assert not about("residency", told(Migrated(500, 0), finished()))
 
 
+def test_requests_too_long_for_the_model_are_not_a_matter_of_memory() -> None:
+    seen = told(*[finished()] * 10, *[Refused("too_long")] * 30)
+    (advice,) = about("refusals", seen)
+    assert advice.urgency is Urgency.ACT
+    assert "30 requests were longer than the model's own context, 75%" in advice.finding
+    everything = " ".join(each.change for each in advise(seen))
+    assert "no memory helps" in everything
+    assert "--kv-offloading-size" not in everything
+    assert "DRAM" not in everything
+
+
+def test_requests_larger_than_gpu_and_dram_are() -> None:
+    (advice,) = about("refusals", told(*[finished()] * 10, Refused("no_room")))
+    assert "more KV than GPU and DRAM hold together" in advice.finding
+    assert "--kv-offloading-size" in advice.change
+
+
+def test_a_disk_that_fails_saves_still_loads() -> None:
+    failed = Lost(Tier.HOST, Tier.DISK, Direction.SAVE, Verdict.FAILED, 40, "No space left")
+    rested = TierRested(Tier.DISK, Direction.SAVE, 1.0, "No space left")
+    seen = told(moved(Tier.HOST, Tier.DISK, 60), failed, rested)
+    (health,) = about("health", seen)
+    assert "disk fails to save" in health.finding
+    assert "full, read-only" in health.change
+    assert "nothing new is kept there" in health.change
+    assert "what lies there is still loaded" in health.change
+    assert "computed" not in health.change
+    (saves,) = about("saves", seen)
+    assert "40 saves to disk failed, 40%" in saves.finding
+    both = told(moved(Tier.HOST, Tier.DISK, 60), failed, rested, rested_load(Tier.DISK))
+    assert "still loaded" not in about("health", both)[1].change
+
+
+def rested_load(tier: Tier) -> TierRested:
+    return TierRested(tier, Direction.LOAD, 60.0, "Connection refused")
+
+
+def test_failed_saves_are_told_before_the_tier_rests() -> None:
+    failed = Lost(Tier.HOST, Tier.DISK, Direction.SAVE, Verdict.FAILED, 5, "No space left")
+    (advice,) = about("saves", told(moved(Tier.HOST, Tier.DISK, 95), failed))
+    assert (advice.urgency, advice.topic) == (Urgency.CONSIDER, "saves")
+    assert "5 saves to disk failed, 5%" in advice.finding
+
+
+def stopped_store() -> Samples:
+    """What a server said whose Redis was stopped: misses, evictions, and the cause."""
+    return told(
+        *lookups(1, Tier.REMOTE),
+        *[Asked(Tier.REMOTE, 10, 9, 0.001)] * 25,
+        *[Asked(Tier.REMOTE, 10, 0, 0.01, "Connection refused")] * 9,
+        *[rested_load(Tier.REMOTE)] * 9,
+        Lost(Tier.REMOTE, Tier.HOST, Direction.LOAD, Verdict.FAILED, 7),
+        Lost(Tier.HOST, Tier.REMOTE, Direction.SAVE, Verdict.FAILED, 14),
+        Lost(Tier.DEVICE, Tier.HOST, Direction.SAVE, Verdict.DROPPED, 30),
+        *[Decided(8, 0, 0.5, 0.1)] * 30,
+        moved(Tier.DEVICE, Tier.HOST, 100),
+        Removed(Tier.HOST, keys(329), evicted=True),
+        Usage(Tier.HOST, 14, 14, 0, 0, 0),
+    )
+
+
+def test_a_stopped_store_is_not_blamed_on_dram() -> None:
+    found = advise(stopped_store())
+    assert (found[0].urgency, found[0].topic) == (Urgency.ACT, "health")
+    assert "remote fails to load" in found[0].finding
+    assert "down or cannot be reached" in found[0].change
+    for advice in found:
+        assert "DRAM is too small" not in advice.change
+        assert "host.size" not in advice.change
+        assert "more DRAM" not in advice.change
+        assert "bring it nearer" not in advice.change
+    (hits,) = about("hits", stopped_store())
+    assert "remote failed to load in this time" in hits.change
+
+
+def test_a_store_that_answers_nothing_is_said_before_it_rests() -> None:
+    silent = [Asked(Tier.REMOTE, 10, 0, 0.25, "timeout")] * 4
+    seen = told(*lookups(0), *silent, Removed(Tier.HOST, keys(50), evicted=True))
+    (advice,) = about("remote", seen)
+    assert advice.urgency is Urgency.ACT
+    assert "did not answer 4 of 4 lookups" in advice.finding
+    assert "DRAM" not in " ".join(each.change for each in advise(seen))
+
+
+def test_what_waits_for_a_disk_that_fails_is_not_blamed_on_dram() -> None:
+    dropped = Lost(Tier.DEVICE, Tier.HOST, Direction.SAVE, Verdict.DROPPED, 500)
+    rested = TierRested(Tier.DISK, Direction.SAVE, 1.0, "No space left")
+    seen = told(moved(Tier.DEVICE, Tier.HOST, 1000), dropped, rested)
+    (advice,) = about("saves", seen)
+    assert "disk failed to save in this time" in advice.change
+    assert "host.size" not in advice.change
+    (alone,) = about("saves", told(moved(Tier.DEVICE, Tier.HOST, 1000), dropped))
+    assert "host.size" in alone.change
+
+
+def test_prompts_that_the_device_has_are_not_said_to_share_too_little() -> None:
+    on_device = [FirstToken(0.04, 1600, 1500, 0, None)] * 30
+    (advice,) = about("hits", told(*lookups(0), *on_device))
+    assert advice.urgency is Urgency.WELL
+    assert "94% of prompt tokens were reused; below the device 0% of blocks" in advice.finding
+    (whole,) = about("hits", told(*on_device))  # nothing was looked up at all
+    assert whole.urgency is Urgency.WELL
+    assert "on the device" in whole.finding
+
+
+def test_loads_without_an_estimate_claim_no_time() -> None:
+    (advice,) = about("loading", told(*[Decided(8, 8, None, None)] * 40))
+    assert advice.finding == "40 of 40 matches were loaded"
+
+
 def test_refusals_and_preemptions() -> None:
-    seen = told(*[finished()] * 80, *[Refused("busy")] * 20, Refused("too_long"))
-    busy, long = about("refusals", seen)
+    seen = told(*[finished()] * 79, *[Refused("busy")] * 20, Refused("too_long"))
+    busy, long = about("refusals", seen)  # the more urgent first
     assert "20 requests were refused as too many waited, 20%" in busy.finding
     assert (busy.urgency, long.urgency) == (Urgency.ACT, Urgency.CONSIDER)
     (preempted,) = about("preemption", told(*[finished()] * 10, *[Preempted(5)] * 4))

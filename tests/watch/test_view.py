@@ -7,7 +7,16 @@ import json
 import pytest
 from watch.prepared import BLOCK_BYTES, samples, trouble, usage, vllm_text, work
 
-from penstock.events import LookedUp, Recovered, TierRevived, Usage
+from penstock.events import (
+    Event,
+    Finished,
+    FirstToken,
+    LookedUp,
+    Recovered,
+    Stepped,
+    TierRevived,
+    Usage,
+)
 from penstock.types import Direction, Tier
 from penstock.watch.dialects import in_our_words
 from penstock.watch.history import History
@@ -100,6 +109,35 @@ def test_what_is_found_and_saved(busy: View) -> None:
     assert busy.decisions == {"load": 100}
 
 
+def test_what_is_reused_is_told_of_the_same_tokens_and_time(busy: View) -> None:
+    assert busy.reused_share == pytest.approx(40_000 / 160_000)
+    assert busy.reused_share_since_start == pytest.approx(48_000 / 192_000)
+    assert sum(busy.prompt_tokens_since_start.values()) == 192_000
+    since_start = dict(busy.prompt_tokens_since_start)
+    since_start.pop("computed")
+    assert sum(since_start.values()) == busy.tokens_saved
+
+
+def test_prompts_found_on_the_device_are_reused_without_a_hit_below_it() -> None:
+    """Nothing is loaded, so nothing is saved by loading; the tokens are saved all the same."""
+    on_device = [FirstToken(0.04, 1600, 1500, 0, None)] * 30
+    view = seen(samples(), samples([LookedUp(10, ())] * 30, on_device))
+    assert view.hit_rate == 0
+    assert view.reused_share == pytest.approx(1500 / 1600)
+    assert view.tokens_saved == view.prompt_tokens_since_start["device"] == 30 * 1500
+    assert view.prompt_tokens_since_start["loaded"] == view.seconds_saved == 0
+    assert not view.advice  # above all not that prompts share too little
+
+
+def test_cold_reads_are_told_while_requests_run() -> None:
+    """Tokens of answers are counted when a request ends, what steps read at every step."""
+    steps: list[Event] = [Stepped(10, 10, 0.015, 40, 40 * BLOCK_BYTES, 0.001)] * 50
+    running = seen(samples(), samples(steps))
+    assert running.cold_reads_per_token == pytest.approx(4)
+    ended = seen(samples(steps), samples(steps * 2, [Finished("stop", 10, 5000, 0, 0, 2.0, 0.5)]))
+    assert ended.cold_reads_per_token == pytest.approx(4)
+
+
 def test_the_hit_rate_is_of_late() -> None:
     misses = [LookedUp(10, ())] * 20
     view = seen(samples(work()), samples(work(), misses))
@@ -121,7 +159,7 @@ def test_speed(busy: View) -> None:
     assert busy.step_seconds.count == 250
     assert busy.step_seconds.p50 == pytest.approx(0.015)
     assert busy.token_seconds.count == 100
-    assert busy.cold_reads_per_token == pytest.approx(250 * 40 / (100 * 50))
+    assert busy.cold_reads_per_token == pytest.approx(40 / 12)  # a step of 12 reads 40
 
 
 def test_sequences(busy: View) -> None:
@@ -137,6 +175,8 @@ def test_trouble_is_counted_since_the_start_and_advised_of_late() -> None:
     assert view.corrupt_blocks == {"disk": 3}
     assert view.dropped_blocks == {"host": 11}
     assert view.lost_blocks == {"corrupt": 3, "dropped": 11, "expired": 7}
+    assert view.lost_loads == {"corrupt": 3, "expired": 7}
+    assert view.lost_saves == {"dropped": 11}
     assert view.refused == {"busy": 1}
     assert (view.preemptions, view.recent_preemptions) == (1, 1)
     topics = {advice.topic: advice.urgency for advice in view.advice}

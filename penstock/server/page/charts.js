@@ -8,7 +8,9 @@ const HEIGHT = 84;
 const SPAN_SECONDS = 300;
 
 const CHARTS = [
-  { title: "Hit rate below the device", lines: [["hits", (p) => p.hit_rate]], show: percent, top: 1 },
+  { title: "Reused", show: percent, top: 1, lines: [
+    ["of prompt tokens", (p) => p.reused_share],
+    ["of lookups below the device", (p) => p.hit_rate]] },
   { title: "First token, median", show: duration, lines: [
     ["loaded", (p) => p.first_token_seconds.loaded],
     ["computed", (p) => p.first_token_seconds.computed],

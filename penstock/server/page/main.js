@@ -59,20 +59,19 @@ function tiles(view) {
   const { loaded, computed, resident, all } = view.first_token_seconds;
   const others = [["computed", computed], ["on the device", resident]].filter(([, spread]) => spread?.p50).map(([name, spread]) => `${name} ${duration(spread.p50)}`);
   const ratio = loaded?.p50 && computed?.p50 ? `computed ${duration(computed.p50)}: ${number(computed.p50 / loaded.p50, 1)} times as long` : others.join(", ") || "none was computed lately";
-  const total = Object.values(view.prompt_tokens).reduce((sum, tokens) => sum + tokens, 0);
-  const reused = total ? 1 - (view.prompt_tokens.computed ?? 0) / total : null;
   const corrupt = sum(view.corrupt_blocks);
-  const { dropped: _saves, cancelled: _called_back, ...failed } = view.lost_blocks;
+  const loads = unwanted(view.lost_loads);
+  const saves = unwanted(view.lost_saves);
   const dropped = sum(view.dropped_blocks);
   const { running = 0, waiting = 0, loading = 0 } = view.sequences;
   const given = [
-    ["Prompts reused", percent(reused), `${percent(view.hit_rate)} of what is looked up below the device`],
-    ["Tokens saved", short(view.tokens_saved), `about ${duration(view.seconds_saved)} of computing, since the start`],
+    ["Prompts reused", percent(view.reused_share), `${percent(view.hit_rate)} of what is looked up below the device`],
+    ["Tokens saved", short(view.tokens_saved), saved(view)],
     all ? ["First token, median", duration(all.p50), `P99 ${duration(all.p99)}`] : ["First token, loaded", duration(loaded?.p50), ratio],
-    ["Sequences running", number(running), `${number(waiting)} waiting, ${number(loading)} loading, ${plural(view.recent_preemptions, "preemption")}`],
+    ["Sequences running", number(running), `${number(waiting)} waiting, ${number(loading)} loading, ${plural(view.recent_preemptions, "preemption")} lately`],
     ["Tokens computed", `${short(view.tokens_per_second)}/s`, `P99 of a step ${duration(view.step_seconds.p99)}, between tokens ${duration(view.token_seconds.p50)}`],
-    ["Cold reads a token", number(view.cold_reads_per_token, 1), `${percent(view.resident_share.all ?? 1)} of KV in use is on the device`],
-    ["Corrupt blocks", number(corrupt), `${plural(sum(failed), "block")} did not arrive, ${plural(dropped, "save")} dropped`, corrupt > 0],
+    ["Cold reads a token", number(view.cold_reads_per_token, 1), view.resident_share.all === undefined ? "not counted here" : `${percent(view.resident_share.all)} of KV in use is on the device`],
+    ["Corrupt blocks", number(corrupt), `since the start; ${plural(sum(loads), "load")} and ${plural(sum(saves), "save")} failed, ${plural(dropped, "save")} dropped`, corrupt > 0],
   ];
   const place = byId("tiles");
   if (place.childElementCount !== given.length) {
@@ -156,7 +155,8 @@ function losses(view) {
   const rows = [
     ...queued,
     ["Corrupt blocks, by tier", counts(view.corrupt_blocks), sum(view.corrupt_blocks) > 0],
-    ["Blocks that did not arrive, by what became of them", counts(view.lost_blocks), false],
+    ["Loads that did not arrive, by what became of them", counts(view.lost_loads), sum(unwanted(view.lost_loads)) > 0],
+    ["Saves that did not arrive, by what became of them", counts(view.lost_saves), sum(unwanted(view.lost_saves)) > 0],
     ["Saves dropped, by tier", counts(view.dropped_blocks), sum(view.dropped_blocks) > 0],
     ["Requests refused", counts(view.refused), sum(view.refused) > 0],
     ["Requests ended", counts(view.requests), false],
@@ -224,6 +224,16 @@ const setTheme = () => { document.documentElement.dataset.theme = localStorage.g
 wished.addEventListener("change", setTheme);
 setTheme();
 addEventListener("resize", () => { if (lastView) tiers.draw(lastView); });
+
+// Tokens and time of the same span; time is estimated for what was loaded, not for the device's.
+function saved(view) {
+  const { device = 0, loaded = 0 } = view.prompt_tokens_since_start;
+  const time = view.seconds_saved > 0 ? `, which saved about ${duration(view.seconds_saved)}` : "";
+  return `since the start: ${short(device)} on the device, ${short(loaded)} loaded${time}`;
+}
+
+// Of what did not arrive: drops have a number of their own, and what was called back was wanted so.
+function unwanted({ dropped: _dropped, cancelled: _cancelled, ...others }) { return others; }
 
 function sum(counted) { return Object.values(counted).reduce((total, count) => total + count, 0); }
 

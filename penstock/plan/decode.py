@@ -1,0 +1,114 @@
+"""What a step of decoding costs on one server, by where the KV lies. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from penstock.plan.fit import Demand, Fit
+from penstock.plan.rates import Rates
+from penstock.plan.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """One step in which all active sessions get a token, whether or not they fit on the GPU."""
+
+    resident_bytes: int
+    cold_bytes: int  # read from DRAM
+    device_seconds: float  # weights and resident KV, from the GPU's own memory
+    cold_seconds: float  # on the link, beside the resident KV's reading
+    step_seconds: float
+    tokens_per_second: float  # of all that are active
+    whole_tokens_per_second: float  # of as many as fit on the GPUs whole, taking turns
+    # What may be read from DRAM in a step that keeps the target; None without a target.
+    cold_bytes_within_target: int | None
+    sessions_within_target: int | None
+
+    def times(self, num_servers: int, num_active: int) -> DecodeCost:
+        """All servers together; the last one may have fewer than its share."""
+        within, sessions = self.cold_bytes_within_target, self.sessions_within_target
+        return replace(
+            self,
+            resident_bytes=self.resident_bytes * num_servers,
+            cold_bytes=self.cold_bytes * num_servers,
+            tokens_per_second=num_active / self.step_seconds,
+            whole_tokens_per_second=self.whole_tokens_per_second * num_servers,
+            cold_bytes_within_target=None if within is None else within * num_servers,
+            sessions_within_target=None if sessions is None else sessions * num_servers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One in which a number of sessions get a token."""
+
+    resident_bytes: int
+    cold_bytes: int
+    weight_seconds: float
+    resident_seconds: float
+    cold_seconds: float
+    seconds: float
+
+
+def step(shape: ModelShape, found: Fit, rates: Rates, num_sessions: int) -> Step:
+    """Reading and computing run side by side: the slower sets the pace."""
+    running = found.shared_bytes + found.own_bytes * num_sessions
+    resident = min(running, max(0, found.pool_bytes))
+    weights = _weights_read(shape, found.weight_bytes, num_sessions)
+    weight_seconds = weights / rates.memory_bytes_per_second
+    resident_seconds = resident / rates.memory_bytes_per_second
+    cold_seconds = (running - resident) / rates.cold_bytes_per_second
+    computing = num_sessions / rates.prefill.tokens_per_second if rates.prefill else 0.0
+    reading = weight_seconds + max(resident_seconds, cold_seconds)
+    return Step(
+        resident,
+        running - resident,
+        weight_seconds,
+        resident_seconds,
+        cold_seconds,
+        max(reading, computing) + rates.exchange_seconds,
+    )
+
+
+def most_within(target_seconds: float, most: int, seconds: Callable[[int], float]) -> int:
+    """How many sessions, up to `most`, one step serves in that time. `seconds` never falls."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if seconds(middle) <= target_seconds:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def decode_cost(shape: ModelShape, found: Fit, demand: Demand, rates: Rates) -> DecodeCost:
+    now = step(shape, found, rates, demand.num_active)
+    within = sessions = None
+    target = demand.max_token_seconds
+    if target is not None:
+        left = max(0.0, target - now.weight_seconds - rates.exchange_seconds)
+        within = min(found.host_bytes, int(left * rates.cold_bytes_per_second))
+        most = found.count(max(0, found.pool_bytes) + found.host_bytes)
+        sessions = most_within(target, most, lambda num: step(shape, found, rates, num).seconds)
+    num_whole = min(demand.num_active, found.sessions_on_device)
+    whole_seconds = step(shape, found, rates, num_whole).seconds if num_whole else 1.0
+    return DecodeCost(
+        resident_bytes=now.resident_bytes,
+        cold_bytes=now.cold_bytes,
+        device_seconds=now.weight_seconds + now.resident_seconds,
+        cold_seconds=now.cold_seconds,
+        step_seconds=now.seconds,
+        tokens_per_second=demand.num_active / now.seconds,
+        whole_tokens_per_second=num_whole / whole_seconds,
+        cold_bytes_within_target=within,
+        sessions_within_target=sessions,
+    )
+
+
+def _weights_read(shape: ModelShape, weight_bytes: int, num_tokens: int) -> float:
+    """Of a mixture of experts, what so many tokens pass through, at most all of it."""
+    if shape.num_params is None or shape.num_active_params is None:
+        return weight_bytes
+    return weight_bytes * min(1.0, shape.num_active_params * num_tokens / shape.num_params)
