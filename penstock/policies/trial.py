@@ -18,7 +18,7 @@ from penstock.types import BlockKey
 
 _SAMPLE_BLOCKS = 1024  # the capacity of each of the two, unless the tier is smaller
 _SAMPLED_BYTE = 7  # of a key, which is a hash: any would do
-_MEMORY = 0.98  # of the lead, each time it is judged
+_MAX_MEMORY = 0.98  # of earlier leads, each time one is added
 
 _Group = tuple[int, int]
 """Blocks of one kind that were last used at about the same time: kind and time."""
@@ -40,6 +40,7 @@ class Trial:
         self._time = 0  # when the prompt began that `_last` belongs to, in steps
         self._lead = 0  # of hits by worth over those by recency, since the last judgement
         self._sum = self._squares = 0.0  # of leads; old ones fade
+        self._num_judged = 0
         self.prefers_worth = False  # until it has proved better
 
     def use(self, keys: Sequence[BlockKey], before: BlockKey | None, kind: int, now: int) -> None:
@@ -63,8 +64,11 @@ class Trial:
     def judge(self) -> None:
         """Follow the better one, if the difference is more than chance would make."""
         lead, self._lead = self._lead, 0
-        self._sum = _MEMORY * self._sum + lead
-        self._squares = _MEMORY * self._squares + lead * lead
+        self._num_judged += 1
+        # The later half of the past counts: at first little had been learnt.
+        memory = min(_MAX_MEMORY, max(0.0, 1 - 2 / self._num_judged))
+        self._sum = memory * self._sum + lead
+        self._squares = memory * self._squares + lead * lead
         # Leads that come and go by chance add up to about the root of their squares.
         if self._sum * self._sum > self._squares:
             self.prefers_worth = self._sum > 0
