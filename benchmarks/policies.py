@@ -1,10 +1,11 @@
-"""Every policy on traces: hit rates of one tier beside LRU's and the offline optimum (MIN).
+"""Every policy on traces: hit rates of one tier beside LRU's and the offline optimum.
 
     python -m benchmarks.policies TRACE [TRACE ...] [--blocks 1000,4000,16000] [--generated]
 
 Of each trace, and of its second half alone with nothing learnt from the first. `--generated` adds
 the workloads of the generator, at a tenth, a third and all of the blocks that come back there.
-What is printed last for a policy is the share of the way from LRU to MIN that it goes.
+"Of the way" is the share of the distance from LRU to the optimum that a policy covers: 0% is LRU,
+100% is what no policy can beat, below 0% is worse than LRU. The mean over the sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from penstock.policies import POLICIES
 from penstock.sim.formats import read_trace
-from penstock.sim.optimum import belady
+from penstock.sim.optimum import optimum
 from penstock.sim.replay import new_ledger, replay
 from penstock.sim.trace import Trace, TraceRequest
 from penstock.sim.workloads import WORKLOADS, generate
@@ -24,9 +25,9 @@ from penstock.sim.workloads import WORKLOADS, generate
 
 def compare(name: str, requests: Sequence[TraceRequest], sizes: Sequence[int]) -> None:
     print(f"\n## {name}\n")
-    print("| policy | " + " | ".join(f"{size:,}" for size in sizes) + " | of the gap | s |")
+    print("| policy | " + " | ".join(f"{size:,}" for size in sizes) + " | of the way | s |")
     print("|---" * (len(sizes) + 3) + "|")
-    best = [belady(requests, size).hit_rate for size in sizes]
+    best = [optimum(requests, size).hit_rate for size in sizes]
     # As the published figures: a prompt's head is the most recent of its blocks.
     base = [replay(requests, new_ledger("lru", n), tails_first=True).hit_rate for n in sizes]
     show("LRU, heads last", base, base, best, 0.0)
@@ -34,7 +35,7 @@ def compare(name: str, requests: Sequence[TraceRequest], sizes: Sequence[int]) -
         started = time.perf_counter()
         rates = [replay(requests, new_ledger(policy, size)).hit_rate for size in sizes]
         show(policy, rates, base, best, time.perf_counter() - started)
-    show("MIN", best, base, best, 0.0)
+    show("optimum", best, base, best, 0.0)
 
 
 def show(

@@ -70,7 +70,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "penstock.sim.settings": ("Hardware",),
         "penstock.sim.simulator": ("simulate",),
         "penstock.sim.replay": ("replay", "new_ledger"),
-        "penstock.sim.optimum": ("belady", "unbounded"),
+        "penstock.sim.optimum": ("optimum", "unbounded"),
     },
     "Errors": {
         "penstock.errors": (

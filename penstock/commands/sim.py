@@ -112,7 +112,8 @@ def sim(
 
     The books, policies and decisions are those that serve; only links, computing and the clock are
     simulated. Several sizes or policies, by comma, are run side by side. Beside what they reach
-    stand the offline optimum (Belady's MIN, which knows the future) and a cache without bounds.
+    stand the offline optimum, which knows the future and which no policy beats, and a cache
+    without bounds.
     """
     from penstock.commands.sim_tables import draw, write_plot
     from penstock.sim.report import facts

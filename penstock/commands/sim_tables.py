@@ -38,8 +38,8 @@ def draw(told: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
             f"{format_seconds(rates['decode_base_seconds'])} and more for its context."
         )
     console.print(
-        "MIN is Belady's optimum, which knows the future; tails first, its ties are broken so that "
-        "chains stay whole: no policy has more."
+        "The optimum knows the future: with as many blocks as all tiers hold, no policy has more "
+        "hits. Unbounded is a cache that keeps everything."
     )
 
 
@@ -60,11 +60,11 @@ def _head(point: dict[str, Any], size: Sizes, shown: Sequence[str]) -> list[str]
 
 def _hits(pairs: _Pairs, shown: Sequence[str], unit: str, *, is_timed: bool) -> Any:
     by_tier = [f"on {tier}" for tier in _TIERS] if is_timed else []
-    columns = ["hits", *by_tier, "MIN", "tails first", "unbounded"]
+    columns = ["hits", *by_tier, "optimum", "unbounded"]
     table = new_table("policy", *_size_names(shown, unit), *columns, title="Hit rate")
     for point, size in pairs:
         tiers = [_share(point["hit_rate_by_tier"][tier]) for tier in _TIERS] if is_timed else []
-        limits = ("optimum_hit_rate", "optimum_hit_rate_tails_first", "unbounded_hit_rate")
+        limits = ("optimum_hit_rate", "unbounded_hit_rate")
         table.add_row(
             *_head(point, size, shown),
             _share(point["hit_rate"]),

@@ -5,6 +5,8 @@ block and time is what a slot earns. See `reuse_rates` for how that is learnt an
 order within a prompt. What was evicted is remembered for a while (Zhou et al.'s ghosts, "The
 Multi-Queue Replacement Algorithm for Second Level Buffer Caches", USENIX ATC 2001), so that reuse
 is also learnt of blocks that could not be kept, and their uses go on being counted.
+
+Where what was learnt does not help, recency decides: see `trial`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import NamedTuple
 from penstock.policies.base import Policy
 from penstock.policies.reuse_rates import NUM_KINDS, ReuseRates
 from penstock.policies.runs import Run, Runs
+from penstock.policies.trial import Trial
 from penstock.types import BlockKey
 
 _MIN_LEARNING_BLOCKS = 1024
@@ -65,7 +68,8 @@ class Reuse(Policy):
             for shelves in self._shelves
             for age in reversed(range(len(stays) - 1))
         ]
-        self._shelf_of: dict[Run, _Shelf] = {}
+        self._shelf_of: OrderedDict[Run, _Shelf] = OrderedDict()  # least recently used first
+        self._trial = Trial(capacity, self._rates.worth)
         self._demoted = _Shelf()
         self._worst_first: list[_Shelf] = []
         self._ghosts: OrderedDict[BlockKey, _Ghost] = OrderedDict()
@@ -81,7 +85,7 @@ class Reuse(Policy):
 
     def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
         self._now += 1
-        self._join([key], before, self._uses_of(key, before))
+        self._join([key], before, self._uses_of(key, before), self._now)
         if self._now % self._learning_blocks == 0:
             self._learn()
 
@@ -93,8 +97,9 @@ class Reuse(Policy):
         if not is_new or not is_chain or len(keys) >= num_until_learning:
             super().insert_all(keys, before)
         elif keys:
+            first = self._now + 1
             self._now += len(keys)
-            self._join(keys, before[0], 1)
+            self._join(keys, before[0], 1, first)
 
     def touch(self, key: BlockKey) -> None:
         run, before, taken = self._runs.take(key)
@@ -103,7 +108,7 @@ class Reuse(Policy):
             count += run.num_evicted  # its tail would have been used as well
             self._unshelve(run)
         self._rates.reused(run.uses, self._now - run.tick, count)
-        self._join(taken, before, run.uses + 1)
+        self._join(taken, before, run.uses + 1, self._now)
 
     def touch_all(self, keys: Sequence[BlockKey]) -> None:
         for key in self._runs.last_ones(keys):
@@ -117,6 +122,7 @@ class Reuse(Policy):
     def demote(self, key: BlockKey) -> None:
         _, behind = self._runs.split(key)
         self._shelve(behind, self._demoted)
+        self._shelf_of.move_to_end(behind, last=False)
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
         self._age()
@@ -144,13 +150,18 @@ class Reuse(Policy):
             return uses
         return 1
 
-    def _join(self, keys: Sequence[BlockKey], before: BlockKey | None, uses: int) -> None:
-        """Blocks that follow each other were used just now, for so many times in all."""
-        youngest = self._shelves[self._rates.begin(uses, len(keys))][0]
+    def _join(
+        self, keys: Sequence[BlockKey], before: BlockKey | None, uses: int, since: int
+    ) -> None:
+        """Blocks that follow each other were used, from `since` on, for so many times in all."""
+        kind = self._rates.begin(uses, len(keys))
+        self._trial.use(keys, before, kind, since)
+        youngest = self._shelves[kind][0]
         run = self._runs.ending_with(before)
         if run is not None and self._shelf_of.get(run) is youngest:
             run.tick = self._now
             youngest.move_to_end(run)
+            self._shelf_of.move_to_end(run)
         else:
             run = self._runs.start(before)
             run.uses, run.tick = uses, self._now
@@ -161,7 +172,8 @@ class Reuse(Policy):
         if self._shelf_of.get(run) is shelf:
             shelf.move_to_end(run)
             return
-        self._unshelve(run)
+        if (old := self._shelf_of.get(run)) is not None:
+            del old[run]  # it keeps its place among those used before and after it
         if not shelf:
             shelf.due = run.tick + shelf.stays
         shelf[run] = None
@@ -173,7 +185,10 @@ class Reuse(Policy):
             del shelf[run]
 
     def _in_order(self) -> Iterator[Run]:
-        """What is worth least first."""
+        """What is worth least first; or least recently used, while that keeps more."""
+        if not self._trial.prefers_worth:
+            yield from self._shelf_of
+            return
         yield from self._demoted
         for shelf in self._worst_first:
             if shelf:
@@ -198,6 +213,7 @@ class Reuse(Policy):
 
     def _learn(self) -> None:
         self._rates.compute()
+        self._trial.judge()
         ranked = [
             (index, kind, age)
             for kind, indices in enumerate(self._rates.indices)

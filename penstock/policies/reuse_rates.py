@@ -45,6 +45,10 @@ class ReuseRates:
         age = int(_STEPS_PER_OCTAVE * math.log2(1 + num_blocks / self._unit))
         return min(age, self.num_ages - 1)
 
+    def worth(self, kind: int, num_blocks: int) -> float:
+        """Of keeping a block of this kind that was last used so many blocks ago."""
+        return self.indices[kind][self.age_of(num_blocks)]
+
     def begin(self, uses: int, count: int = 1) -> int:
         """So many have been used so often now; they may come back, or not. Returns their kind."""
         kind = self.kind_of(uses)

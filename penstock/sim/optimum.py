@@ -1,13 +1,18 @@
-"""What no policy can beat: Belady's MIN, which knows the future, and a cache without bounds.
+"""What no policy can beat: the offline optimum of a prefix cache, and a cache without bounds.
 
-    Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
-    Journal 5 (2), 1966.
+`optimum` knows the future. It keeps the blocks whose next use comes soonest, and lets a block pass
+by that is never used again (Belady, "A study of replacement algorithms for a virtual-storage
+computer", IBM Systems Journal 5 (2), 1966). Why no policy has more hits:
 
-MIN evicts the block whose next use is furthest away, and lets a block pass by that is never used
-again. In a cache of prefixes a block counts only if all before it are held. Of a chain's blocks
-many have the same next use. Evicting heads first among these gives the figures that are published
-for traces; evicting tails first keeps every chain whole, so each block held is also a hit, and
-that is the true optimum: no policy has more.
+Let every block count as a hit that is held when a prompt names it, whether or not the blocks before
+it are held. That only adds hits, and for blocks of one size that count alone Belady's choice is
+optimal, mandatory admission or not. So it bounds what any policy can reach. And it is reached: who
+uses a block uses those before it too, so no block has its next use before its parent. Of blocks
+with the same next use the last ones of a prompt go first. So when a prompt comes, those of its
+blocks that are held are its first ones, and each is a hit in the strict sense as well.
+
+Breaking ties the other way, heads first, leaves chains without their beginning. Figures published
+as MIN for traces are often of that kind; LRU can be better than them.
 """
 
 from __future__ import annotations
@@ -40,25 +45,22 @@ def unbounded(requests: Iterable[TraceRequest]) -> Replayed:
     return Replayed(None, num_requests, num_blocks, num_hits, num_written=len(seen))
 
 
-def belady(
-    requests: Sequence[TraceRequest], capacity: int, *, tails_first: bool = False
-) -> Replayed:
-    """MIN for a tier of `capacity` blocks; `tails_first` among blocks of equal next use."""
+def optimum(requests: Sequence[TraceRequest], capacity: int) -> Replayed:
+    """The most hits that a tier of `capacity` blocks can have, requests served one by one.
+
+    Exact where a key names a whole prefix, as all keys here do; otherwise an upper bound.
+    """
     if capacity < 1:
         raise ConfigError(f"a tier of {capacity} blocks holds nothing: expected 1 or more")
     next_uses = _next_uses(requests)
     held: dict[BlockKey, int] = {}  # its next use, as a number of a request
     order: list[tuple[int, int, BlockKey]] = []  # furthest next use first; may be out of date
-    sign = -1 if tails_first else 1
     num_blocks = num_hits = num_written = 0
     position = 0  # in `next_uses`
     for request in requests:
         prompt = request.prompt_blocks
         num_blocks += len(prompt)
-        for key in prompt:
-            if key not in held:
-                break
-            num_hits += 1
+        num_hits += sum(key in held for key in prompt)
         for place, key in enumerate((*prompt, *request.output_blocks)):
             next_use = next_uses[position]
             position += 1
@@ -67,11 +69,12 @@ def belady(
                     continue
                 num_written += 1
             held[key] = next_use
-            heappush(order, (-next_use, sign * place, key))
-            while len(held) > capacity:
-                use, _, furthest = heappop(order)
-                if held.get(furthest) == -use:
-                    del held[furthest]
+            heappush(order, (-next_use, -place, key))
+        # Only now: until all have been seen, some stand with the use that is just happening.
+        while len(held) > capacity:
+            use, _, furthest = heappop(order)
+            if held.get(furthest) == -use:
+                del held[furthest]
         if len(order) > 4 * capacity + 1024:  # what was used again has left its old place behind
             order = [entry for entry in order if held.get(entry[2]) == -entry[0]]
             heapify(order)

@@ -46,7 +46,7 @@ def _hit_chart(pairs: _Pairs, swept: str, unit: str) -> Chart:
         for colour, (name, of) in enumerate(_by_name(pairs, swept).items())
     ]
     for name, field, kind in (
-        ("MIN, the offline optimum", "optimum_hit_rate_tails_first", "limit"),
+        ("offline optimum", "optimum_hit_rate", "limit"),
         ("unbounded", "unbounded_hit_rate", "bound"),
     ):
         best = {size[swept]: point[field] for point, size in pairs}
@@ -104,13 +104,13 @@ def _table(
     pairs: _Pairs, unit: str, *, timed: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     header = ["policy", *(f"{tier}, {unit}" for tier in ("device", "host", "disk")), "hit rate"]
-    header += ["MIN", "unbounded"]
+    header += ["optimum", "unbounded"]
     if timed:
         header += ["TTFT P50", "P90", "P99", "rejected"]
     rows = []
     for point, size in pairs:
         row = [point["policy"], *(f"{size[tier]:,.4g}" for tier in ("device", "host", "disk"))]
-        for field in ("hit_rate", "optimum_hit_rate_tails_first", "unbounded_hit_rate"):
+        for field in ("hit_rate", "optimum_hit_rate", "unbounded_hit_rate"):
             row.append(_show_share(point[field]))
         if timed:
             times = point["first_token_seconds"].values()

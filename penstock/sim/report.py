@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.sim.replay import Replayed
-from penstock.sim.sweep import Point, Swept
+from penstock.sim.sweep import Limit, Point, Swept
 from penstock.sim.tally import Simulated
 from penstock.sim.trace import Trace
 from penstock.types import Direction, Tier
@@ -24,8 +24,8 @@ def facts(traces: Sequence[Trace], swept: Swept) -> dict[str, Any]:
     return {
         "traces": [_trace_facts(trace) for trace in traces],
         "points": [
-            _point_facts(point, found, swept)
-            for point, found in zip(swept.points, swept.found, strict=True)
+            _point_facts(point, found, limit)
+            for point, found, limit in zip(swept.points, swept.found, swept.limits, strict=True)
         ],
     }
 
@@ -43,8 +43,7 @@ def _trace_facts(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _point_facts(point: Point, found: Simulated | Replayed, swept: Swept) -> dict[str, Any]:
-    limit = swept.limit_of(point)
+def _point_facts(point: Point, found: Simulated | Replayed, limit: Limit) -> dict[str, Any]:
     told: dict[str, Any] = {
         "trace": point.trace,
         "policy": point.policy,
@@ -52,8 +51,7 @@ def _point_facts(point: Point, found: Simulated | Replayed, swept: Swept) -> dic
         "num_host_blocks": point.num_host_blocks,
         "num_disk_blocks": point.num_disk_blocks,
         "hit_rate": found.hit_rate,
-        "optimum_hit_rate": limit.belady,
-        "optimum_hit_rate_tails_first": limit.tails_first,
+        "optimum_hit_rate": limit.optimum,
         "unbounded_hit_rate": limit.unbounded,
         "num_blocks": found.num_blocks,
     }

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.sim.instance import InstanceConfig
-from penstock.sim.optimum import belady, unbounded
+from penstock.sim.optimum import optimum, unbounded
 from penstock.sim.replay import Replayed, new_ledger, replay
 from penstock.sim.simulator import simulate
 from penstock.sim.tally import Simulated
-from penstock.sim.trace import Trace
+from penstock.sim.trace import Trace, TraceRequest
 
 _POLL_SECONDS = 0.2
 # LRU knows no chains: replayed as it is published, a request's tail is older than its head.
@@ -54,23 +54,20 @@ class Limit:
 
     trace: int
     num_blocks: int
-    belady: float
-    tails_first: float  # the same, ties broken for whole chains: the true optimum
+    optimum: float  # no policy has more
     unbounded: float
+
+
+class _Timed(NamedTuple):
+    found: Simulated
+    limit: Limit | None  # of its own, where requests were rejected
 
 
 @dataclass(frozen=True, slots=True)
 class Swept:
     points: tuple[Point, ...]
     found: tuple[Simulated | Replayed, ...]  # in the order of the points
-    limits: tuple[Limit, ...]
-
-    def limit_of(self, point: Point) -> Limit:
-        return next(
-            limit
-            for limit in self.limits
-            if (limit.trace, limit.num_blocks) == (point.trace, point.num_blocks)
-        )
+    limits: tuple[Limit, ...]  # in the order of the points
 
 
 def sweep(
@@ -90,26 +87,37 @@ def sweep(
         found = _side_by_side(traces, jobs, min(num_processes, len(jobs)), tick)
     else:
         found = _one_by_one(traces, jobs, tick)
-    return Swept(tuple(points), tuple(found[: len(points)]), tuple(found[len(points) :]))
+    limit_of = dict(zip(sizes, found[len(points) :], strict=True))
+    results: list[Simulated | Replayed] = []
+    limits: list[Limit] = []
+    for point, result in zip(points, found, strict=False):
+        timed_result, own_limit = result if isinstance(result, _Timed) else (result, None)
+        results.append(timed_result)
+        limits.append(own_limit or limit_of[point.trace, point.num_blocks])
+    return Swept(tuple(points), tuple(results), tuple(limits))
 
 
 def _run(traces: Sequence[Trace], job: Point | tuple[int, int], tick: Callable[[int], None]) -> Any:
     if isinstance(job, tuple):
         number, num_blocks = job
-        requests = traces[number].requests
-        return Limit(
-            number,
-            num_blocks,
-            belady(requests, num_blocks).hit_rate,
-            belady(requests, num_blocks, tails_first=True).hit_rate,
-            unbounded(requests).hit_rate,
-        )
+        return _limit(number, num_blocks, traces[number].requests)
     trace = traces[job.trace]
     if job.instance is None:
         ledger = new_ledger(job.policy, job.num_host_blocks)
         return replay(trace.requests, ledger, tick, tails_first=job.policy in _TAILS_FIRST)
     found = simulate(trace, job.instance, speed=job.speed, tick=tick)
-    return replace(found, requests=())  # what each request saw is too much to hand around
+    limit = None
+    if found.num_refused:  # hit rates are of those served, and so is what bounds them
+        seen = zip(trace.requests, found.requests, strict=True)
+        served = [request for request, told in seen if not told.refusal]
+        limit = _limit(job.trace, job.num_blocks, served)
+    # What each request saw is too much to hand around.
+    return _Timed(replace(found, requests=()), limit)
+
+
+def _limit(trace: int, num_blocks: int, requests: Sequence[TraceRequest]) -> Limit:
+    best = optimum(requests, num_blocks).hit_rate
+    return Limit(trace, num_blocks, best, unbounded(requests).hit_rate)
 
 
 def _one_by_one(

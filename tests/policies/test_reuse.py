@@ -12,6 +12,7 @@ from tools import key_of
 
 from penstock.config import DiskConfig, HostConfig
 from penstock.errors import BookError
+from penstock.ledger import Ledger
 from penstock.policies import POLICIES, Policy, PrefixLRU, Reuse
 from penstock.policies.reuse_rates import ReuseRates
 from penstock.policies.runs import Runs
@@ -148,13 +149,16 @@ def conversations(seed: int, num: int = 1_500) -> list[TraceRequest]:
     return requests
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_it_learns_which_prompts_come_back(seed: int) -> None:
-    requests = conversations(seed)
-    rates = {
-        name: replay(requests, new_ledger(name, 800)).hit_rate for name in ("prefix-lru", "reuse")
-    }
-    assert rates["reuse"] > rates["prefix-lru"]
+def test_it_learns_which_prompts_come_back() -> None:
+    gains = []
+    for seed in range(3):
+        requests = conversations(seed)
+        learnt, recency = (
+            replay(requests, new_ledger(name, 800)).hit_rate for name in ("reuse", "prefix-lru")
+        )
+        gains.append(learnt - recency)
+    assert min(gains) > -0.005
+    assert sum(gains) > 0.003
 
 
 def test_with_nothing_learnt_the_younger_is_worth_more() -> None:
@@ -194,3 +198,23 @@ def test_the_default_on_a_real_trace() -> None:
 def test_the_default_is_the_one_that_wins() -> None:
     assert (HostConfig().policy, DiskConfig().policy) == ("reuse", "reuse")
     assert POLICIES["reuse"] is Reuse
+
+
+def test_what_was_learnt_is_followed_where_it_helps() -> None:
+    """A loop larger than the tier: recency keeps nothing of it."""
+    policy = Reuse(60)
+    assert not policy._trial.prefers_worth  # until it has proved better
+    ledger = Ledger(60, policy)
+    documents = [prompt(f"document {number}", 10) for number in range(12)]
+    again = [TraceRequest(0.0, 160, 1, tuple(keys)) for keys in documents]
+    replay(again * 40, ledger)
+    assert policy._trial.prefers_worth
+    policy.check()
+
+
+def test_nothing_to_learn_is_prefix_lru() -> None:
+    requests = [
+        TraceRequest(0.0, 160, 1, tuple(prompt(f"once {number // 2}", 10))) for number in range(900)
+    ]
+    reuse, recency = (replay(requests, new_ledger(name, 50)) for name in ("reuse", "prefix-lru"))
+    assert reuse == recency

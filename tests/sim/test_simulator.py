@@ -16,6 +16,7 @@ from penstock.sim.links import LinkSpec, SimulatedLinks
 from penstock.sim.plot import Chart, Line, Section, nice_ticks, page
 from penstock.sim.simulator import simulate
 from penstock.sim.sweep import Point, sweep
+from penstock.sim.tally import Simulated
 from penstock.sim.trace import Trace, TraceRequest
 from penstock.sim.workloads import generate
 from penstock.types import BlockKey, Direction, Slot, Tier, Transfer, TransferId
@@ -221,10 +222,21 @@ def test_a_sweep_side_by_side_finds_the_same(chat: Trace) -> None:
     alone = sweep([chat], points)
     assert sweep([chat], points, num_processes=2) == alone
     assert alone.found[0].hit_rate < alone.found[1].hit_rate
-    for point, found in zip(alone.points, alone.found, strict=True):
-        limit = alone.limit_of(point)
-        assert found.hit_rate <= limit.tails_first <= limit.unbounded
-        assert limit.belady <= limit.tails_first
+    for found, limit in zip(alone.found, alone.limits, strict=True):
+        assert found.hit_rate <= limit.optimum <= limit.unbounded
+
+
+def test_where_requests_are_rejected_the_optimum_is_of_those_served() -> None:
+    """Those too long for the device have nothing in common: counted in, they lowered the bound."""
+    short = [ask(2 * number, "a", 2) for number in range(4)]
+    long = [ask(2 * number + 1, f"long {number}", 1000) for number in range(4)]
+    mixed = trace(*sorted([*short, *long], key=lambda request: request.arrival_seconds))
+    config = replace(CONFIG, num_device_blocks=8, num_host_blocks=8, num_disk_blocks=0)
+    swept = sweep([mixed], [Point(0, "lru", 8, 8, 0, config)])
+    (found,), (limit,) = swept.found, swept.limits
+    assert isinstance(found, Simulated)
+    assert found.refusals == {"too_long": 4}
+    assert 0.5 < found.hit_rate <= limit.optimum <= limit.unbounded
 
 
 def test_pages_are_complete_and_escaped() -> None:
