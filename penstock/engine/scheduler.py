@@ -216,7 +216,8 @@ class Scheduler:
                     parents[len(blocks)] = key
             request.num_named = request.num_computed // self._block_tokens
         for tenant, blocks in complete.items():
-            self.placement.save(list(blocks), list(blocks.values()), tenant, heads[tenant])
+            slots = list(blocks.values())
+            self.placement.save(list(blocks), slots, tenant=tenant, heads=heads[tenant])
 
     def settle(self, done: Done) -> Request | None:
         """A load or save has ended; of a load, the request that goes on."""
