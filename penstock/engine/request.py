@@ -82,6 +82,17 @@ class Request:
     def order(self) -> tuple[int, float, int]:
         return (self.priority, self.turn.stamp, self.sequence)
 
+    def restart(self) -> None:
+        """The engine lost its books: nothing of the request is anywhere, and it waits again."""
+        if self.phase is not Phase.WAITING:
+            self.num_preemptions += 1
+        self.phase = Phase.WAITING
+        self.table.take_all()
+        self.into, self.resting = [], []
+        self.num_computed = self.num_present = self.num_named = 0
+        self.ticket = self.look = None
+        self.meeting_end = self.num_stalls = 0
+
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)
         self.chain.append(token_id)
