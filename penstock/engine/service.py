@@ -159,11 +159,12 @@ class Service:
                     )
                     added.append(name)
             except Exception as error:
-                _fail(accepted, error)
-                if isinstance(error, EngineLost):
-                    raise
-                for name in added:
+                is_lost = isinstance(error, EngineLost)
+                for name in () if is_lost else added:
                     self.engine.abort(name)
+                _fail(accepted, error)
+                if is_lost:
+                    raise
                 return
             for index, name in enumerate(names):
                 self._streams[name] = (stream, index)

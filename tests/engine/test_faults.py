@@ -216,9 +216,11 @@ def test_the_sampler_and_the_text(
     if part == "sampler":
         monkeypatch.setattr(engine_module, "begin_sampling", Once(engine_module.begin_sampling, 5))
     elif part == "last text":
-        monkeypatch.setattr(Detokenizer, "finish", Once(Detokenizer.finish, 1))
+        finish = Once(Detokenizer.finish, 1)
+        monkeypatch.setattr(Detokenizer, "finish", lambda *given: finish(*given))
     else:
-        monkeypatch.setattr(Detokenizer, "append", Once(Detokenizer.append, 9))
+        append = Once(Detokenizer.append, 9)
+        monkeypatch.setattr(Detokenizer, "append", lambda *given: append(*given))
     stop = ["never said"] if part == "text with stop strings" else None
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop=stop)
     requests = [engine.add(str(n), ids, params) for n, ids in enumerate(prompts())]
@@ -257,6 +259,7 @@ def test_a_request_that_cannot_be_entered_or_left_fails_alone(
     engine.abort("early-0")
     assert [request.id for request, _ in engine.take_failed()] == []
     assert len(watched.faults) == 2
+    engine.abort("early-1")
     said = watched.run(prompts()[1:], "next")
     assert all(same(said[number], answers[number + 1]) for number in said)
     idle(engine)
