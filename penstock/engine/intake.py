@@ -32,17 +32,18 @@ class Intake:
             raise ConfigError(
                 f"sampling parameters are {reprlib.repr(params)}; expected SamplingParams."
             )
-        for name, ids in params.named_token_ids.items():
-            if ids:
-                self._check_range(f"{name} has", ids)
+        for name, named in params.named_token_ids.items():
+            if named:
+                self._check_range(f"{name} has", named)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError(
                 f"priority is {reprlib.repr(priority)}; expected a whole number, lower first."
             )
         self.check_tenant(tenant)
-        if not len(prompt_ids):
+        ids = self.check_prompt(prompt_ids)
+        if not ids:
             raise ConfigError("the prompt is empty; expected at least one token.")
-        return self.check_prompt(prompt_ids)
+        return ids
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt, or of none. Raises ConfigError."""
