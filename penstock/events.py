@@ -202,6 +202,16 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A step of the engine failed by a defect, and the engine recovered."""
+
+    error: str  # its type
+    num_failed: int  # requests that ended with it
+    num_requeued: int  # requests that are computed again
+    reopened_tiers: bool  # the tiers below the device could not be trusted
+
+
+@dataclass(frozen=True, slots=True)
 class Migrated:
     """Blocks of running sequences have left the device for DRAM, or have come back."""
 
@@ -328,6 +338,7 @@ Event = (
     | Preempted
     | TurnEnded
     | Stepped
+    | StepFailed
     | Migrated
     | ResidentShare
     | Refused

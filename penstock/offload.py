@@ -371,6 +371,40 @@ class Offloader:
             self._close_stores()
         return drained and stopped
 
+    def let_go(self, timeout_seconds: float) -> bool:
+        """The host has lost its books: end its loads and saves, take back its pins, tell nothing.
+
+        True once no copy touches a device slot any more. What the tiers hold stays, and goes on
+        its way to those below.
+        """
+        self._prefetches.clear()
+        for ticket in self._stack.open_tickets():
+            self._stack.cancel(ticket, self._clock.now())
+        self._submit()
+        end = time.monotonic() + timeout_seconds
+        while self._stack.open_tickets():
+            if time.monotonic() >= end:
+                return False
+            self._engine.wait(0.01)
+            self._advance()
+        self._advance()  # what ended last has been told to prefetches, too
+        self._kept = []
+        self._stack.unpin_all()
+        return True
+
+    def abandon(self, timeout_seconds: float) -> bool:
+        """Close without finishing what is under way: the books cannot be trusted.
+
+        What lower tiers hold by then is whole, and verified when it is read. False if a tier hung.
+        """
+        self._closed = True
+        stopped = self._engine.close(timeout_seconds)
+        for recovery in self._recoveries:
+            stopped &= recovery.stop(timeout_seconds)
+        if stopped:  # a hanging thread still uses the store's files: leave them open
+            self._close_stores()
+        return stopped
+
     def __enter__(self) -> Offloader:
         return self
 

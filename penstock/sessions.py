@@ -29,7 +29,7 @@ class Tiers(Protocol):
         self,
         keys: Sequence[BlockKey],
         *,
-        tenant: str = "",
+        tenant: str,
         retain_seconds: float | None = None,
         name: str = "",
     ) -> int: ...
@@ -73,7 +73,8 @@ class Sessions:
         own = keys[num_found:]
         if hints.session is not None:
             name = _name_of(hints.session, tenant)
-            own = self._note(name, keys, num_found).own
+            if keys:  # one that was given up before it began leaves what is known of its session
+                own = self._note(name, keys, num_found).own
         if hints.retain_seconds is not None:
             self._tiers.retain(keys, hints.retain_seconds, name)
         elif hints.on_end != "keep":

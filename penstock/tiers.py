@@ -183,6 +183,9 @@ class TierStack:
         self._plan(ticket)
         return ticket.id
 
+    def open_tickets(self) -> list[TicketId]:
+        return [ticket.id for ticket in self._tickets]
+
     def cancel(self, ticket_id: TicketId, now: float) -> None:
         """Give up a ticket. It is done as soon as no running copy touches its device slots."""
         self._books.now = now
@@ -227,6 +230,11 @@ class TierStack:
     def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
         """Where in HOST these blocks can be read until unpinned; None for what is not there."""
         return self._pins.pin(keys)
+
+    def unpin_all(self) -> None:
+        """Whoever pinned them has forgotten."""
+        for slot, count in list(self._pins.counts.items()):
+            self._pins.unpin([slot] * count)
 
     def is_in_host(self, key: BlockKey) -> bool:
         return self._host.is_ready(key)

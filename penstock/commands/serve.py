@@ -33,6 +33,9 @@ EXAMPLE = (
 )
 
 
+EXIT_LOST = 70  # the engine failed and could not recover: whoever supervises starts another
+
+
 class LogLevel(StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -109,6 +112,7 @@ def serve(
 
     /health answers from the start, /ready once the model is loaded. Stop it with Ctrl-C or
     SIGTERM: running requests finish, KV on disk is complete; a second time it stops at once.
+    An engine that fails and cannot recover ends it with 70: have it started again.
     """
     require_extra("server", "fastapi", "uvicorn", "pydantic")
     require_extra("engine", "torch", "transformers")
@@ -121,7 +125,7 @@ def serve(
 
     from penstock.metrics import Metrics
     from penstock.server.app import AppSettings
-    from penstock.server.backend import Backend
+    from penstock.server.backend import Backend, Phase
     from penstock.server.listening import bind, url_of
     from penstock.server.load import load_serving
     from penstock.server.process import Process, ProcessSettings
@@ -177,6 +181,10 @@ def serve(
         recorder.close()
     if tracer is not None:
         tracer.close()
+    if backend.phase is Phase.FAILED:
+        tell("the engine failed and could not recover; start the server again")
+        sys.stdout.flush()
+        os._exit(EXIT_LOST)  # at once: a device that is gone may hold up an orderly end for ever
     tell("stopped")
 
 

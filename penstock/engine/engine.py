@@ -6,12 +6,15 @@
 
 One thread owns an engine. A step settles what has been loaded and saved, lets the scheduler choose
 the next tokens, computes them, and samples. Whatever becomes of a tier, a request only ever sees
-its tokens.
+its tokens. A step that fails by a defect costs the requests that it computed: `take_failed` names
+them, the books are made anew, and the others are computed again (see `faults`).
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,14 +31,16 @@ from penstock.engine.admission import Admission, Busy, NoRoom, TooLong
 from penstock.engine.blocks import BlockPool
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
+from penstock.engine.faults import MAX_FAULTS_IN_A_ROW, MAX_REQUEUES, EngineFault, EngineLost
+from penstock.engine.intake import Intake
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.engine.request import Request
+from penstock.engine.request import Phase, Request
 from penstock.engine.residency import Residency, ResidencyConfig, Turns
 from penstock.engine.rotation import Rotation
 from penstock.engine.runner import Runner, TorchRunner
 from penstock.engine.sampler import Row, Sampled, begin_sampling, make_generator
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler import Chunk, Scheduler
 from penstock.engine.story import Story
 from penstock.errors import ConfigError
 from penstock.events import Observer
@@ -50,7 +55,10 @@ from penstock.transfer.pinning import has_same_addresses
 from penstock.types import NO_ORIGIN, BlockSpec, Done, Match, Origin, Tier
 from penstock.units import MiB, format_bytes
 
+log = logging.getLogger(__name__)
+
 _HOP_SECONDS = 0.005
+_QUIET_SECONDS = 10.0  # for copies between device and DRAM to end after a fault
 _GPU_COLD_BYTES = 256 * MiB  # about 5 ms of a PCIe Gen5 link
 
 LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
@@ -71,19 +79,31 @@ class EngineConfig:
 class Progress:
     """What a step did for one request."""
 
-    __slots__ = ("_read", "_text", "request", "sampled")
+    __slots__ = ("_on_fault", "_read", "_text", "error", "request", "sampled")
 
-    def __init__(self, request: Request, sampled: Sampled, read: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        sampled: Sampled,
+        read: Callable[[], str],
+        on_fault: Callable[[Request, Exception], EngineFault],
+    ) -> None:
         self.request = request
         self.sampled = sampled
+        self.error: EngineFault | None = None  # its text cannot be made: the request has failed
         self._read: Callable[[], str] | None = read
+        self._on_fault = on_fault
         self._text = ""
 
     @property
     def text(self) -> str:
         """New text that may be shown. It is made when it is asked for, or in the next step."""
         if self._read is not None:
-            self._text, self._read = self._read(), None
+            read, self._read = self._read, None
+            try:
+                self._text = read()
+            except Exception as error:
+                self.error = self._on_fault(self.request, error)
         return self._text
 
 
@@ -94,9 +114,18 @@ class _Live:
     detokenizer: Detokenizer
     stop_ids: frozenset[int]
     row: Row | None = None  # once it does not change any more
+    num_requeues: int = 0  # after faults, since its last token
 
 
 class Engine:
+    offloader: Offloader | None
+    sessions: Sessions | None
+    runner: Runner
+    pool: BlockPool
+    admission: Admission
+    scheduler: Scheduler
+    _arrived: list[Done]  # while a step was computed
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -110,7 +139,7 @@ class Engine:
         itemsize = loaded.dtype.itemsize
         token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * itemsize
         self.block_tokens = config.block_tokens or suggest_block_tokens(token_bytes)
-        block_bytes = token_bytes * self.block_tokens
+        self._block_bytes = block_bytes = token_bytes * self.block_tokens
         num_blocks = config.device_kv_bytes // block_bytes
         if num_blocks < 1:
             raise ConfigError(
@@ -125,7 +154,7 @@ class Engine:
             self.block_tokens,
             rope=loaded.rope,
         )
-        self.device = device = DevicePool(
+        self.device = DevicePool(
             num_blocks,
             loaded.num_layers,
             self.block_tokens,
@@ -134,54 +163,30 @@ class Engine:
             loaded.dtype,
             loaded.device,
         )
-        self.pool = BlockPool(num_blocks)
-        self.offloader: Offloader | None = None
-        if tiers is not None:
-            spec = BlockSpec(self.namespace.physical().digest(), block_bytes, self.block_tokens)
-            mover = partial(CudaMover, device) if device.on_gpu else None
-            self.offloader = build_offloader(
-                tiers, spec, device, observers=observers, device_mover=mover
-            )
-        self.sessions = None if self.offloader is None else Sessions(self.offloader)
+        self._config, self._tiers, self._observers = config, tiers, observers
+        self._num_blocks = num_blocks
+        self.intake = Intake(loaded.vocab_size)
+        # Ends that the model cannot say need not be kept from it either.
+        self._eos_ids = tuple(i for i in loaded.eos_token_ids if 0 <= i < loaded.vocab_size)
+        self._open_tiers()
         try:
-            self.runner, residency = self._make_runner(config)
+            self.runner, self._residency_config = self._make_runner(config)
         except BaseException:  # no room to work in beside the pool, say
             if self.offloader is not None:
                 self.offloader.close()
             raise
-        self._residency = Residency(residency, self.block_tokens, block_bytes, num_blocks)
         self._costs = LoadOrCompute(block_bytes, self.block_tokens)
         self._story = Story(block_bytes, self.block_tokens, observers)
-        self.admission = Admission(
-            self.block_tokens,
-            num_blocks,
-            None if self.offloader is None else self.offloader.num_blocks,
-            config.max_waiting,
-            num_cold_blocks=self._num_cold_blocks(residency),
-        )
-        # A chunk is computed on the device, beside blocks that stay there: with sequences larger
-        # than the pool, one that takes all of it would wait for ever.
-        max_chunk_tokens = max(1, num_blocks // 2) * self.block_tokens
-        num_batched = config.max_batched_tokens
-        if self._num_cold_blocks(residency):
-            num_batched = min(num_batched, max_chunk_tokens)
-        self.scheduler = Scheduler(
-            self.pool,
-            self.block_tokens,
-            admission=self.admission,
-            tiers=self.offloader,
-            choose=self._choose,
-            max_batched_tokens=num_batched,
-            max_running=config.max_running,
-            residency=self._residency,
-            turns=Turns(residency.max_cold_bytes_per_step, block_bytes),
-            rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
-        )
-        self._arrived: list[Done] = []  # while a step was computed
+        self._make_books()
         self._unread: list[Progress] = []  # of the last step
         self._moves_again = 0.0
         self._live: dict[str, _Live] = {}
         self._sequence = count()
+        self._chunks: Sequence[Chunk] = ()  # of the step that is being computed
+        self._mute: dict[str, EngineFault] = {}  # requests whose text cannot be made
+        self._failed: list[tuple[Request, EngineFault]] = []
+        self._num_faults = 0  # in a row
+        self._is_lost = False
 
     @property
     def has_work(self) -> bool:
@@ -204,13 +209,7 @@ class Engine:
         origin: Origin = NO_ORIGIN,
     ) -> Request:
         """Queue a request. Raises ConfigError or TooLong if it can never be served, or Busy."""
-        if not prompt_ids:
-            raise ConfigError("the prompt is empty; expected at least one token.")
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.loaded.vocab_size:
-            raise ConfigError(
-                f"the prompt has token ids from {min(prompt_ids)} to {max(prompt_ids)}; expected "
-                f"0 to {self.loaded.vocab_size - 1}, as this model's tokenizer gives them."
-            )
+        prompt_ids = self.intake.check(prompt_ids, params, priority=priority, tenant=tenant)
         try:
             max_new = self._max_new(len(prompt_ids), params)
         except (TooLong, Busy) as refusal:
@@ -221,7 +220,7 @@ class Engine:
         params = replace(params, max_tokens=max_new, min_tokens=min_new)
         request = Request(
             request_id,
-            tuple(prompt_ids),
+            prompt_ids,
             params,
             KeyChain(replace(self.namespace, tenant=tenant)),
             priority=priority,
@@ -231,15 +230,20 @@ class Engine:
             arrival=time.monotonic(),
             sequence=next(self._sequence),
         )
-        self.scheduler.add(request)
-        if self.sessions is not None:
-            self.sessions.began(params.hints, tenant)
-        self._live[request_id] = _Live(
+        live = _Live(
             request,
             make_generator(params.seed, index),
             Detokenizer(self.loaded.tokenizer, list(prompt_ids), params),
             frozenset(params.stop_ids),
         )
+        try:
+            self.scheduler.add(request)
+            if self.sessions is not None:
+                self.sessions.began(params.hints, tenant)
+        except Exception as error:
+            self._recover(error)
+            raise EngineFault.of(error) from error
+        self._live[request_id] = live
         return request
 
     def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
@@ -249,10 +253,14 @@ class Engine:
         """
         if self.sessions is None:
             return 0
-        prefix = KeyChain(
-            replace(self.namespace, tenant=tenant), prompt_ids[: self.loaded.max_tokens]
-        )
-        return self.sessions.apply(hint, prefix.keys, tenant)
+        self.intake.check_tenant(tenant)
+        ids = self.intake.check_prompt(prompt_ids)[: self.loaded.max_tokens]
+        prefix = KeyChain(replace(self.namespace, tenant=tenant), ids)
+        try:
+            return self.sessions.apply(hint, prefix.keys, tenant)
+        except Exception as error:
+            self._recover(error)
+            raise EngineFault.of(error) from error
 
     def census(self) -> list[Sighting]:
         """Every sequence there is: those that run, load and wait, each kind in its order."""
@@ -263,16 +271,37 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is not None:
             live.request.finish_reason = "abort"
-            self._end(live.request)
+            try:
+                self._end(live.request)
+            except Exception as error:
+                self._recover(error)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Progress]:
         """Compute one batch. Empty when nothing could run yet, or nothing is left to do.
 
-        `meanwhile`, for what the caller has to do between steps, is called once: a GPU computes
-        while it runs, and it must not raise.
+        `meanwhile`, for what the caller has to do between steps, is called at least once: a GPU
+        computes while it runs, and it must not raise. Raises EngineLost if a fault cannot be
+        recovered from; of others `take_failed` tells.
         """
+        try:
+            progress = self._step(meanwhile)
+        except Exception as error:
+            self._recover(error, meanwhile)
+            return []
+        finally:
+            self._chunks = ()
+        self._num_faults = 0
+        return progress
+
+    def take_failed(self) -> list[tuple[Request, EngineFault]]:
+        """Requests that have ended in a fault since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _step(self, meanwhile: Callable[[], None]) -> list[Progress]:
+        self._end_the_mute()
         self._settle()
-        chunks = self.scheduler.schedule()
+        chunks = self._chunks = self.scheduler.schedule()
         self._story.entered(self.scheduler, time.monotonic())
         self._story.scheduled(self.scheduler, self.pool)
         if not chunks:
@@ -300,11 +329,15 @@ class Engine:
         return self._unread
 
     def close(self) -> None:
-        for request_id in list(self._live):
-            self.abort(request_id)
-        self.runner.close()
-        if self.offloader is not None:
-            self.offloader.close()
+        if not self._is_lost:
+            for request_id in list(self._live):
+                self.abort(request_id)
+        try:
+            if "runner" in self.__dict__:
+                self.runner.close()
+        finally:
+            if self.offloader is not None:
+                self.offloader.close()
 
     def check(self) -> None:
         self.scheduler.check()
@@ -342,7 +375,7 @@ class Engine:
         request, params = live.request, live.request.params
         num_prompt = len(request.prompt_ids)
         too_early = len(request.tokens) - num_prompt < params.min_tokens
-        ends = (*self.loaded.eos_token_ids, *live.stop_ids) if too_early else ()
+        ends = (*self._eos_ids, *live.stop_ids) if too_early else ()
         row = Row(params, live.generator, request.tokens, num_prompt, ends)
         live.row = None if too_early else row
         return row
@@ -350,10 +383,15 @@ class Engine:
     def _take(self, live: _Live, sampled: Sampled) -> Progress:
         request, now = live.request, time.monotonic()
         request.append(sampled.token_id)
+        live.num_requeues = 0
         if request.first_token_time is None:
             request.first_token_time = now
             self._story.first_token(request, self._costs.prefill)
-        progress = Progress(request, sampled, self._judge(live, sampled.token_id))
+        try:
+            read = self._judge(live, sampled.token_id)
+        except Exception as error:  # a text of its own: nobody else's books are touched
+            read = partial(_raise, error)
+        progress = Progress(request, sampled, read, self._fall_mute)
         if request.finish_reason is not None:
             del self._live[request.id]
             self._end(request)
@@ -371,6 +409,188 @@ class Engine:
                 request.num_cached_tokens // self.block_tokens,
                 request.tenant,
             )
+
+    # Faults.
+
+    def _fall_mute(self, request: Request, error: Exception) -> EngineFault:
+        """Its text cannot be made. It ends between two steps; no other request is touched."""
+        log.error("request %s fails: its text cannot be made", request.id, exc_info=error)
+        fault = EngineFault.of(error)
+        self._mute[request.id] = fault
+        if request.id not in self._live:
+            self._failed.append((request, fault))
+        return fault
+
+    def _end_the_mute(self) -> None:
+        mute, self._mute = self._mute, {}
+        for request_id, fault in mute.items():
+            live = self._live.pop(request_id, None)
+            if live is not None:
+                live.request.finish_reason = "error"
+                self._failed.append((live.request, fault))
+                self._end(live.request)
+
+    def _recover(self, error: Exception, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """A step or a request's entry failed half way: make the books anew and go on.
+
+        Requests that were being computed have failed. Where it is not known whose fault it was,
+        all are computed again, and fail if that does not help. Nothing on the device is trusted;
+        what lower tiers hold was complete before it was saved, and is kept if their books add up.
+        """
+        self._num_faults += 1
+        log.error("a step of the engine failed: its requests end, others go on", exc_info=error)
+        if self._is_lost or self._num_faults > MAX_FAULTS_IN_A_ROW:
+            self._lose(error)
+        self._catch_up(meanwhile)  # what the step before has said is theirs
+        fault = EngineFault.of(error)
+        num_failed = self._fail_those_of_the_step(fault)
+        survivors = sorted((live.request for live in self._live.values()), key=lambda r: r.order)
+        reopened = self._make_all_anew(must_reopen=self._num_faults > 1)
+        for request in survivors:
+            request.restart()
+            if request.num_preemptions:
+                self.admission.start(request.id, request.max_total_tokens)
+            self.scheduler.add(request)
+        self._story.failed(type(error).__name__, num_failed, len(survivors), reopened)
+        log.warning(
+            "the engine has recovered: %d requests failed, %d are computed again%s",
+            num_failed,
+            len(survivors),
+            "; the tiers below the device were opened anew" if reopened else "",
+        )
+
+    def _fail_those_of_the_step(self, fault: EngineFault) -> int:
+        computed = {chunk.request.id: chunk.request for chunk in self._chunks}
+        self._chunks = ()
+        for live in self._live.values():
+            live.num_requeues += 1
+            is_stuck = live.num_requeues > MAX_REQUEUES
+            if is_stuck or (not computed and self._num_faults > 1):
+                computed[live.request.id] = live.request
+        for request in computed.values():
+            self._live.pop(request.id, None)
+            request.finish_reason = "error"
+            request.phase = Phase.FINISHED
+            request.finished_time = time.monotonic()
+            self._story.finished(request)
+            self._failed.append((request, fault))
+        return len(computed)
+
+    def _make_all_anew(self, *, must_reopen: bool) -> bool:
+        """Books, and if need be tiers and runner; proved by a token. True: tiers were reopened."""
+        reopens = (must_reopen, True)
+        for attempt, reopen in enumerate(reopens, 1):
+            try:
+                if self.device.on_gpu:
+                    torch.cuda.synchronize(self.device.tensor.device)
+                reopen = reopen or not self._is_quiet()
+                if reopen:
+                    self._reopen()
+                self._make_books()
+                self._prove()
+                return reopen and self._tiers is not None
+            except Exception as error:
+                log.error("the engine did not recover", exc_info=error)
+                if attempt == len(reopens):
+                    self._lose(error)
+        raise AssertionError("unreachable")
+
+    def _is_quiet(self) -> bool:
+        """No copy touches the device, and the books of the tiers below add up."""
+        if self.offloader is None:
+            return True
+        try:
+            if not self.offloader.let_go(_QUIET_SECONDS):
+                return False
+            self.offloader.check()
+        except Exception:
+            log.exception("the tiers' books cannot be trusted: they are opened anew")
+            return False
+        return True
+
+    def _reopen(self) -> None:
+        """Close tiers and runner as they are, and open others. What is on disk is found again."""
+        runner = self.__dict__.pop("runner", None)
+        if runner is not None:
+            runner.close()
+        old, self.offloader, self.sessions = self.offloader, None, None
+        if old is not None and not old.abandon(_QUIET_SECONDS):
+            raise EngineFault("a tier below the device hangs; its files cannot be opened anew")
+        old = runner = None
+        self._make_books()  # lets go of DRAM, for which there is no room twice
+        gc.collect()
+        self._open_tiers()
+        self.runner, self._residency_config = self._make_runner(self._config)
+
+    def _prove(self) -> None:
+        """Compute one token of our own: an engine that cannot would fail whoever comes."""
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        chain = KeyChain(self.namespace)
+        probe = Request("probe", (0,), params, chain, max_total_tokens=2, sequence=-1)
+        self.scheduler.add(probe)
+        chunks = self.scheduler.schedule()
+        logits = self.runner.run(chunks, self._keep_moving)
+        finish = begin_sampling(logits, [Row(params)], self.runner.post)
+        self.scheduler.computed(chunks)
+        self.runner.wait(self._keep_moving)
+        finish()
+        self.scheduler.remove(probe)
+        self.admission.end(probe.id, time.monotonic())
+        self.scheduler.take_events()
+        self.scheduler.take_entered()
+        self.check()
+
+    def _lose(self, error: Exception) -> None:
+        self._is_lost = True
+        raise EngineLost(
+            f"the engine failed and cannot recover ({type(error).__name__}); its log says why: "
+            "restart the process."
+        ) from error
+
+    # Parts.
+
+    def _open_tiers(self) -> None:
+        self.offloader = None
+        if self._tiers is not None:
+            physical = self.namespace.physical().digest()
+            spec = BlockSpec(physical, self._block_bytes, self.block_tokens)
+            mover = partial(CudaMover, self.device) if self.device.on_gpu else None
+            self.offloader = build_offloader(
+                self._tiers, spec, self.device, observers=self._observers, device_mover=mover
+            )
+        self.sessions = None if self.offloader is None else Sessions(self.offloader)
+
+    def _make_books(self) -> None:
+        """Of the device: every block free, no request known."""
+        config, residency = self._config, self._residency_config
+        num_blocks, num_cold = self._num_blocks, self._num_cold_blocks(residency)
+        self.pool = BlockPool(num_blocks)
+        self.admission = Admission(
+            self.block_tokens,
+            num_blocks,
+            None if self.offloader is None else self.offloader.num_blocks,
+            config.max_waiting,
+            num_cold_blocks=num_cold,
+        )
+        # A chunk is computed on the device, beside blocks that stay there: with sequences larger
+        # than the pool, one that takes all of it would wait for ever.
+        max_chunk_tokens = max(1, num_blocks // 2) * self.block_tokens
+        num_batched = config.max_batched_tokens
+        if num_cold:
+            num_batched = min(num_batched, max_chunk_tokens)
+        self.scheduler = Scheduler(
+            self.pool,
+            self.block_tokens,
+            admission=self.admission,
+            tiers=self.offloader,
+            choose=self._choose,
+            max_batched_tokens=num_batched,
+            max_running=config.max_running,
+            residency=Residency(residency, self.block_tokens, self._block_bytes, num_blocks),
+            turns=Turns(residency.max_cold_bytes_per_step, self._block_bytes),
+            rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
+        )
+        self._arrived = []
 
     def _judge(self, live: _Live, token_id: int) -> Callable[[], str]:
         """Whether the request ends with this token; what is returned makes the text it adds."""
@@ -437,3 +657,7 @@ class Engine:
     def _choose(self, match: Match, num_past: int) -> Choice:
         assert self.offloader is not None
         return self._costs.choose(match, num_past, self.offloader.rates, can_meet=True)
+
+
+def _raise(error: Exception) -> str:
+    raise error

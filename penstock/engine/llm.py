@@ -164,16 +164,24 @@ class LLM:
             while any(result.request.finish_reason is None for result in results.values()):
                 with self._whole.work():
                     progresses = self.engine.step()
+                for _, fault in self.engine.take_failed():
+                    raise fault
                 for progress in progresses:
                     result = results[progress.request.id]
                     result.progress.append(progress)
                     if on_text is not None and progress.text:
                         on_text(result.number, progress.text)
+            for result in results.values():
+                for progress in result.progress:
+                    _ = progress.text
+                    if progress.error is not None:
+                        raise progress.error
         except BaseException:
             if not self._whole.is_broken:
                 with self._whole.work():
                     for name in results:
                         self.engine.abort(name)
+                    self.engine.take_failed()  # of the same step
             raise
         return [
             self._output(f"{self._num_calls}-{number}", pairs[number], group)

@@ -126,7 +126,7 @@ def _load(
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         max_tokens=_max_tokens(config),
-        vocab_size=config.vocab_size,
+        vocab_size=_vocab_size(model, config),
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=dtype,
         weights_fingerprint=fingerprint,
@@ -143,6 +143,13 @@ def _max_tokens(config: Any) -> int:
         for holder in (rope, vars(config)):
             longest = min(longest, int(holder.get("original_max_position_embeddings") or longest))
     return longest
+
+
+def _vocab_size(model: Any, config: Any) -> int:
+    """How many tokens can be both read and said: padding may make the two differ."""
+    reads, says = model.get_input_embeddings(), model.get_output_embeddings()
+    sizes = [getattr(reads, "num_embeddings", None), getattr(says, "out_features", None)]
+    return min([int(config.vocab_size), *(int(size) for size in sizes if size is not None)])
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -15,6 +15,7 @@ from penstock.errors import ConfigError
 from penstock.hints import Hints
 
 MAX_LOGPROBS = 20
+MAX_N = 16_384  # vLLM's
 
 
 def _refuse(name: str, value: object, expected: str) -> ConfigError:
@@ -168,12 +169,17 @@ class SamplingParams:
         return Hints.of(self.kv_hints)
 
     @property
+    def named_token_ids(self) -> Mapping[str, tuple[int, ...]]:
+        """Every token id that a request names, by field: an engine knows which there are."""
+        return {"stop_token_ids": self.stop_ids}
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """`stop_token_ids`, always a tuple."""
         return _ids(self.stop_token_ids)
 
     def _check_whole_numbers(self) -> None:
-        _whole("n", self.n, 1, None, "a whole number of at least 1")
+        _whole("n", self.n, 1, MAX_N, f"a whole number from 1 to {MAX_N}")
         _whole("top_k", self.top_k, -1, None, "a whole number of at least 1, or 0 or -1 for off")
         _whole("min_tokens", self.min_tokens, 0, None, "a whole number of at least 0")
         if self.seed is not None:

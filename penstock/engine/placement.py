@@ -8,7 +8,7 @@ back is a copy beside the computation; until it has ended the block is read from
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
@@ -16,40 +16,51 @@ from penstock.engine.residency import Residency
 from penstock.engine.table import shared_places
 from penstock.errors import BookError
 from penstock.events import Migrated
-from penstock.types import NO_HEADS, BlockKey, Done, LookId, Match, Slot, TicketId, Verdict
+from penstock.types import BlockKey, Done, LookId, Match, Slot, TicketId, Verdict
 
 _MAX_RETURNING = 64  # blocks on their way back at a time: others load too
 
 
 class Tiers(Protocol):
-    """What the engine's books need of an Offloader."""
+    """What the engine's books need of an Offloader.
+
+    Nobody may forget whose blocks they are, or what they follow: neither has a default here.
+    """
 
     def look(self, keys: Sequence[BlockKey]) -> LookId | None: ...
     def is_looking(self, look_id: LookId) -> bool: ...
     def match(self, keys: Sequence[BlockKey]) -> Match: ...
     def note(self, match: Match) -> None: ...
-    def used(self, keys: Sequence[BlockKey], *, tenant: str = "") -> None: ...
+    def used(self, keys: Sequence[BlockKey], *, tenant: str) -> None: ...
     def load(
         self,
         keys: Sequence[BlockKey],
         into: Sequence[Slot | None],
         *,
         patience_seconds: float | None = None,
-        tenant: str = "",
-        heads: Mapping[int, BlockKey | None] = NO_HEADS,
+        tenant: str,
+        heads: Mapping[int, BlockKey | None],
     ) -> TicketId: ...
     def save(
         self,
         keys: Sequence[BlockKey],
         source: Sequence[Slot],
         *,
-        tenant: str = "",
-        heads: Mapping[int, BlockKey | None] = NO_HEADS,
+        tenant: str,
+        heads: Mapping[int, BlockKey | None],
     ) -> TicketId: ...
     def cancel(self, ticket: TicketId) -> None: ...
     def is_in_host(self, key: BlockKey) -> bool: ...
     def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]: ...
     def unpin(self, slots: Sequence[Slot]) -> None: ...
+
+
+class _Unsaved(NamedTuple):
+    """A complete block of which HOST has no copy."""
+
+    slot: Slot
+    tenant: str
+    parent: BlockKey | None  # the block that it follows
 
 
 class Placement:
@@ -166,8 +177,9 @@ class Placement:
         self,
         keys: Sequence[BlockKey],
         slots: Sequence[Slot],
-        tenant: str = "",
-        heads: Mapping[int, BlockKey | None] = NO_HEADS,
+        *,
+        tenant: str,
+        heads: Mapping[int, BlockKey | None],
     ) -> None:
         """Copy complete blocks to HOST; they are held until that has ended.
 
@@ -211,7 +223,7 @@ class Placement:
         running = list(self._running)
         if wanted_by is not None and wanted_by not in running and wanted_by.table:
             running.append(wanted_by)
-        unsaved: dict[BlockKey, Slot] = {}
+        unsaved: dict[BlockKey, _Unsaved] = {}
         seen: set[Slot] = set()  # a block is listed by everyone who shares it
 
         def is_at_hand(request: Request, index: int) -> bool:
@@ -228,7 +240,7 @@ class Placement:
             if self._tiers.is_in_host(key):
                 return True
             if key not in self._being_saved and len(unsaved) < count:
-                unsaved[key] = slot
+                unsaved[key] = _Unsaved(slot, request.tenant, request.chain.key_before(index))
             return False
 
         victims = self._residency.victims(
@@ -241,9 +253,15 @@ class Placement:
         for request, index in victims:
             self._chill(running, request, index)
         if len(victims) < count:  # HOST lost them, or had no room: once more
-            self.save(
-                list(unsaved), list(unsaved.values()), heads=dict.fromkeys(range(len(unsaved)))
-            )
+            self._save_again(unsaved)
+
+    def _save_again(self, unsaved: Mapping[BlockKey, _Unsaved]) -> None:
+        """Each in its tenant's name: that is who may read it below, and whose budget it takes."""
+        for tenant in dict.fromkeys(block.tenant for block in unsaved.values()):
+            mine = {key: block for key, block in unsaved.items() if block.tenant == tenant}
+            heads = {position: block.parent for position, block in enumerate(mine.values())}
+            slots = [block.slot for block in mine.values()]
+            self.save(list(mine), slots, tenant=tenant, heads=heads)
 
     def _chill(self, running: Sequence[Request], request: Request, index: int) -> None:
         assert self._tiers is not None
@@ -263,6 +281,7 @@ class Placement:
         assert self._residency is not None
         seen = {key for keys in self._returning.values() for key in keys}
         wanted: dict[str, dict[BlockKey, tuple[int, Slot]]] = {}  # by tenant
+        parents: dict[BlockKey, BlockKey | None] = {}
         shared = shared_places([request.table for request in self._running])
         for request, index in self._residency.returning(
             self._running, count, lambda r, i: int(r.table.places[i]) in shared
@@ -275,11 +294,11 @@ class Placement:
                 self._warm(index, key, found[0])
             elif taken := self._pool.take(1):
                 wanted.setdefault(request.tenant, {})[key] = (index, taken[0])
+                parents[key] = request.chain.key_before(index)
         for tenant, targets in wanted.items():
             slots = [slot for _, slot in targets.values()]
-            ticket = self._tiers.load(
-                list(targets), slots, tenant=tenant, heads=dict.fromkeys(range(len(targets)))
-            )
+            heads = {position: parents[key] for position, key in enumerate(targets)}
+            ticket = self._tiers.load(list(targets), slots, tenant=tenant, heads=heads)
             self._returning[ticket] = targets
 
     def _returned(self, done: Done, targets: dict[BlockKey, tuple[int, Slot]]) -> None:

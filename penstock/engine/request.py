@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+from penstock.engine.fairness import Turn
 from penstock.engine.params import SamplingParams
 from penstock.engine.table import BlockTable
 from penstock.events import Stage
@@ -31,7 +32,8 @@ class Request:
     origin: Origin = NO_ORIGIN
     max_total_tokens: int = 0  # prompt and all it may still say
     arrival: float = 0.0
-    stamp: float = 0.0  # its turn among those of its priority (see fairness)
+    turn: Turn = field(default_factory=Turn)  # its place among those of its priority ...
+    charged: Turn = field(default_factory=Turn)  # ... and the one that its work is counted in
     sequence: int = 0  # of arrival: ties go to the older one
 
     phase: Phase = Phase.WAITING
@@ -78,7 +80,18 @@ class Request:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        return (self.priority, self.stamp, self.sequence)
+        return (self.priority, self.turn.stamp, self.sequence)
+
+    def restart(self) -> None:
+        """The engine lost its books: nothing of the request is anywhere, and it waits again."""
+        if self.phase is not Phase.WAITING:
+            self.num_preemptions += 1
+        self.phase = Phase.WAITING
+        self.table.take_all()
+        self.into, self.resting = [], []
+        self.num_computed = self.num_present = self.num_named = 0
+        self.ticket = self.look = None
+        self.meeting_end = self.num_stalls = 0
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)

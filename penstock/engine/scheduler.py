@@ -123,7 +123,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that `Admission.check` let pass."""
-        request.stamp = self._fair.stamp(request.tenant, request.max_total_tokens)
+        request.turn = self._fair.join(request.tenant, request.max_total_tokens)
+        request.charged = request.turn
         if self._tiers is not None:
             request.look = self._tiers.look(request.chain.keys)
         self._enqueue(request)
@@ -150,6 +151,8 @@ class Scheduler:
             self._waiting.remove(request)
             self._rotation.wake(request)
         request.phase = Phase.FINISHED
+        for turn in {request.turn, request.charged}:
+            self._fair.ended(turn, request.max_computed)
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, most urgent first; together within the token budget."""
@@ -160,6 +163,8 @@ class Scheduler:
         self.placement.balance()
         for request in self._meetings:
             self._meet(request)
+        if self._fair.refresh():
+            self._waiting.sort(key=lambda r: r.order)
         running = sorted(self._running, key=lambda r: r.order)
         if self._turns is not None:
             running = self._turns.pick(running)
@@ -216,7 +221,8 @@ class Scheduler:
                     parents[len(blocks)] = key
             request.num_named = request.num_computed // self._block_tokens
         for tenant, blocks in complete.items():
-            self.placement.save(list(blocks), list(blocks.values()), tenant, heads[tenant])
+            slots = list(blocks.values())
+            self.placement.save(list(blocks), slots, tenant=tenant, heads=heads[tenant])
 
     def settle(self, done: Done) -> Request | None:
         """A load or save has ended; of a load, the request that goes on."""
@@ -338,7 +344,7 @@ class Scheduler:
             return False
         self._waiting.remove(request)
         self._admission.start(request.id, request.max_total_tokens)
-        self._fair.started(request.stamp)
+        self._fair.started(request.turn)
         if match is not None and self._tiers is not None:
             if not request.num_preemptions:
                 self._tiers.note(match)
@@ -440,7 +446,7 @@ class Scheduler:
         if request is not None and self._rotation.rest(request, now):
             self.num_turns += 1
             self._events.append(TurnEnded(request.num_computed))
-            request.stamp = self._fair.stamp(request.tenant, 0.0)
+            request.turn = self._fair.join(request.tenant, 0.0)
             self._give_up(request)
 
     def _preempt(self, request: Request) -> None:

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from penstock.engine.census import Sighting
 from penstock.engine.engine import Engine, Progress
+from penstock.engine.faults import EngineLost
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.sampler import Sampled
@@ -76,7 +77,7 @@ class Stream:
             raise StopAsyncIteration
         delta = await self._arrived.get()
         if isinstance(delta, PenstockError):
-            self._open.clear()
+            self.close()  # the others of the n are not wanted without this one
             raise delta
         if delta.finish_reason is not None:
             self._open.pop(self.request_ids[delta.index], None)
@@ -112,6 +113,7 @@ class Service:
         self._progress: list[Progress] = []  # the thread's: not handed out yet
         self._num_requests = 0
         self._failure: BaseException | None = None
+        self.ended: Future[None] = Future()  # once the thread has closed the engine
         self._closing = False
         self._gate = threading.Lock()  # no command is queued once the thread has read its last
         self._stopping = threading.Event()
@@ -136,6 +138,7 @@ class Service:
 
         Raises what `Engine.add` raises, or Stopped.
         """
+        prompt_ids = self.engine.intake.check(prompt_ids, params, priority=priority, tenant=tenant)
         self._num_requests += 1
         names = [f"{self._num_requests}-{index}" for index in range(params.n)]
         stream = Stream(self, names)
@@ -156,9 +159,12 @@ class Service:
                     )
                     added.append(name)
             except Exception as error:
-                for name in added:
+                is_lost = isinstance(error, EngineLost)
+                for name in () if is_lost else added:
                     self.engine.abort(name)
                 _fail(accepted, error)
+                if is_lost:
+                    raise
                 return
             for index, name in enumerate(names):
                 self._streams[name] = (stream, index)
@@ -174,6 +180,8 @@ class Service:
 
     async def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
         """As `Engine.hint`. Raises Stopped."""
+        prompt_ids = self.engine.intake.check_prompt(prompt_ids)
+        self.engine.intake.check_tenant(tenant)
         return await self._ask(lambda: self.engine.hint(hint, prompt_ids, tenant=tenant))
 
     async def census(self) -> list[Sighting]:
@@ -189,6 +197,8 @@ class Service:
                 result = question()
             except Exception as error:
                 _fail(answered, error)
+                if isinstance(error, EngineLost):
+                    raise
             else:
                 _resolve(answered, result)
 
@@ -229,19 +239,22 @@ class Service:
         try:
             self._compute()
         except BaseException as error:
-            log.exception("the engine failed")
+            log.exception("the engine failed, and cannot go on")
             self._failure = error
         self._end_streams()
         try:
             self.engine.close()
         except Exception:
             log.exception("the engine did not close in order")
+        finally:
+            _resolve(self.ended, None)
 
     def _compute(self) -> None:
         try:
             while not self._stopping.is_set():
                 self._obey()
                 self._progress = self.engine.step(self._hand_out)
+                self._tell_failed()
         finally:
             self._hand_out()  # what was computed before the end is theirs
 
@@ -261,17 +274,25 @@ class Service:
     def _hand_out(self) -> None:
         """What the last step did. The loop's work with it goes on while a GPU computes the next."""
         progress, self._progress = self._progress, []
-        deltas: dict[Stream, list[Delta]] = defaultdict(list)
+        deltas: dict[Stream, list[Delta | PenstockError]] = defaultdict(list)
         for step in progress:
             found = self._streams.get(step.request.id)
             if found is None:
                 continue
             stream, index = found
-            deltas[stream].append(_delta(index, step))
-            if step.request.finish_reason is not None:
+            delta = _delta(index, step)
+            deltas[stream].append(step.error or delta)
+            if step.request.finish_reason is not None or step.error is not None:
                 del self._streams[step.request.id]
         for stream, new in deltas.items():
             self._send(stream, new)
+
+    def _tell_failed(self) -> None:
+        """Requests that a fault has ended: they alone, and whoever waits for them."""
+        for request, error in self.engine.take_failed():
+            found = self._streams.pop(request.id, None)
+            if found is not None:
+                self._send(found[0], [error])
 
     def _end_streams(self) -> None:
         """Nothing will be computed any more: whoever waits, or has asked meanwhile, is told."""

@@ -22,6 +22,7 @@ from penstock.events import (
     Sequences,
     Served,
     Stage,
+    StepFailed,
     Stepped,
     Told,
     Usage,
@@ -79,6 +80,10 @@ class Story:
                 self._latest[type(state)] = state
                 events.append(state)
         self._tell(events)
+
+    def failed(self, error: str, num_failed: int, num_requeued: int, reopened: bool) -> None:
+        """A step failed by a defect, and the engine has recovered."""
+        self._tell([StepFailed(error, num_failed, num_requeued, reopened)])
 
     def stepped(self, chunks: Sequence[Chunk], seconds: float, link: LinkRate | None) -> None:
         """A step has been computed; `link` is what loads from DRAM have shown."""

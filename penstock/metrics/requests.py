@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from penstock.events import Event, Finished, FirstToken, Preempted, Refused, Sequences, TurnEnded
+from penstock.events import (
+    Event,
+    Finished,
+    FirstToken,
+    Preempted,
+    Refused,
+    Sequences,
+    StepFailed,
+    TurnEnded,
+)
 from penstock.metrics.families import Families
 
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -21,6 +30,9 @@ class RequestMetrics:
         )
         self._sequences = make.gauge(
             "penstock_sequences", "Sequences in the engine, by phase.", ("phase",)
+        )
+        self._faults = make.counter(
+            "penstock_engine_faults", "Steps that failed, after which the engine recovered."
         )
         self._preemptions = make.counter(
             "penstock_preemptions", "Sequences that gave up their blocks."
@@ -59,6 +71,8 @@ class RequestMetrics:
                 self._sequences.labels("waiting").set(num_waiting)
                 self._sequences.labels("loading").set(num_loading)
                 self._sequences.labels("running").set(num_running)
+            case StepFailed():
+                self._faults.inc()
             case Preempted():
                 self._preemptions.inc()
             case TurnEnded():

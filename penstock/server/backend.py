@@ -110,7 +110,8 @@ class Backend:
             case Phase.FAILED:
                 raise ApiError(
                     503,
-                    "the engine has failed, and its log says why; restart the server.",
+                    "the engine has failed and cannot recover, and its log says why; the server "
+                    "ends: restart it.",
                     code="failed",
                 )
         assert self._serving is not None

@@ -13,6 +13,7 @@ import math
 from starlette.responses import Response
 
 from penstock.engine.admission import Busy, TooLong
+from penstock.engine.faults import EngineFault
 from penstock.errors import ConfigError, PenstockError
 
 _SERVER_ERROR = 500
@@ -75,6 +76,8 @@ def from_engine(error: PenstockError) -> ApiError:
         )
     if isinstance(error, ConfigError):
         return ApiError(400, str(error))
+    if isinstance(error, EngineFault):
+        return ApiError(500, str(error), code="engine_fault")
     # What remains is an engine that stops or has failed.
     return ApiError(503, str(error), code="stopped", retry_after_seconds=5)
 

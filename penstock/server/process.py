@@ -75,7 +75,8 @@ class Process:
         try:
             self._backend.serve(serving)
             self._on_ready(serving)
-            await first(stopping, listening)
+            # An engine that cannot recover ends the process: whoever supervises it starts another.
+            await first(stopping, listening, asyncio.wrap_future(serving.service.ended))
         finally:
             self._backend.stop()
             await serving.service.close(self._settings.grace_seconds)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.engine.admission import Admission, Busy, TooLong
-from penstock.engine.fairness import FairQueue
+from penstock.engine.fairness import FairQueue, Turn
 
 
 def admission(lower: int | None = 20, max_waiting: int = 4) -> Admission:
@@ -62,21 +64,88 @@ def test_one_may_always_run_and_without_tiers_nothing_is_reserved() -> None:
 
 def test_a_tenant_with_a_hundred_prompts_does_not_hold_up_another() -> None:
     fair = FairQueue()
-    stamps = [("many", fair.stamp("many", 100)) for _ in range(5)]
-    stamps.append(("few", fair.stamp("few", 100)))
-    order = [name for name, _ in sorted(stamps, key=lambda pair: pair[1])]
+    turns = [fair.join("many", 100) for _ in range(5)]
+    turns.append(fair.join("few", 100))
+    order = [turn.tenant for turn in sorted(turns, key=lambda turn: turn.stamp)]
     assert order.index("few") <= 1
 
 
 def test_one_tenant_alone_is_served_in_order() -> None:
     fair = FairQueue()
-    stamps = [fair.stamp("", 10 + i % 3) for i in range(10)]
+    stamps = [fair.join("", 10 + i % 3).stamp for i in range(10)]
     assert stamps == sorted(set(stamps))
 
 
 def test_nobody_saves_up_turns() -> None:
     fair = FairQueue()
     for _ in range(10):
-        fair.started(fair.stamp("busy", 100))
-    assert fair.stamp("idle", 100) >= 900
-    assert fair.stamp("busy", 100) == 1000
+        fair.started(fair.join("busy", 100))
+    assert fair.join("idle", 100).stamp >= 900
+    assert fair.join("busy", 100).stamp == 1000
+
+
+def test_work_that_was_given_up_while_it_waited_does_not_count() -> None:
+    fair = FairQueue()
+    doomed = [fair.join("north", 100) for _ in range(20)]
+    others = [fair.join("south", 10) for _ in range(10)]
+    behind = fair.join("north", 100)
+    for turn in doomed:
+        fair.ended(turn, 0)
+    assert fair.refresh()
+    assert behind.stamp == 0
+    assert fair.join("north", 100).stamp == 100
+    assert [turn.stamp for turn in others] == [10 * n for n in range(10)]
+
+
+def test_work_that_ended_early_counts_as_what_was_done() -> None:
+    fair = FairQueue()
+    first, second = fair.join("north", 1000), fair.join("north", 1000)
+    south = [fair.join("south", 100) for _ in range(5)]
+    fair.started(first)
+    fair.ended(first, 150)
+    assert fair.refresh()
+    assert second.stamp == 150
+    assert [turn.stamp for turn in south] == [0, 100, 200, 300, 400]
+
+
+def test_what_was_given_back_moves_nobody_before_those_that_have_started() -> None:
+    fair = FairQueue()
+    first, second = fair.join("north", 1000), fair.join("north", 1000)
+    fair.started(first)
+    for _ in range(5):
+        fair.started(fair.join("south", 100))
+    fair.ended(first, 1)
+    late = fair.join("east", 100)
+    assert fair.refresh()
+    assert second.stamp == late.stamp == 400
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 9))))
+def test_whatever_starts_and_ends_a_tenants_order_stays_and_nothing_is_remembered(
+    acts: list[tuple[str, int, int]],
+) -> None:
+    fair = FairQueue()
+    waiting: list[Turn] = []
+    running: list[Turn] = []
+    for tenant, work, act in acts:
+        if act < 5:
+            waiting.append(fair.join(tenant, work))
+        elif act < 7 and waiting:
+            turn = min(waiting, key=lambda turn: turn.stamp)
+            waiting.remove(turn)
+            fair.started(turn)
+            running.append(turn)
+        elif act == 7 and waiting:
+            fair.ended(waiting.pop(work % len(waiting)), 0)
+        elif running:
+            fair.ended(running.pop(work % len(running)), work / 2)
+        fair.refresh()
+        for name in "abc":
+            stamps = [turn.stamp for turn in waiting if turn.tenant == name]
+            assert stamps == sorted(stamps)
+    for turn in [*waiting, *running]:
+        fair.ended(turn, 0)
+    for work in (1e9, 0):  # the present passes all of it
+        fair.started(fair.join("last", work))
+    assert not fair._turns
+    assert not fair._stale

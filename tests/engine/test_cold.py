@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +27,7 @@ from penstock.engine.table import BlockTable
 from penstock.keys import KeyChain
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
-from penstock.types import BlockSpec, Slot
+from penstock.types import NO_HEADS, BlockKey, BlockSpec, Slot, TicketId
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 NEVER_COLD = replace(GREEDY, kv_residency={"never_cold": True})
@@ -330,3 +330,42 @@ def _namespace() -> Any:
     from penstock.keys import Namespace
 
     return Namespace("m", "w", "d", "l", BLOCK_TOKENS)
+
+
+def test_what_is_saved_again_is_saved_in_its_tenants_name(engines: Engines) -> None:
+    """DRAM has lost blocks that must leave the device: they are copied there once more."""
+    engine = engines(24)
+    offloader = engine.offloader
+    assert offloader is not None
+    saved: dict[BlockKey, list[tuple[str, BlockKey | None]]] = {}
+    save = offloader.save
+
+    def watched(
+        keys: Sequence[BlockKey],
+        source: Sequence[Slot],
+        *,
+        tenant: str = "",
+        heads: Mapping[int, BlockKey | None] = NO_HEADS,
+    ) -> TicketId:
+        for position, key in enumerate(keys):
+            parent = heads.get(position, keys[position - 1] if position else None)
+            saved.setdefault(key, []).append((tenant, parent))
+        return save(keys, source, tenant=tenant, heads=heads)
+
+    offloader.save = watched  # type: ignore[method-assign]
+    tenants = ["north", "south", "", "east"]
+    requests = [
+        engine.add(str(n), ids, GREEDY, tenant=tenants[n % 4]) for n, ids in enumerate(prompts(8))
+    ]
+    while engine.has_work:
+        engine.step()
+        assert offloader.drain(30)
+        offloader.empty_host()
+    again = 0
+    for request in requests:
+        for index, key in enumerate(request.chain.keys):
+            owners = saved.get(key, [])
+            assert {owner for owner, _ in owners} <= {request.tenant}
+            assert {parent for _, parent in owners} <= {request.chain.key_before(index)}
+            again += len(owners) > 1 and request.tenant != ""
+    assert again > 3

@@ -348,6 +348,32 @@ def test_a_crowd_of_one_tenant_does_not_hold_up_another(loaded: LoadedModel) -> 
     engine.close()
 
 
+@pytest.mark.parametrize("when", ["waiting", "running"])
+def test_requests_that_were_given_up_do_not_hold_up_their_tenants_next(
+    loaded: LoadedModel, when: str
+) -> None:
+    settings = EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS, max_running=2)
+    engine = Engine(loaded, settings)
+    long = replace(GREEDY, max_tokens=600)
+    if when == "running":  # each had its turn, and ended long before its max_tokens
+        for number in range(20):
+            engine.add(f"gone-{number}", [number + 1] * 40, long, tenant="north")
+            engine.step()
+            engine.abort(f"gone-{number}")
+    crowd = [engine.add(f"crowd-{n}", [n + 1] * 40, GREEDY, tenant="south") for n in range(12)]
+    if when == "waiting":
+        for number in range(20):
+            engine.add(f"gone-{number}", [number + 1] * 40, long, tenant="north")
+    engine.step()
+    for number in range(20):
+        engine.abort(f"gone-{number}")
+    lone = engine.add("lone", [7] * 40, GREEDY, tenant="north")
+    while lone.finish_reason is None:
+        engine.step()
+    assert sum(request.finish_reason is None for request in crowd) > 6
+    engine.close()
+
+
 def test_the_debug_log_tells_a_requests_story(
     loaded: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -110,6 +110,16 @@ def test_a_request_may_name_the_session_that_comes_next(engines: Engines) -> Non
     assert num_in(engine, Tier.HOST, PROMPT) == 10
 
 
+def test_a_request_given_up_while_it_waits_leaves_what_is_known_of_its_session(
+    engines: Engines,
+) -> None:
+    engine = engines()
+    run(engine, [PROMPT], params(session="agent"))
+    engine.add("gone", PROMPT, params(session="agent"))
+    engine.abort("gone")
+    assert engine.hint(Hint("retain", session="agent", retain_seconds=60)) == 10
+
+
 def test_hints_for_a_prefix_need_no_session(engines: Engines) -> None:
     engine = engines()
     run(engine, [PROMPT], params())

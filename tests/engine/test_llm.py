@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import penstock.engine.engine as engine_module
 from penstock import LLM, SamplingParams
 from penstock.engine.attention.torch import NAME
+from penstock.engine.faults import EngineFault
 from penstock.errors import ConfigError
 
 QUESTION = "The capital of France is"
@@ -121,3 +124,31 @@ def test_bad_calls_are_one_clear_sentence_and_leave_nothing_behind(llm: LLM) -> 
         LLM(kv_offloading_backend="lmcache")
     assert not llm.engine.has_work
     llm.engine.check()
+
+
+def test_a_step_that_fails_raises_and_the_next_call_is_answered(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = llm.generate(QUESTION, GREEDY)
+    sample, num_calls = engine_module.begin_sampling, 0
+
+    def breaks(*given: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise RuntimeError("injected")
+        return sample(*given)
+
+    monkeypatch.setattr(engine_module, "begin_sampling", breaks)
+    with pytest.raises(EngineFault, match="ask again"):
+        llm.generate([QUESTION, STORY], GREEDY)
+    assert not llm.engine.has_work
+    (again,) = llm.generate(QUESTION, GREEDY)
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_token_ids_that_the_model_does_not_have_are_refused(llm: LLM) -> None:
+    beyond = SamplingParams(min_tokens=1, max_tokens=2, stop_token_ids=[2_000_000_000])
+    with pytest.raises(ConfigError, match="stop_token_ids has token ids from 2000000000"):
+        llm.generate(QUESTION, beyond)
+    assert llm.generate(QUESTION, GREEDY)[0].finished

@@ -6,14 +6,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import BLOCK_BYTES, BLOCK_TOKENS
 
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.admission import Busy, TooLong
+from penstock.engine.detokenize import Detokenizer
 from penstock.engine.engine import Engine, EngineConfig, Progress
+from penstock.engine.faults import EngineFault
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.service import Delta, Service, Stopped
@@ -226,6 +230,93 @@ def test_who_had_finished_when_the_engine_failed_has_the_whole_answer(
         assert deltas[-1].finish_reason == "length"
         await until(lambda: service.failure is not None)
         await service.close()
+
+    run(main())
+
+
+def test_a_step_that_fails_ends_its_streams_and_the_next_is_served(
+    make: Services, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with closing(make()) as service:
+            three = replace(ENDLESS, n=3)
+            stream = await service.submit(PROMPT, three)
+            await stream.__anext__()
+            run = service.engine.runner.run
+
+            def breaks(*given: object) -> None:
+                monkeypatch.setattr(service.engine.runner, "run", run)
+                raise RuntimeError("injected")
+
+            monkeypatch.setattr(service.engine.runner, "run", breaks)
+            with pytest.raises(EngineFault, match="ask again"):
+                async for _ in stream:
+                    pass
+            for _ in range(2):
+                deltas = await collect(service)
+                assert [delta.sampled.token_id for delta in deltas] == alone
+            assert service.failure is None
+            pool = service.engine.pool
+            await until(lambda: pool.num_available == pool.num_blocks)
+
+    run(main())
+
+
+def test_a_text_that_cannot_be_made_ends_its_own_stream_alone(
+    make: Services, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = Detokenizer.append
+    broken: list[Detokenizer] = []
+
+    def breaks(self: Detokenizer, token_id: int) -> str:
+        if self in broken:
+            raise RuntimeError("injected")
+        return append(self, token_id)
+
+    async def main() -> None:
+        async with closing(make()) as service:
+            monkeypatch.setattr(Detokenizer, "append", breaks)
+            stream = await service.submit(PROMPT, ENDLESS)
+            await stream.__anext__()
+            beside = asyncio.create_task(collect(service))
+            broken.append(service.engine._live[stream.request_ids[0]].detokenizer)
+            with pytest.raises(EngineFault):
+                async for _ in stream:
+                    pass
+            assert [delta.sampled.token_id for delta in await beside] == alone
+            pool = service.engine.pool
+            await until(lambda: pool.num_available == pool.num_blocks)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "options"),
+    [
+        ([1.5], {}, {}),
+        (["a"], {}, {}),
+        ([-1], {}, {}),
+        ([2**70], {}, {}),
+        ([True, None], {}, {}),
+        ([1], {"min_tokens": 1, "stop_token_ids": [2_000_000_000]}, {}),
+        ([1], {"stop_token_ids": [2**70]}, {}),
+        ([1], {}, {"priority": 0.5}),
+        ([1], {}, {"priority": float("nan")}),
+        ([1], {}, {"tenant": "half a pair \ud800"}),
+        ([1], {}, {"tenant": None}),
+    ],
+    ids=str,
+)
+def test_what_the_model_cannot_serve_never_reaches_its_thread(
+    make: Services, prompt: Any, given: dict[str, Any], options: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with closing(make()) as service:
+            queued: list[Any] = []
+            service._queue = queued.append  # type: ignore[method-assign]
+            with pytest.raises(ConfigError, match="expected"):
+                await service.submit(prompt, SamplingParams(max_tokens=2, **given), **options)
+            assert queued == []
 
     run(main())
 

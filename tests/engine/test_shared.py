@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from tiny import BLOCK_BYTES, BLOCK_TOKENS
 
-from penstock.config import Config, HostConfig, RemoteConfig
+from penstock.config import ENV_REMOTE_SECRET, Config, HostConfig, RemoteConfig
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.events import Event, Moved
+from penstock.engine.residency import ResidencyConfig
+from penstock.events import Event, Lost, Moved
 from penstock.types import Tier
 from servers import is_skipped
 from servers.redis_server import WHY_NOT, RedisServer
@@ -37,12 +38,22 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 def engines(loaded: LoadedModel, server: RedisServer) -> Iterator[Engines]:
     made: list[Engine] = []
 
-    def make(num_host: int = 256, num_blocks: int = 256, **remote: Any) -> Engine:
+    def make(
+        num_host: int = 256,
+        num_blocks: int = 256,
+        residency: ResidencyConfig | None = None,
+        **remote: Any,
+    ) -> Engine:
         settings: dict[str, Any] = {"url": server.url, "lookup_deadline_seconds": 5.0, **remote}
         tiers = Config(
             HostConfig(size_bytes=num_host * BLOCK_BYTES), remote=RemoteConfig(**settings)
         )
-        config = EngineConfig(num_blocks * BLOCK_BYTES, BLOCK_TOKENS, 128)
+        config = EngineConfig(
+            num_blocks * BLOCK_BYTES,
+            BLOCK_TOKENS,
+            128,
+            residency=residency or ResidencyConfig(),
+        )
         made.append(Engine(loaded, config, tiers))
         return made[-1]
 
@@ -199,3 +210,34 @@ def test_an_aborted_request_waits_for_no_answer(engines: Engines, server: RedisS
     assert not engine.has_work
     server.resume()
     drained(engine)
+
+
+def test_encrypted_blocks_that_were_saved_again_are_their_tenants(
+    engines: Engines, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_REMOTE_SECRET, "a secret of sixteen or more characters")
+    prompts = some_prompts(5)
+    expected = plain(prompts)
+    # Shared at its second use, which is when it is copied to DRAM again.
+    small = ResidencyConfig(prefix_tokens=16, tail_tokens=16)
+    a = engines(num_blocks=24, residency=small, encrypt=True, admit="second-use")
+    assert a.offloader is not None
+    for number, prompt in enumerate(prompts):
+        a.add(str(number), prompt, GREEDY, tenant="north")
+    while a.has_work:
+        a.step()
+        assert a.offloader.drain(30)
+        a.offloader.empty_host()  # what leaves the device is copied to DRAM, and down, once more
+    drained(a)
+    a.close()
+    b = engines(encrypt=True)
+    seen = watch(b)
+    requests = [
+        b.add(str(number), prompt, GREEDY, tenant="north") for number, prompt in enumerate(prompts)
+    ]
+    while b.has_work:
+        b.step()
+    drained(b)
+    assert [request.output_ids for request in requests] == expected
+    assert [event for event in seen if isinstance(event, Lost)] == []
+    assert num_loaded(seen) > 10

@@ -48,7 +48,6 @@ def shorten(body: Any) -> None:
     if body.get("logprobs") is not True:
         body.pop("top_logprobs", None)
     body.pop("best_of", None)
-    body.pop("min_tokens", None)
 
 
 @pytest.mark.parametrize(
