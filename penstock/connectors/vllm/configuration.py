@@ -20,12 +20,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from penstock.connectors.vllm.harmless import (
-    COUNTED_ELSEWHERE,
-    HARMLESS,
-    HARMLESS_ENVIRONMENT,
-    HARMLESS_VALUES,
-)
+from penstock.connectors.vllm.harmless import HARMLESS, HARMLESS_VALUES
+from penstock.connectors.vllm.harmless_environment import COUNTED_ELSEWHERE, HARMLESS_ENVIRONMENT
 
 log = logging.getLogger(__name__)
 

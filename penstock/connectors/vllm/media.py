@@ -132,7 +132,8 @@ def _add_value(hasher: Any, value: Any) -> bool:
     _add(hasher, b"tensor", f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     hasher.update(num_bytes.to_bytes(8, "little"))
     if num_bytes:
-        hasher.update((ctypes.c_char * num_bytes).from_address(tensor.data_ptr()))
+        numbers = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+        hasher.update(memoryview(numbers).cast("B"))
     return True
 
 
