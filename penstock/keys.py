@@ -37,6 +37,7 @@ class Namespace:
     shard_rank: int = 0
     shard_size: int = 1
     tenant: str = ""  # salt: tenants cannot probe each other's cache
+    settings: str = ""  # digest of what else a server was told that may change KV
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:

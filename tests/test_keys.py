@@ -32,6 +32,7 @@ def test_keys_are_as_written_down() -> None:
         ("shard_rank", "0"),
         ("shard_size", "1"),
         ("tenant", ""),
+        ("settings", ""),
     ):
         for part in (name.encode(), value.encode()):
             hasher.update(len(part).to_bytes(8, "little") + part)
@@ -40,7 +41,7 @@ def test_keys_are_as_written_down() -> None:
     first = blake3(root + b"".join(t.to_bytes(4, "little") for t in tokens[:16])).digest()
     second = blake3(first + b"".join(t.to_bytes(4, "little") for t in tokens[16:])).digest()
     assert chain(NAMESPACE, tokens) == [first, second]
-    assert second.hex() == "d853343e1541b8397ebda1eec213a11108f0005684454d9e532f7598842a6adb"
+    assert second.hex() == "dc78d7605a7dbc2f3c8314ac0ab0db058b6612e6fcbfd29e0c48949697e3c8cf"
 
 
 def test_every_part_of_the_namespace_counts() -> None:
@@ -55,6 +56,7 @@ def test_every_part_of_the_namespace_counts() -> None:
         "shard_rank": 1,
         "shard_size": 2,
         "tenant": "acme",
+        "settings": "digest",
     }
     base = replace(NAMESPACE, shard_size=3)
     assert set(changed) == {field.name for field in fields(Namespace)}

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.connectors.vllm import fingerprint
-from penstock.connectors.vllm.fingerprint import fingerprint_files
+from penstock.connectors.vllm.fingerprint import (
+    fingerprint_files,
+    is_unchanged,
+    process_start,
+    state_of,
+)
 
 
 @pytest.fixture
@@ -60,6 +69,134 @@ def test_files_that_are_no_weights_do_not_count(model: Path, memory: Path) -> No
     (model / "checkpoints.bin").mkdir()
     (model / "tokenizer.json").unlink()
     assert fingerprint_files(model, memory) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors.index.json",
+        "hf_quant_config.json",
+        "params.json",
+        "modeling.py",
+        "consolidated.00.pth",
+        "weights.npz",
+        "weights.of-a-new-kind",
+        "encoder/model.safetensors",
+        "encoder/deeper/more.bin",
+    ],
+)
+def test_every_file_counts_that_is_not_known_to_be_harmless(
+    model: Path, memory: Path, name: str
+) -> None:
+    found = {fingerprint_files(model, memory)}
+    path = model / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for content in (b"one", b"other"):
+        path.write_bytes(content)
+        found.add(fingerprint_files(model, memory))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["original/consolidated.00.pth", ".cache/huggingface/x.bin", "LICENSE", "merges.txt"]
+)
+def test_what_vllm_does_not_read_does_not_count(model: Path, memory: Path, name: str) -> None:
+    before = fingerprint_files(model, memory)
+    path = model / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"anything")
+    assert fingerprint_files(model, memory) == before
+
+
+def test_a_link_to_a_folder_above_is_not_followed_for_ever(model: Path, memory: Path) -> None:
+    (model / "again").symlink_to(model)
+    assert fingerprint_files(model, memory) is not None
+
+
+def test_all_parts_of_a_split_file_count(tmp_path: Path, memory: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"m-0000{number}-of-00002.gguf").write_bytes(b"part")
+    (tmp_path / "another.gguf").write_bytes(b"another model")
+    first = tmp_path / "m-00001-of-00002.gguf"
+    found = {fingerprint_files(first, memory)}
+    (tmp_path / "another.gguf").write_bytes(b"another model, changed")
+    found.add(fingerprint_files(first, memory))
+    assert len(found) == 1
+    (tmp_path / "m-00002-of-00002.gguf").write_bytes(b"PART")
+    found.add(fingerprint_files(first, memory))
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"projector")
+    found.add(fingerprint_files(first, memory))
+    assert len(found) == 3
+
+
+def touch_weights(model: Path) -> None:
+    (model / "model-00001.safetensors").write_bytes(b"other")
+
+
+def add_a_file(model: Path) -> None:
+    (model / "deep").mkdir()
+    (model / "deep" / "more.bin").write_bytes(b"more")
+
+
+def add_a_file_deep_down(model: Path) -> None:
+    (model / "within" / "more.bin").write_bytes(b"more")
+
+
+def remove_a_file(model: Path) -> None:
+    (model / "model-00002.safetensors").unlink()
+
+
+def replace_the_folder(model: Path) -> None:
+    shutil.copytree(model, model.with_name("copy"))
+    shutil.rmtree(model)
+    model.with_name("copy").rename(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [touch_weights, add_a_file, add_a_file_deep_down, remove_a_file, replace_the_folder],
+)
+def test_a_state_is_that_of_files_that_nobody_touched(
+    model: Path, change: Callable[[Path], None]
+) -> None:
+    (model / "within").mkdir()
+    (model / "within" / "some.bin").write_bytes(b"some")
+    before = state_of(model)
+    assert is_unchanged(before)
+    assert state_of(model) == before
+    change(model)
+    assert not is_unchanged(before)
+    assert state_of(model) != before
+
+
+@pytest.mark.parametrize("part", ["itself", "above"])
+def test_a_link_that_is_turned_changes_the_state(model: Path, tmp_path: Path, part: str) -> None:
+    """Both folders are old; only the link is new."""
+    (tmp_path / "two" / "model").mkdir(parents=True)
+    (tmp_path / "two" / "model" / "other.bin").write_bytes(b"other")
+    link = tmp_path / "latest"
+    link.symlink_to(model if part == "itself" else model.parent)
+    source = link if part == "itself" else link / "model"
+    before = state_of(source)
+    link.unlink()
+    link.symlink_to(tmp_path / "two" / ("model" if part == "itself" else ""))
+    assert not is_unchanged(before)
+    assert state_of(source).changed >= before.changed
+
+
+def test_this_process_began_before_now_and_after_its_parent() -> None:
+    assert process_start() <= time.time()
+    later = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from penstock.connectors.vllm.fingerprint import process_start as p; print(p())",
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert float(later.stdout) > process_start()
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt", ".pth", ".gguf"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from connectors.config_objects import config_object
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.connectors.vllm.identity import (
-    RequestKeys,
-    adapter_name,
-    model_namespace,
-    namespace_of,
-    weights_name,
-)
+from penstock.connectors.vllm import identity
+from penstock.connectors.vllm.adapters import Adapters
+from penstock.connectors.vllm.identity import Naming, RequestKeys, model_namespace, weights_name
 from penstock.connectors.vllm.orders import Shard
 from penstock.errors import ConfigError
 from penstock.keys import Namespace, chain
@@ -38,14 +37,24 @@ def request(token_ids: Sequence[int] = (), **fields: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**known, **fields})
 
 
-def image(identifier: str, offset: int, length: int = 3, modality: str = "image") -> Any:
-    place = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(modality=modality, identifier=identifier, mm_position=place)
+def image(content: str, offset: int, length: int = 3, modality: str = "image") -> Any:
+    pixels = SimpleNamespace(data=torch.tensor(list(content.encode())))
+    return SimpleNamespace(
+        modality=modality,
+        identifier=f"{modality} {content}",
+        mm_position=SimpleNamespace(offset=offset, length=length, is_embed=None),
+        data={"pixel_values": pixels},
+    )
+
+
+def keys_of(asked: Any) -> RequestKeys:
+    found = Naming().keys(BASE, asked)
+    assert found is not None
+    return found
 
 
 def keys(token_ids: Sequence[int], **fields: Any) -> list[bytes]:
-    asked = request(token_ids, **fields)
-    return list(RequestKeys(BASE, asked).first(len(token_ids)))
+    return list(keys_of(request(token_ids, **fields)).first(len(token_ids)))
 
 
 # Keys of a request.
@@ -56,7 +65,7 @@ def test_keys_grow_with_the_tokens_and_are_those_of_the_chain(
     token_ids: list[int], steps: list[int]
 ) -> None:
     asked = request()
-    found = RequestKeys(BASE, asked)
+    found = keys_of(asked)
     for num_tokens in [*sorted(steps), len(token_ids)]:
         known = min(num_tokens, len(token_ids))
         # vLLM appends to the list as tokens are sampled.
@@ -101,7 +110,7 @@ def test_media_are_the_same_however_the_tokens_became_known() -> None:
     features = [image("a", 2), image("b", 8, 12), image("c", 23)]
     at_once = keys(token_ids, mm_features=features)
     asked = request(mm_features=features)
-    found = RequestKeys(BASE, asked)
+    found = keys_of(asked)
     for known in (1, 3, 8, 9, 22, 24, 40):
         asked.all_token_ids[:] = token_ids[:known]
         assert found.first(known) == at_once[: known // 4]
@@ -114,36 +123,74 @@ def test_a_request_without_media_may_say_none() -> None:
 # The namespace of a request.
 
 
-def no_adapters(lora_request: Any) -> str:
-    raise AssertionError("there is none")
+def namespace_of(base: Namespace, asked: Any) -> Namespace | None:
+    return Naming().namespace(base, asked)
 
 
 def test_a_plain_request_is_in_the_models_own_namespace() -> None:
-    assert namespace_of(BASE, request(), no_adapters) == BASE
+    assert namespace_of(BASE, request()) == BASE
 
 
 def test_salts_part_tenants() -> None:
     salts = [None, "", "one", "other", "salt one"]
-    names = [namespace_of(BASE, request(cache_salt=salt), no_adapters) for salt in salts]
+    names = [namespace_of(BASE, request(cache_salt=salt)) for salt in salts]
     assert len(set(names)) == len(salts)
-    again = namespace_of(BASE, request(cache_salt="one"), no_adapters)
+    again = namespace_of(BASE, request(cache_salt="one"))
     assert again == names[2]
 
 
 def test_salts_part_tenants_after_a_reset_too() -> None:
     base = replace(BASE, tenant="reset 5")
     names = {
-        namespace_of(kind, request(cache_salt=salt), no_adapters)
+        namespace_of(kind, request(cache_salt=salt))
         for kind in (BASE, base)
         for salt in (None, "one", "other")
     }
     assert len(names) == 6
 
 
-def test_adapters_part_requests() -> None:
-    lora = SimpleNamespace(lora_name="sql", lora_path="/lora/sql")
-    found = namespace_of(BASE, request(lora_request=lora), lambda asked: f"<{asked.lora_name}>")
-    assert found == replace(BASE, adapter="<sql>")
+@pytest.fixture
+def lora(tmp_path: Path) -> Any:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter.safetensors").write_bytes(b"A and B")
+    return SimpleNamespace(lora_name="sql", lora_int_id=1, lora_path=str(folder))
+
+
+def test_adapters_part_requests(lora: Any) -> None:
+    adapters = Adapters()
+    found = Naming(adapters).namespace(BASE, request(lora_request=lora))
+    assert found == replace(BASE, adapter=adapters.name(lora))
+    assert found != BASE
+
+
+def test_an_adapter_that_has_no_name_leaves_its_requests_without_keys() -> None:
+    lora = SimpleNamespace(lora_name="sql", lora_int_id=1, lora_path="/nowhere")
+    assert namespace_of(BASE, request([1, 2], lora_request=lora)) is None
+    assert Naming().keys(BASE, request([1, 2], lora_request=lora)) is None
+
+
+def test_keys_hold_until_the_adapters_files_change(lora: Any) -> None:
+    naming = Naming()
+    found = naming.keys(BASE, request([1, 2], lora_request=lora))
+    assert found is not None
+    assert naming.holds(found)
+    Path(lora.lora_path, "adapter.safetensors").write_bytes(b"A and C")
+    assert not naming.holds(found)
+
+
+def test_keys_hold_until_another_picture_has_the_same_name() -> None:
+    naming = Naming()
+    first, other, plain = image("one", 0), image("other", 0), request([1, 2])
+    other.identifier = first.identifier = "chosen by the user"
+    found = naming.keys(BASE, request([1, 2], mm_features=[first]))
+    aside = naming.keys(BASE, plain)
+    assert found is not None
+    assert aside is not None
+    assert naming.holds(found)
+    assert naming.keys(BASE, request([1, 2], mm_features=[other])) is None
+    assert not naming.holds(found)
+    assert naming.holds(aside)
 
 
 @pytest.mark.parametrize(
@@ -155,56 +202,19 @@ def test_adapters_part_requests() -> None:
     ],
 )
 def test_what_its_tokens_do_not_name_has_no_namespace(fields: dict[str, Any]) -> None:
-    assert namespace_of(BASE, request([1, 2], **fields), no_adapters) is None
+    assert namespace_of(BASE, request([1, 2], **fields)) is None
 
 
 @pytest.mark.parametrize("fields", [{"prompt_embeds": None}, {"resumable": False}])
 def test_fields_that_newer_vllms_have_change_nothing_while_unused(fields: dict[str, Any]) -> None:
-    assert namespace_of(BASE, request([1, 2], **fields), no_adapters) == BASE
-
-
-# Adapters.
-
-
-def lora(path: Path | str, name: str = "sql") -> SimpleNamespace:
-    return SimpleNamespace(lora_name=name, lora_path=str(path))
+    assert namespace_of(BASE, request([1, 2], **fields)) == BASE
 
 
 @pytest.fixture(autouse=True)
 def cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(b"A and B")
-    (folder / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
-    return folder
-
-
-def test_an_adapter_is_known_by_its_weights(adapter: Path) -> None:
-    before = adapter_name(lora(adapter))
-    assert adapter_name(lora(adapter)) == before
-    (adapter / "adapter_model.safetensors").write_bytes(b"A and C")
-    assert adapter_name(lora(adapter)) != before
-    assert adapter_name(lora(adapter, "other")) != adapter_name(lora(adapter))
-    assert adapter_name(None) == ""
-
-
-# Rank, alpha and the like stand there: the same matrices may be scaled otherwise.
-def test_an_adapter_is_known_by_its_config_too(adapter: Path) -> None:
-    before = adapter_name(lora(adapter))
-    (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 64}')
-    assert adapter_name(lora(adapter)) != before
-
-
-def test_an_adapter_whose_files_are_not_here_is_for_this_run_alone() -> None:
-    found = adapter_name(lora("someone/on-the-hub"))
-    assert found == adapter_name(lora("someone/on-the-hub"))
-    assert "run " in found
-    assert found != adapter_name(lora("someone/on-the-hub", "other"))
+    # The files of these tests are older than the process that names them.
+    monkeypatch.setattr(identity, "process_start", lambda: time.time() + 60)
 
 
 # The namespace of a model.
@@ -229,12 +239,12 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-Configs = Callable[..., SimpleNamespace]
+Configs = Callable[..., Any]
 
 
 @pytest.fixture
 def configs(model: Path) -> Configs:
-    def make(**changes: Any) -> SimpleNamespace:
+    def make(**changes: Any) -> Any:
         fields: dict[str, Any] = {
             "model": str(model),
             "revision": None,
@@ -245,15 +255,36 @@ def configs(model: Path) -> Configs:
             "cache_dtype": "auto",
             "block_size": 16,
             "load_format": "auto",
+            "download_dir": None,
+            "max_model_len": 1024,
+            "model_weights": "",
+            "weight_transfer_config": None,
+            "lora_config": None,
             **changes,
         }
-        names = ("model", "revision", "dtype", "quantization", "seed", "hf_config")
-        return SimpleNamespace(
-            model_config=SimpleNamespace(**{name: fields[name] for name in names}),
-            cache_config=SimpleNamespace(
-                cache_dtype=fields["cache_dtype"], block_size=fields["block_size"]
+        names = [
+            "model",
+            "model_weights",
+            "revision",
+            "dtype",
+            "quantization",
+            "seed",
+            "hf_config",
+            "max_model_len",
+        ]
+        return config_object(
+            "VllmConfig",
+            model_config=config_object("ModelConfig", **{name: fields[name] for name in names}),
+            cache_config=config_object(
+                "CacheConfig", cache_dtype=fields["cache_dtype"], block_size=fields["block_size"]
             ),
-            load_config=SimpleNamespace(load_format=fields["load_format"]),
+            load_config=config_object(
+                "LoadConfig",
+                load_format=fields["load_format"],
+                download_dir=fields["download_dir"],
+            ),
+            weight_transfer_config=fields["weight_transfer_config"],
+            lora_config=fields["lora_config"],
         )
 
     return make
@@ -279,7 +310,9 @@ def test_the_same_model_has_the_same_namespace(configs: Configs) -> None:
         {"block_size": 32},
         {"hf_config": HfConfig(hidden_size=64, rope_theta=500_000.0)},
         {"hf_config": HfConfig(hidden_size=64, rope_theta=10_000.0, rope_scaling={"factor": 2})},
+        {"hf_config": HfConfig(hidden_size=64, rope_theta=10_000.0, architectures=["Other"])},
         {"load_format": "dummy"},
+        {"load_format": "safetensors"},
         {"version": "0.31.0"},
         {"shards": shards(2)},
         {"shards": shards(layout="triton: 2 layers")},
@@ -309,10 +342,18 @@ def test_what_a_config_says_of_itself_parts_nothing(configs: Configs) -> None:
         rope_theta=10_000.0,
         _name_or_path="elsewhere",
         transformers_version="5.17",
-        architectures=["Renamed"],
     )
     one = model_namespace(configs(hf_config=said), "0.32.0", shards())
     assert one == model_namespace(configs(), "0.32.0", shards())
+
+
+def test_the_config_of_the_text_model_counts_where_it_is_another(configs: Configs) -> None:
+    digests = set()
+    for theta in (1.0, 2.0):
+        made = configs()
+        made.model_config.hf_text_config = HfConfig(rope_theta=theta)
+        digests.add(model_namespace(made, "0.32.0", shards()).digest())
+    assert len(digests) == 2
 
 
 def test_a_config_may_hold_what_json_does_not_know(configs: Configs) -> None:
@@ -348,6 +389,57 @@ def test_weights_that_cannot_be_read_are_for_this_run_alone(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
     (tmp_path / "no weights").mkdir()
     for name in (str(tmp_path / "no weights"), "nobody/has-this", "s3://bucket/model"):
-        found = configs(model=name)
-        assert weights_name(found).startswith("run ")
-        assert weights_name(found) != weights_name(found)
+        assert_for_this_run_alone(configs(model=name))
+
+
+def assert_for_this_run_alone(config: Any) -> None:
+    assert weights_name(config).startswith("run ")
+    assert weights_name(config) != weights_name(config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"load_format": "tensorizer"},
+        {"load_format": "modelexpress"},
+        {"load_format": "somebodys_own"},
+        {"model_weights": "s3://bucket/model"},
+        {"weight_transfer_config": {"backend": "nccl"}},
+        {"hf_config": HfConfig(audio_model_id="somebody/whisper", text_model_id=None)},
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_come_from_the_models_files_are_for_this_run_alone(
+    configs: Configs, changes: dict[str, Any]
+) -> None:
+    assert not weights_name(configs()).startswith("run ")
+    assert_for_this_run_alone(configs(**changes))
+
+
+def test_weights_are_looked_for_where_vllm_reads_them(
+    configs: Configs, model: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"other weights")
+    found = weights_name(configs(model_weights=str(other)))
+    assert found == weights_name(configs(model=str(other)))
+    assert found != weights_name(configs())
+
+
+def test_weights_written_since_the_process_began_are_for_this_run_alone(
+    configs: Configs, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM may have read what was there before."""
+    monkeypatch.setattr(identity, "process_start", lambda: model.stat().st_ctime - 1)
+    assert_for_this_run_alone(configs())
+
+
+def test_the_path_to_the_weights_may_be_spelled_in_any_way(
+    configs: Configs, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    link = model.parent / "link"
+    link.symlink_to(model)
+    spellings = [str(model), "model", "./model", str(link), f"{model}/../model"]
+    assert len({weights_name(configs(model=spelling)) for spelling in spellings}) == 1

@@ -177,12 +177,12 @@ def test_a_request_that_must_not_read_the_cache_fills_it_all_the_same(models: Mo
     assert loaded(vllm, ask(vllm)) == {"host": 20}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"cache_salt": "mine"}, {"lora_request": SimpleNamespace(lora_name="a", lora_path="/a")}],
-)
-def test_salts_and_adapters_have_kv_of_their_own(models: Models, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["salt", "adapter"])
+def test_salts_and_adapters_have_kv_of_their_own(models: Models, tmp_path: Path, kind: str) -> None:
     vllm = models()
+    (tmp_path / "adapter.safetensors").write_bytes(b"A and B")
+    lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path))
+    fields = {"cache_salt": "mine"} if kind == "salt" else {"lora_request": lora}
     ask(vllm)
     assert loaded(vllm, ask(vllm, **fields)) == {}
     assert loaded(vllm, ask(vllm, **fields)) == {"host": 20}

@@ -43,7 +43,6 @@ from tools import TIMEOUT_SECONDS, cap_for
 
 from penstock.build import build_delegated
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
-from penstock.connectors.vllm.identity import adapter_name, namespace_of
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
 from penstock.connectors.vllm.scheduler_guard import GuardedScheduler, StepPlan
@@ -222,7 +221,7 @@ class Vllm:
     def _begin(self, request: Request) -> None:
         lora = "" if request.lora_request is None else request.lora_request.lora_name
         request.past = Past(f"{request.cache_salt} {lora} {self._epoch}")
-        namespace = namespace_of(self.namespace, request, adapter_name)
+        namespace = self.side._naming.namespace(self.namespace, request)
         request.chain = None if namespace is None else KeyChain(namespace)
         request.num_chained = 0
 

@@ -28,7 +28,7 @@ from penstock.build import build_delegated
 from penstock.clock import SystemClock
 from penstock.config import Config
 from penstock.connectors.vllm.device import WorkerDevice
-from penstock.connectors.vllm.identity import model_namespace
+from penstock.connectors.vllm.identity import Naming, model_namespace
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.orders import Orders, Reports, Shard
 from penstock.connectors.vllm.prometheus import PenstockPromMetrics, PenstockStats
@@ -177,6 +177,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             always_load=self._settings.always_load,
             observers=observers,
             news=self._news,
+            naming=Naming.of(self._vllm_config),
         )
         self._scheduler = GuardedScheduler(side, namespace.block_tokens)
         log.info(

@@ -10,46 +10,218 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from blake3 import blake3
 
 log = logging.getLogger(__name__)
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WEIGHTS = [
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".npz",
+    ".npy",
+    ".ckpt",
+    ".tensors",
+    ".h5",
+    ".msgpack",
+    ".pdparams",
+    ".onnx",
+]
+# Files of a model's folder that cannot change the KV of given tokens: what the tokenizer and
+# readers need. A model's config counts as vLLM has read it, overrides included.
+_HARMLESS_NAMES = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "chat_template.json",
+    }
+)
+_HARMLESS_SUFFIXES = frozenset(
+    [
+        ".md",
+        ".txt",
+        ".rst",
+        ".pdf",
+        ".png",
+        ".jpg",
+        ".jpeg",
+        ".gif",
+        ".svg",
+        ".webp",
+        ".mp4",
+        ".jinja",
+        ".model",
+        ".tiktoken",
+        ".ipynb",
+    ]
+)
+_HARMLESS_STEMS = frozenset({"README", "LICENSE", "NOTICE", "USE_POLICY"})
+# `original` holds the same weights once more, in a format that vLLM does not read from there.
+_SKIPPED_FOLDERS = frozenset({"original", "__pycache__"})
+_SPLIT_GGUF = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 _SAID_AFTER_SECONDS = 2.0
 
 
-def fingerprint_files(
-    source: Path, remembered: Path | None = None, beside: Sequence[str] = ()
-) -> str | None:
-    """Of a folder's weights or of one file; None where there are none.
+def fingerprint_files(source: Path, remembered: Path | None = None) -> str | None:
+    """Of a folder with weights or of one file; None if there are none, or they change meanwhile.
 
-    Files named `beside` them count too, where they are there.
+    In a folder every file counts that is not known to be harmless: an index says which tensors
+    are read, scales and code lie beside the weights, adapters have a config.
     """
-    files = [source] if source.is_file() else sorted(_weights_in(source))
+    files = files_of(source)
     if not files:
         return None
-    files += [path for name in beside if (path := source / name).is_file()]
     memory = _Memory(remembered or _default_memory())
-    hasher = blake3(b"penstock files 1")
+    hasher = blake3(b"penstock files 2")
     started = time.monotonic()
-    for file in files:
-        name = "" if source.is_file() else file.relative_to(source).as_posix()
-        hasher.update(len(name).to_bytes(8, "little") + name.encode() + memory.digest(file))
+    try:
+        before = state_of(source)
+        for file in files:
+            name = "" if file == source else file.relative_to(_root(source)).as_posix()
+            hasher.update(len(name).to_bytes(8, "little") + name.encode() + memory.digest(file))
+        if state_of(source) != before:
+            log.warning("the files in %s change while they are read", source)
+            return None
+    except OSError as error:
+        log.warning("the files in %s cannot be read: %s", source, error)
+        return None
     if time.monotonic() - started > _SAID_AFTER_SECONDS:
         log.info("hashed the weights in %s in %.0f s", source, time.monotonic() - started)
     memory.write()
     return hasher.hexdigest()
 
 
-def _weights_in(folder: Path) -> Iterable[Path]:
-    for path in folder.iterdir():
-        if path.suffix in _WEIGHTS and path.is_file():
-            yield path
+class _Stat(NamedTuple):
+    path: str
+    device: int
+    inode: int
+    num_bytes: int
+    written_ns: int
+    changed_ns: int
+
+
+class FilesState(NamedTuple):
+    """What stat says of files: equal only while nobody has touched them."""
+
+    stats: tuple[_Stat, ...]
+    changed: float  # when the last of them was changed, put there or linked there
+
+
+def state_of(source: Path) -> FilesState:
+    """Raises OSError if there is nothing to read."""
+    folders = [] if source.is_file() else sorted(folder for folder, _ in _walk(source))
+    paths = [*_links_on_the_way(source), source, *folders, *files_of(source)]
+    stats = tuple(_stat(str(path)) for path in paths)
+    return FilesState(stats, max(found.changed_ns for found in stats) / 1e9)
+
+
+def is_unchanged(state: FilesState) -> bool:
+    """Whether `state_of` would say the same again, for less. A new file changes its folder."""
+    try:
+        return all(_stat(found.path) == found for found in state.stats)
+    except OSError:
+        return False
+
+
+def _stat(path: str) -> _Stat:
+    link, found = os.lstat(path), os.stat(path)
+    return _Stat(
+        path,
+        found.st_dev,
+        found.st_ino,
+        found.st_size,
+        found.st_mtime_ns,
+        max(found.st_ctime_ns, link.st_ctime_ns),
+    )
+
+
+def files_of(source: Path) -> list[Path]:
+    """The files that count, in order; none where there are no weights."""
+    if source.is_file():
+        return [source, *_beside_gguf(source)]
+    found = sorted(_counted_in(source))
+    return found if any(path.suffix in _WEIGHTS for path in found) else []
+
+
+def process_start() -> float:
+    """When this process began, in seconds of the clock that files are stamped with."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+    except (OSError, ValueError, IndexError, AttributeError):
+        return _IMPORTED
+
+
+_IMPORTED = time.time()
+
+
+def _root(source: Path) -> Path:
+    return source.parent if source.is_file() else source
+
+
+def _counted_in(folder: Path) -> Iterable[Path]:
+    for place, names in _walk(folder):
+        for name in names:
+            path = place / name
+            if not _is_harmless(path) and path.is_file():
+                yield path
+
+
+def _walk(folder: Path) -> Iterable[tuple[Path, list[str]]]:
+    """A folder and those within that may hold weights, with the names of their files."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:  # a link to a folder above
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [
+            name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")
+        ]
+        yield Path(place), names
+
+
+def _is_harmless(path: Path) -> bool:
+    return (
+        path.name.startswith(".")
+        or path.name in _HARMLESS_NAMES
+        or path.suffix in _HARMLESS_SUFFIXES
+        or path.stem in _HARMLESS_STEMS
+    )
+
+
+def _beside_gguf(file: Path) -> list[Path]:
+    """The other parts of a split file, and the projector that is loaded with it."""
+    if file.suffix != ".gguf":
+        return []
+    split = _SPLIT_GGUF.fullmatch(file.name)
+    found = []
+    for other in sorted(file.parent.glob("*.gguf")):
+        part = _SPLIT_GGUF.fullmatch(other.name)
+        is_part = split is not None and part is not None and part[1] == split[1]
+        if other != file and other.is_file() and (is_part or "mmproj" in other.name):
+            found.append(other)
+    return found
+
+
+def _links_on_the_way(source: Path) -> list[Path]:
+    """Links among the folders above: whoever turns one shows other files under the same path."""
+    return [path for path in source.absolute().parents if path.is_symlink()]
 
 
 def _default_memory() -> Path:

@@ -6,26 +6,50 @@ algorithm chosen, and know the model by nothing at all.
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from penstock.connectors.vllm.fingerprint import fingerprint_files
+from penstock.connectors.vllm.adapters import Adapters
+from penstock.connectors.vllm.configuration import (
+    adapter_settings,
+    config_digest,
+    configuration_digest,
+)
+from penstock.connectors.vllm.fingerprint import fingerprint_files, process_start, state_of
+from penstock.connectors.vllm.media import Media, Places
 from penstock.connectors.vllm.orders import Shard
+from penstock.connectors.vllm.places import find_files
 from penstock.errors import ConfigError
 from penstock.keys import KeyChain, Namespace
 from penstock.types import BlockKey
 
 log = logging.getLogger(__name__)
 
-# Of a model's config, what says nothing about its KV.
-_OUTSIDE_KV = ("_name_or_path", "transformers_version", "architectures")
+# Formats whose weights are the files of the model's folder, and nothing else.
+_FROM_FILES = frozenset(
+    [
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "gguf",
+        "bitsandbytes",
+        "sharded_state",
+        "runai_streamer",
+        "runai_streamer_sharded",
+    ]
+)
 
 
 def model_namespace(vllm_config: Any, version: str, shards: Sequence[Shard]) -> Namespace:
@@ -43,51 +67,139 @@ def model_namespace(vllm_config: Any, version: str, shards: Sequence[Shard]) -> 
         dtype=f"{model.dtype} kv {cache.cache_dtype} {model.quantization}",
         layout=f"vllm {version}: {layouts.pop()}",
         block_tokens=cache.block_size,
-        rope=_config_digest(model.hf_config),
+        rope=_model_digest(model),
         shard_size=len(shards),
+        settings=configuration_digest(vllm_config),
     )
 
 
 def weights_name(vllm_config: Any) -> str:
-    """The fingerprint of the weights; where there are no files to read, a name of this run only."""
+    """The fingerprint of the weights; where no files say what they are, a name of this run only."""
     model = vllm_config.model_config
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto")).lower()
     if "dummy" in load_format:
         return f"dummy {model.seed}"
-    found = None
-    if (source := _find_files(str(model.model), model.revision)) is not None:
-        found = fingerprint_files(source)
-    if found is None:
+    found = _fingerprint(vllm_config, load_format.rpartition(".")[2])
+    if isinstance(found, _Unknown):
         log.warning(
-            "the files of %s cannot be read to fingerprint its weights: KV is kept for this run "
+            "what the weights of %s are cannot be told from files (%s): KV is kept for this run "
             "only, and not shared with the next.",
             model.model,
+            found,
         )
         return f"run {secrets.token_hex(16)}"
     return found
 
 
-def adapter_name(lora_request: Any) -> str:
-    """A LoRA adapter, by its files; where they cannot be read, by its name in this run alone."""
-    if lora_request is None:
-        return ""
-    path = Path(str(lora_request.lora_path)).expanduser()
-    found = fingerprint_files(path, beside=_ADAPTER_FILES) if path.exists() else None
-    return f"{lora_request.lora_name} {found or 'run ' + _RUN}"
+class _Unknown(str):
+    """Why weights have no fingerprint."""
 
 
-_RUN = secrets.token_hex(16)
-_ADAPTER_FILES = ("adapter_config.json",)  # the same matrices may be scaled otherwise
+def _fingerprint(vllm_config: Any, load_format: str) -> str:
+    model = vllm_config.model_config
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        return _Unknown("weight_transfer_config lets them be replaced while vLLM runs")
+    if load_format not in _FROM_FILES:
+        return _Unknown(f"load_format is {load_format}")
+    if others := _other_models(model.hf_config):
+        return _Unknown(f"parts of them come from {others}")
+    name = getattr(model, "model_weights", "") or str(model.model)
+    is_local = Path(name).expanduser().exists()
+    if not is_local and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"}:
+        return _Unknown("they come from ModelScope")
+    folder = getattr(vllm_config.load_config, "download_dir", None)
+    source = find_files(name, model.revision, "config.json", folder)
+    if source is None:
+        return _Unknown("they are not on this machine")
+    # A hub's files are never written again under the same name; those of a folder may be.
+    try:
+        if is_local and state_of(source).changed >= process_start():
+            return _Unknown("files were written after this process began: it may have read others")
+    except OSError as error:
+        return _Unknown(str(error))
+    return fingerprint_files(source) or _Unknown("there are none to be read in its folder")
+
+
+def _other_models(hf_config: Any) -> str:
+    """Models that a model is put together from, each with weights of its own."""
+    said = hf_config.to_dict()
+    return ", ".join(
+        str(said[key]) for key in sorted(said) if key.endswith("_model_id") and said[key]
+    )
+
+
+def _model_digest(model: Any) -> str:
+    digests = [config_digest(model.hf_config)]
+    text = getattr(model, "hf_text_config", None)
+    if text is not None and text is not model.hf_config:
+        digests.append(config_digest(text))
+    return blake3(" ".join(digests).encode()).hexdigest()
+
+
+class Naming:
+    """What requests of one engine are called."""
+
+    def __init__(self, adapters: Adapters | None = None, media: Media | None = None) -> None:
+        self._adapters = adapters or Adapters()
+        self._media = media or Media()
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Naming:
+        lora = vllm_config.lora_config
+        managed = getattr(vllm_config, "ec_manager_config", None)
+        encodes_here = (
+            getattr(vllm_config, "ec_transfer_config", None) is None
+            and getattr(managed, "encoder_cache_manager_cls", None) is None
+        )
+        media = Media(
+            has_own_encoder=encodes_here,
+            adapters_encode=bool(getattr(lora, "enable_tower_connector_lora", False)),
+        )
+        return cls(Adapters("" if lora is None else adapter_settings(lora)), media)
+
+    def namespace(self, base: Namespace, request: Any) -> Namespace | None:
+        """The namespace of a request; None for one whose KV cannot be named by its tokens."""
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            return None
+        if getattr(request, "resumable", False):
+            return None  # a session that is fed while it runs may take tokens back
+        adapter = self._adapter(request)
+        if adapter is None:
+            return None
+        tenant = tenant_of(request)
+        return replace(
+            base,
+            adapter=adapter,
+            tenant=f"{base.tenant} {tenant}" if base.tenant else tenant,
+        )
+
+    def keys(self, base: Namespace, request: Any) -> RequestKeys | None:
+        """The keys of a request's blocks; None if its KV cannot be named."""
+        places = self._media.names(request)
+        namespace = self.namespace(base, request)
+        if namespace is None or places is None:
+            return None
+        return RequestKeys(namespace, request, places)
+
+    def holds(self, keys: RequestKeys) -> bool:
+        """Whether a request still is what its keys say: files and names may change under it."""
+        request = keys.request
+        return self._adapter(request) == keys.adapter and self._media.are_known(request)
+
+    def _adapter(self, request: Any) -> str | None:
+        lora = getattr(request, "lora_request", None)
+        return "" if lora is None else self._adapters.name(lora)
 
 
 class RequestKeys:
     """The keys of one request's full blocks, as its tokens become known."""
 
-    def __init__(self, namespace: Namespace, request: Any) -> None:
-        self._request = request
+    def __init__(self, namespace: Namespace, request: Any, media: Places | None = None) -> None:
+        self.request = request
+        self.adapter = namespace.adapter
         self._num_tokens = 0
         self._block_tokens = namespace.block_tokens
-        self._media = _media(request)
+        self._media = media or {}
         self._chain = KeyChain(namespace)
 
     def first(self, num_tokens: int) -> list[BlockKey]:
@@ -97,7 +209,7 @@ class RequestKeys:
         return self._chain.keys[: num_tokens // self._block_tokens]
 
     def _extend(self, num_tokens: int) -> None:
-        tokens = self._request.all_token_ids[self._num_tokens : num_tokens]
+        tokens = self.request.all_token_ids[self._num_tokens : num_tokens]
         if not self._media:
             self._chain.extend(tokens)
         else:
@@ -113,48 +225,3 @@ def tenant_of(request: Any) -> str:
     """Who shares KV with whom: vLLM's salt, empty for everybody."""
     salt = getattr(request, "cache_salt", None)
     return "" if salt is None else f"salt {salt}"
-
-
-def namespace_of(base: Namespace, request: Any, adapters: Callable[[Any], str]) -> Namespace | None:
-    """The namespace of a request; None for one whose KV cannot be named by its tokens."""
-    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-        return None
-    if getattr(request, "resumable", False):
-        return None  # a session that is fed while it runs may take tokens back
-    lora = getattr(request, "lora_request", None)
-    tenant = tenant_of(request)
-    return replace(
-        base,
-        adapter=adapters(lora) if lora is not None else "",
-        tenant=f"{base.tenant} {tenant}" if base.tenant else tenant,
-    )
-
-
-def _media(request: Any) -> dict[int, list[bytes]]:
-    """Images and the like: where they begin, and what their content is called."""
-    found: dict[int, list[bytes]] = {}
-    for feature in getattr(request, "mm_features", None) or ():
-        place = feature.mm_position
-        name = f"{feature.modality} {place.offset} {place.length} {feature.identifier}"
-        found.setdefault(place.offset, []).append(name.encode())
-    return found
-
-
-def _config_digest(hf_config: Any) -> str:
-    """Of everything else that a model's config says, rope and its scaling among it."""
-    known = {k: v for k, v in hf_config.to_dict().items() if k not in _OUTSIDE_KV}
-    return blake3(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _find_files(model: str, revision: str | None) -> Path | None:
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        config = try_to_load_from_cache(model, "config.json", revision=revision)
-    except Exception as error:  # not a hub's name at all
-        log.info("%s is not in the hub's cache: %s", model, error)
-        return None
-    return Path(config).parent if isinstance(config, str) else None

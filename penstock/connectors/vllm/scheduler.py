@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from penstock.build import Delegated
 from penstock.clock import Clock
 from penstock.connectors.vllm.dispatch import Dispatch
-from penstock.connectors.vllm.identity import RequestKeys, adapter_name, namespace_of
+from penstock.connectors.vllm.identity import Naming
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.offers import Offers
 from penstock.connectors.vllm.orders import Orders, Reports
@@ -82,8 +82,10 @@ class SchedulerSide:
         always_load: bool = False,
         observers: Iterable[Observer] = (),
         news: BlockNews | None = None,
+        naming: Naming | None = None,
     ) -> None:
         self._news = news
+        self._naming = naming or Naming()
         self._offloader = tiers.offloader
         self._engine = tiers.engine
         self._dispatch = Dispatch(tiers.engine, tiers.arena)
@@ -97,7 +99,6 @@ class SchedulerSide:
         self._num_bytes_begun = 0  # of loads that begin with the next step
         self._will_compute = False  # whether the next step has something to compute
         self._computing: set[str] = set()  # the requests of the last step
-        self._adapters: dict[tuple[str, str], str] = {}
         self._tracked: dict[str, Tracked] = {}
         self._hints = RequestHints()
         self._sessions = Sessions(tiers.offloader)
@@ -117,7 +118,7 @@ class SchedulerSide:
         with self._lock:
             tracked = self._track(request)
             if (
-                tracked.keys is None
+                not self._is_named(tracked)
                 or not self._may_load
                 or self._clock.now() < tracked.barred_until
                 or num_computed % self._block_tokens
@@ -315,8 +316,7 @@ class SchedulerSide:
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            namespace = namespace_of(self._namespace, request, self._adapter)
-            keys = None if namespace is None else RequestKeys(namespace, request)
+            keys = self._naming.keys(self._namespace, request)
             hints = self._hints.of(request)
             tracked = self._tracked[request.request_id] = Tracked(request, keys, hints)
             if self._sessions.began(hints, tracked.tenant):
@@ -329,11 +329,11 @@ class SchedulerSide:
             num_found = min(tracked.num_found or 0, len(keys))
             self._sessions.ended(tracked.hints, keys, num_found, tracked.tenant)
 
-    def _adapter(self, lora_request: Any) -> str:
-        place = (lora_request.lora_name, lora_request.lora_path)
-        if place not in self._adapters:
-            self._adapters[place] = adapter_name(lora_request)
-        return self._adapters[place]
+    def _is_named(self, tracked: Tracked) -> bool:
+        """Whether its keys still name its KV. An adapter's files may change while it runs."""
+        if tracked.keys is not None and not self._naming.holds(tracked.keys):
+            tracked.keys = tracked.offer = None
+        return tracked.keys is not None
 
     def _follow(self, scheduled: Scheduled) -> None:
         """Take over a request's blocks; those that its step writes to are fenced."""
@@ -360,7 +360,9 @@ class SchedulerSide:
     # Saves.
 
     def _save(self, tracked: Tracked, num_tokens: int) -> None:
-        if not self._may_save:
+        if not self._may_save or not tracked.has_unsaved(num_tokens, self._block_tokens):
+            return
+        if not self._is_named(tracked):
             return
         start = tracked.num_saved
         keys, slots = tracked.unsaved(num_tokens, self._block_tokens)

@@ -63,6 +63,10 @@ class Tracked:
             return None
         return self.keys.first(index * block_tokens)[-1]
 
+    def has_unsaved(self, num_tokens: int, block_tokens: int) -> bool:
+        num_full = min(num_tokens // block_tokens, len(self.block_ids))
+        return self.keys is not None and num_full > self.num_saved
+
     def unsaved(
         self, num_tokens: int, block_tokens: int
     ) -> tuple[Sequence[BlockKey], Sequence[Slot]]:
