@@ -269,9 +269,13 @@ class TierStack:
 
     def empty_host(self) -> int:
         """Drop every READY block from HOST; running copies keep their slots until they end."""
-        keys = self._host.ready_keys()
         self._retention.clear()
-        self._books.drop(Tier.HOST, keys)
+        return self.forget(Tier.HOST)
+
+    def forget(self, tier: Tier) -> int:
+        """Drop every READY block from a tier's book: it is not there any more. Returns how many."""
+        keys = self._books.of(tier).ready_keys()
+        self._books.drop(tier, keys)
         return len(keys)
 
     # What the transfers ask for and report.

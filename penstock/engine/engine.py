@@ -47,7 +47,7 @@ from penstock.sessions import Sessions
 from penstock.stores.device import DevicePool
 from penstock.transfer.cuda import CudaMover
 from penstock.transfer.pinning import has_same_addresses
-from penstock.types import NO_ORIGIN, BlockSpec, Done, Match, Origin, Tier
+from penstock.types import NO_ORIGIN, Done, Match, Origin, Tier
 from penstock.units import MiB, format_bytes
 
 _HOP_SECONDS = 0.005
@@ -137,7 +137,7 @@ class Engine:
         self.pool = BlockPool(num_blocks)
         self.offloader: Offloader | None = None
         if tiers is not None:
-            spec = BlockSpec(self.namespace.physical().digest(), block_bytes, self.block_tokens)
+            spec = self.namespace.block_spec(block_bytes)
             mover = partial(CudaMover, device) if device.on_gpu else None
             self.offloader = build_offloader(
                 tiers, spec, device, observers=observers, device_mover=mover

@@ -25,6 +25,14 @@ class Block(NamedTuple):
 Found = tuple[Slot, BlockKey | None]
 
 
+class Incident(NamedTuple):
+    """Something that befell a store, and that no answer to a read or a write tells."""
+
+    what: str
+    num_damaged: int = 0  # records or blocks that were found damaged
+    is_lost: bool = False  # nothing that the store held is there any more
+
+
 Answers = list[StoreError | None]
 """Block by block: None for success, else what was wrong with that block."""
 

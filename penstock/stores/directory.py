@@ -37,6 +37,14 @@ def lock_directory(directory: Path) -> int:
     return descriptor
 
 
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether the file that is open as `descriptor` is what lies at `path`."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 def remove_store_files(directory: Path) -> int:
     """Delete what a store made, and nothing else; returns the bytes given back."""
     num_bytes = 0
@@ -83,8 +91,9 @@ def refuse_foreign(directory: Path, found: Geometry, wanted: Geometry) -> None:
     for name in names:
         have, want = getattr(found, name), getattr(wanted, name)
         if have != want:
+            about = ", ".join(found.description.values())
             raise Foreign(
                 f"{directory} was made for another model or layout ({name} is {have}, expected "
-                f"{want}); use another disk.path, or empty it with "
-                f"`penstock store clear {directory}`."
+                f"{want}{f'; it is for {about}' if about else ''}); use another disk.path, or "
+                f"empty it with `{slab.clear_command(directory)}`."
             )

@@ -37,7 +37,7 @@ from connectors.memory_model import (
     Truth,
 )
 from connectors.pool_model import Pool, Request
-from tools import TIMEOUT_SECONDS, cap_for
+from tools import TIMEOUT_SECONDS, folder_cap_for
 
 from penstock.build import build_delegated
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
@@ -115,7 +115,7 @@ class Vllm:
         spec = BlockSpec(NAMESPACE.physical().digest(), block_bytes, BLOCK_TOKENS)
         disk = DiskConfig()
         if directory is not None:
-            disk = DiskConfig(str(directory), cap_for(spec, num_disk), threads=2)
+            disk = DiskConfig(str(directory), folder_cap_for(spec, num_disk), threads=2)
         config = Config(
             host=HostConfig(size_bytes=num_host * spec.stride_bytes, huge_pages=False),
             disk=disk,
