@@ -280,7 +280,6 @@ class Offloader:
         self._settle()
         self._stack.tick(self._clock.now())
         self._recover()
-        self._take_incidents()
         self._submit()
         dones = [self._checked(done) for done in self._own_dones()]
         events = self._stack.take_events()
@@ -314,8 +313,8 @@ class Offloader:
                 if incident.num_damaged:
                     self._say_damaged(tier, incident.num_damaged, incident.what)
                     self._tell([Damaged(tier, incident.num_damaged, incident.what)])
-                if incident.is_lost:
-                    num_blocks = self._stack.forget(tier)
+                if incident.survivors is not None:
+                    num_blocks = self._stack.forget(tier, incident.survivors)
                     log.error("%s: %s; %d blocks were lost", tier.name, incident.what, num_blocks)
                     self._tell([TierEmptied(tier, num_blocks, incident.what)])
 
@@ -475,7 +474,9 @@ class Offloader:
 
     def _settle(self) -> None:
         now = self._clock.now()
-        for outcome in self._engine.poll():
+        outcomes = self._engine.poll()
+        self._take_incidents()  # those of which the outcomes tell: they come first
+        for outcome in outcomes:
             self._stack.settle(outcome, now)
         for answer in self._engine.take_answers():
             self._stack.answer(answer, now)

@@ -272,9 +272,9 @@ class TierStack:
         self._retention.clear()
         return self.forget(Tier.HOST)
 
-    def forget(self, tier: Tier) -> int:
-        """Drop every READY block from a tier's book: it is not there any more. Returns how many."""
-        keys = self._books.of(tier).ready_keys()
+    def forget(self, tier: Tier, survivors: Container[BlockKey] = ()) -> int:
+        """Drop every READY block but the survivors from a tier's book; returns how many."""
+        keys = [key for key in self._books.of(tier).ready_keys() if key not in survivors]
         self._books.drop(tier, keys)
         return len(keys)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.errors import StoreError
@@ -30,7 +30,8 @@ class Incident(NamedTuple):
 
     what: str
     num_damaged: int = 0  # records or blocks that were found damaged
-    is_lost: bool = False  # nothing that the store held is there any more
+    # What the store held is lost, but for these, which were written since then.
+    survivors: Collection[BlockKey] | None = None
 
 
 Answers = list[StoreError | None]

@@ -77,6 +77,8 @@ class DiskStore(WholeBlocks):
         self.directory = directory
         self.read_only = read_only
         self.direct = direct
+        # Whoever asks may still believe in what lay here before.
+        self.is_replacement = False
         self.incidents: deque[Incident] = deque() if incidents is None else incidents
         self._spec = spec
         self._make_room = make_room
@@ -289,6 +291,8 @@ class DiskStore(WholeBlocks):
         if num_read != num_bytes:
             if len(run) > 1:
                 raise OSError(errno.EIO, "short read")  # each block is tried by itself
+            if self.read_only and self._read_records(first, 1) != records:
+                return [Missing(f"slot {first} of {self.directory} was given up meanwhile")]
             return [Corrupt(f"slot {first} of {self.directory} is cut off")]
         return answers
 
@@ -299,6 +303,8 @@ class DiskStore(WholeBlocks):
     def _judge(self, block: Block, record: Record | None) -> StoreError | Record:
         """The record, if it vouches for the block that is asked for."""
         if record is None:
+            if (self.read_only or self.is_replacement) and self._is_blank(block.slot):
+                return Missing(f"slot {block.slot} of {self.directory} is empty")
             return Corrupt(f"the record of slot {block.slot} in {self.directory} is damaged")
         if not record.held or record.key != block.key:
             return Missing(f"slot {block.slot} of {self.directory} holds another block")
@@ -464,6 +470,9 @@ class DiskStore(WholeBlocks):
     def _read_index(self, slot: Slot, num: int) -> bytes:
         data = os.pread(self._index, num * RECORD_BYTES, slot * RECORD_BYTES)
         return data.ljust(num * RECORD_BYTES, b"\0")  # a truncated index holds nothing there
+
+    def _is_blank(self, slot: Slot) -> bool:
+        return not any(self._read_index(slot, 1))
 
     def _read_records(self, slot: Slot, num: int) -> list[Record | None]:
         data = self._read_index(slot, num)

@@ -55,6 +55,7 @@ class DiskFolder(WholeBlocks):
         self._path = folder.store_path(directory, spec.namespace)
         self._lock = Lock()
         self._incidents: deque[Incident] = deque()  # no lock: its reader may not wait for a disk
+        self._survivors: set[BlockKey] | None = None  # until somebody takes the incident
         self._closed = False
         self._lock_descriptor: int | None = None
         self._num_users: dict[DiskStore, int] = {}  # whoever reads or writes; a store may linger
@@ -76,7 +77,11 @@ class DiskFolder(WholeBlocks):
         with self._using(blocks) as store:
             if store is None:
                 return [StoreError(self._why_gone)] * len(blocks)
-            return store.write(blocks, digests)
+            answers = store.write(blocks, digests)
+            if (survivors := self._survivors) is not None:
+                pairs = zip(blocks, answers, strict=True)
+                survivors.update(block.key for block, answer in pairs if answer is None)
+            return answers
 
     def read(self, blocks: Sequence[Block]) -> Verify:
         store = self._take(blocks)
@@ -111,6 +116,8 @@ class DiskFolder(WholeBlocks):
 
     def take_incidents(self) -> list[Incident]:
         """What befell the store since the last call."""
+        # A write that is under way now ends after this call, and is settled after it.
+        self._survivors = None
         return [self._incidents.popleft() for _ in range(len(self._incidents))]
 
     def close(self) -> None:
@@ -201,6 +208,7 @@ class DiskFolder(WholeBlocks):
         try:
             self._refuse_other_device()
             self._store = self._open()
+            self._store.is_replacement = True
         except PenstockError as error:
             if str(error) != self._why_gone:
                 log.error(
@@ -213,7 +221,8 @@ class DiskFolder(WholeBlocks):
         is_same = old is not None and old.is_index_at(self._path / "index")
         if old is not None:
             if not is_same:
-                self._incidents.append(Incident(lost, is_lost=True))
+                self._survivors = set()
+                self._incidents.append(Incident(lost, survivors=self._survivors))
             self._retire(old)
 
     def _refuse_other_device(self) -> None:

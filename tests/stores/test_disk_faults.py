@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import random
+import shutil
 import subprocess
 import threading
 import time
@@ -254,6 +255,190 @@ def test_index_lost_before_a_read_only_restart(rig: Rig, rigs: Rigs, damage: str
         assert len(os.listdir("/proc/self/fd")) == before
     else:
         expect_loss(reader, KEYS)
+
+
+# A folder that vanishes under a running server.
+
+
+def expect_notice(rig: Rig, caplog: pytest.LogCaptureFixture, words: str) -> None:
+    """It is said once, and counted where everything was lost."""
+    errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert sum(words in message and "anew" in message for message in errors) == 1
+
+
+def delete(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def rename(directory: Path) -> None:
+    directory.rename(directory.with_name("elsewhere"))
+
+
+def replace_by_a_copy(directory: Path) -> None:
+    shutil.copytree(directory, directory.with_name("copy"))
+    delete(directory)
+    directory.with_name("copy").rename(directory)
+
+
+@pytest.mark.parametrize("first", ["load", "save"])
+@pytest.mark.parametrize("vanish", [delete, rename, replace_by_a_copy])
+def test_folder_gone_while_running(
+    rig: Rig,
+    rigs: Rigs,
+    caplog: pytest.LogCaptureFixture,
+    vanish: Callable[[Path], None],
+    first: str,
+) -> None:
+    vanish(rig.directory)
+    if first == "load":
+        verdicts = rig.load_cold(KEYS)
+        # A copy has the same blocks in the same slots, and they are verified as ever.
+        assert verdicts == [Verdict.OK if vanish is replace_by_a_copy else Verdict.MISSING] * 8
+    else:
+        rig.save(keys_of(8, "more"))
+    expect_notice(rig, caplog, str(rig.directory))
+    assert rig.gauge("penstock_tier_losses_total", tier="disk") == 1
+    assert f"{len(KEYS)} blocks were lost" in caplog.text
+    rig.prove_sound(KEYS)
+    assert rig.gauge("penstock_tier_losses_total", tier="disk") == 1
+    rig = reopen(rig, rigs)
+    expect_loss(rig, [])  # what was saved since then lies in the new folder
+
+
+def test_open_files_of_a_deleted_folder_are_closed(rig: Rig) -> None:
+    """Their space is given back only then."""
+    shutil.rmtree(rig.directory)
+    rig.save(keys_of(8, "more"))
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    ours = [link for link in links if link.startswith(str(rig.directory))]
+    assert ours
+    assert not [link for link in ours if link.endswith("(deleted)")]
+
+
+def test_a_second_server_takes_a_deleted_folder(
+    rig: Rig, rigs: Rigs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lock went with the folder: the first one has to notice by itself, and leave it alone."""
+    shutil.rmtree(rig.directory)
+    second = rigs(rig.directory)
+    theirs = keys_of(8, "second")
+    assert second.save(theirs) == [Verdict.OK] * 8
+    mine = keys_of(8, "first")
+    assert rig.save(mine) == [Verdict.OK] * 8  # into HOST
+    assert rig.num_failed_saves > 0
+    assert "nothing is saved" in caplog.text
+    assert "is being written by" in caplog.text
+    assert rig.load_cold(KEYS) == [Verdict.MISSING] * 8
+    expect_loss(second, [], theirs)
+    second.close()
+    rig.clock.advance(REST_IS_OVER_SECONDS)
+    rig.prove_sound(mine)  # it is free again
+
+
+@pytest.mark.parametrize("name", ["index", "LOCK", "slab-00000", "../LOCK", "."])
+def test_deleted_file_while_running(
+    rig: Rig, rigs: Rigs, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    path = rig.store / name
+    delete(path) if path.is_dir() else path.unlink()
+    holds_blocks = "LOCK" not in name
+    expect_loss(rig, KEYS if holds_blocks else [])
+    expect_notice(rig, caplog, str(rig.directory))
+    assert "LOCK" not in name or os.path.exists(path)
+    with pytest.raises(Locked):
+        rigs(rig.directory)
+    rig.prove_sound(KEYS)
+    rig = reopen(rig, rigs)
+    expect_loss(rig, [])
+
+
+def test_deleted_folder_is_said_at_the_end_even_if_nothing_was_moved(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(rig.directory)
+    rig.close()
+    assert f"{rig.directory} was deleted" in caplog.text
+    assert not rig.directory.exists()
+
+
+def test_deleted_folder_under_a_reader(
+    rig: Rig, rigs: Rigs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has open is right as it is, so it goes on; it makes nothing."""
+    reader = rigs(rig.directory, disk={"read_only": True})
+    rig.close()
+    shutil.rmtree(rig.directory)
+    expect_loss(reader, [])
+    expect_loss(reader, [])
+    assert caplog.text.count("its open files are read") == 1
+    assert not rig.directory.exists()
+
+
+def test_unmounted_while_running_and_mounted_again(
+    small_disk: Path, tmp_path: Path, rigs: Rigs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Below the mount point lies another filesystem: it is not filled in place of ours."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    _mount("--bind", str(small_disk), str(mount))
+    try:
+        rig = rigs(mount / "kv")
+        rig.save(KEYS)
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+        assert rig.load_cold(KEYS) == [Verdict.MISSING] * 8
+        rig.save(KEYS)
+        assert rig.num_failed_saves == 8
+        assert "another filesystem" in caplog.text
+        assert list(mount.iterdir()) == []
+        _mount("--bind", str(small_disk), str(mount))
+        rig.clock.advance(REST_IS_OVER_SECONDS)
+        rig.prove_sound(KEYS)
+        rig.close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+# What is said of damage.
+
+
+def test_damage_is_logged_at_once_and_then_once_a_minute(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "found damaged" in r.getMessage()]
+
+    for key in KEYS[:5]:
+        flip_bit(rig.slab, rig.place_of(key) * STRIDE)
+    for number, key in enumerate(KEYS[:4], 1):
+        rig.load_cold([key])
+        assert len(lines()) == 1, f"after block {number}"
+    assert lines()[0].startswith("DISK: 1 block was found damaged")
+    assert str(rig.store) in lines()[0]
+    assert "checksum" in lines()[0]
+    rig.clock.advance(61.0)
+    rig.settle()
+    assert len(lines()) == 2
+    assert lines()[1].startswith("DISK: 3 blocks were found damaged")
+    rig.load_cold([KEYS[4]])
+    rig.close()
+    assert lines()[2].startswith("DISK: 1 block was found damaged")
+    assert rig.num_corrupt == 5
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_damage_to_the_index_is_logged_and_counted_at_the_start(
+    rig: Rig, rigs: Rigs, caplog: pytest.LogCaptureFixture, read_only: bool
+) -> None:
+    for key in KEYS[:3]:
+        flip_bit(rig.index, rig.place_of(key) * slab.RECORD_BYTES + 20)
+    rig.close()
+    rig = rigs(rig.directory, disk={"read_only": read_only})
+    expect_loss(rig, KEYS[:3])
+    assert rig.num_corrupt == 3
+    assert f"{rig.store}: 3 records of the index are damaged" in caplog.text
+    rig = reopen(rig, rigs)
+    # A writer clears them, so that they are not told of again and again.
+    assert rig.num_corrupt == (3 if read_only else 0)
 
 
 # Writes that fail.
