@@ -416,7 +416,7 @@ def test_a_tier_that_cannot_be_had_is_one_clear_error(rigs: Rigs, tmp_path: Path
         Rig(tmp_path / "a")
     rigs(tmp_path / "b").close()
     with pytest.raises(Foreign, match="another model or layout"):
-        Rig(tmp_path / "b", block_spec=spec(namespace="other"))
+        Rig(tmp_path / "b", block_spec=spec(4096))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError):
         Rig(tmp_path / "file")

@@ -47,7 +47,7 @@ from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
 from penstock.connectors.vllm.worker import WorkerSide
 from penstock.events import Event, Lost, Moved, Observer, Stored
 from penstock.keys import KeyChain
-from penstock.stores import slab
+from penstock.stores import folder, slab
 from penstock.stores.host import HostArena
 from penstock.transfer.copiers import ThreadCopier
 from penstock.transfer.paged import Part
@@ -666,8 +666,7 @@ class Vandal:
 
     def delete(self) -> None:
         """Some records in the index are emptied."""
-        assert self._vllm.directory is not None
-        path = self._vllm.directory / "index"
+        path = self._store() / "index"
         num_slots = path.stat().st_size // slab.RECORD_BYTES
         with path.open("r+b") as file:
             for slot in self._rng.sample(range(num_slots), num_slots // 8):
@@ -681,5 +680,8 @@ class Vandal:
         self._vllm.seen["seals broken"] += 1
 
     def _slab(self) -> Path:
+        return slab.slab_path(self._store(), 0)
+
+    def _store(self) -> Path:
         assert self._vllm.directory is not None
-        return slab.slab_path(self._vllm.directory, 0)
+        return folder.store_path(self._vllm.directory, NAMESPACE.physical().digest())
