@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -38,11 +39,14 @@ def lock_directory(directory: Path) -> int:
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether the file that is open as `descriptor` is what lies at `path`."""
+    """Whether the file that is open as `descriptor` is what lies at `path`.
+
+    A disk that cannot say is not taken for one that was emptied: reads and writes will tell.
+    """
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def remove_store_files(directory: Path) -> int:

@@ -398,6 +398,23 @@ def test_unmounted_while_running_and_mounted_again(
         subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
+def test_a_disk_that_cannot_say_what_lies_there_is_not_taken_for_an_empty_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = os.stat
+
+    def fail_in_the_folder(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(rig.directory)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", fail_in_the_folder)
+    verdicts = rig.load_cold(KEYS)
+    monkeypatch.undo()
+    assert verdicts == [Verdict.OK] * len(KEYS)
+    assert rig.gauge("penstock_tier_losses_total", tier="disk") == 0
+
+
 # What is said of damage.
 
 
