@@ -16,8 +16,8 @@ from penstock.ledger import Ledger
 from penstock.machine import check_machine
 from penstock.offload import Offloader
 from penstock.policies import POLICIES
-from penstock.stores.base import Arena
-from penstock.stores.disk import DiskStore
+from penstock.stores.base import Arena, Incident
+from penstock.stores.disk_folder import DiskFolder
 from penstock.stores.host import ArenaHandle, HostArena
 from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote, threads_for
 from penstock.tiers import Limits, TierStack
@@ -125,9 +125,10 @@ def _assemble(
     lower: dict[Tier, Ledger] = {}
     gates: dict[Tier, WriteGate] = {}
     recoveries = []
+    incidents: dict[Tier, Callable[[], list[Incident]]] = {}
     with ExitStack() as opened:
         if config.disk.path is not None:
-            disk = DiskStore(
+            disk = DiskFolder(
                 Path(config.disk.path),
                 spec,
                 config.disk.size_bytes,
@@ -139,6 +140,7 @@ def _assemble(
             lower[Tier.DISK] = Ledger(disk.num_slots, policy, recovering=True)
             lanes[Tier.DISK] = LaneSpec(StoreMover(host, disk, seals), config.disk.threads)
             recoveries.append(Recovery(Tier.DISK, disk, disk.num_slots))
+            incidents[Tier.DISK] = disk.take_incidents
             gates[Tier.DISK] = WriteGate(
                 spec.block_bytes,
                 from_second_use=config.disk.admit == "second-use",
@@ -176,6 +178,7 @@ def _assemble(
             seals=seals,
             host=host,
             recoveries=recoveries,
+            incidents=incidents,
             observers=observers,
             close_stores=opened.pop_all().close,
         )

@@ -60,6 +60,24 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Damaged:
+    """A tier was found damaged by itself, not by loading: records of its index, say."""
+
+    tier: Tier
+    num_blocks: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierEmptied:
+    """A tier lost everything it held: its folder was deleted or replaced under us, say."""
+
+    tier: Tier
+    num_blocks: int  # those that had been offered
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A tier offers these blocks from now on."""
 
@@ -324,6 +342,8 @@ Event = (
     | Moved
     | Asked
     | Lost
+    | Damaged
+    | TierEmptied
     | Stored
     | Removed
     | Usage

@@ -18,17 +18,23 @@ from typing import cast
 from blake3 import blake3
 
 from penstock.errors import ConfigError
-from penstock.types import BlockKey
+from penstock.types import BlockKey, BlockSpec
 
 TOKEN_BYTES = 4
+_LABELS = ("model",)  # fields of a namespace that do not make KV differ
+_MAX_TEXT = 120  # characters of a field in a description
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that makes the KV of the same tokens differ. Two that differ never share."""
+    """Everything that makes the KV of the same tokens differ. Two that differ never share.
+
+    The model's name is a label for people: one file has many spellings, and one name many files.
+    `weights` tells models apart; weights that cannot be read must get a name nobody else has.
+    """
 
     model: str
-    weights: str  # fingerprint of the weights, not only the model's name
+    weights: str  # fingerprint of the weights
     dtype: str
     layout: str  # order and packing of a block's bytes, including the attention backend's own
     block_tokens: int
@@ -50,8 +56,10 @@ class Namespace:
 
     def digest(self) -> bytes:
         """32 bytes. Every field goes in with its name and length, so none can run into another."""
-        hasher = blake3(b"penstock namespace 1")
+        hasher = blake3(b"penstock namespace 2")
         for field in fields(self):
+            if field.name in _LABELS:
+                continue
             for part in (field.name, str(getattr(self, field.name))):
                 encoded = part.encode()
                 hasher.update(len(encoded).to_bytes(8, "little") + encoded)
@@ -64,6 +72,21 @@ class Namespace:
     def physical(self) -> Namespace:
         """What a store must agree on: blocks of all adapters and tenants share one store."""
         return replace(self, adapter="", tenant="")
+
+    def block_spec(self, block_bytes: int) -> BlockSpec:
+        """Of stores for blocks of this namespace, whatever their adapter and tenant."""
+        physical = self.physical()
+        return BlockSpec(physical.digest(), block_bytes, self.block_tokens, physical.description())
+
+    def description(self) -> tuple[tuple[str, str], ...]:
+        """The fields that say something, for people: a digest tells them nothing."""
+        texts = ((field.name, str(getattr(self, field.name))) for field in fields(self))
+        plain = {"adapter": "", "shard_rank": "0", "shard_size": "1", "tenant": ""}
+        return tuple(
+            (name, text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…")
+            for name, text in texts
+            if text and text != plain.get(name)
+        )
 
 
 class KeyChain:

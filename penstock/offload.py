@@ -19,8 +19,10 @@ from dataclasses import replace
 from penstock.books import all_ok
 from penstock.clock import Clock
 from penstock.costs import LinkRate, load_seconds
+from penstock.damages import Damages
 from penstock.errors import PenstockError
 from penstock.events import (
+    Damaged,
     Event,
     LookedUp,
     Lost,
@@ -29,12 +31,14 @@ from penstock.events import (
     Prefetched,
     Recovered,
     TicketDone,
+    TierEmptied,
     TierRested,
     TierRevived,
     tell,
 )
 from penstock.meters import LinkMeter
 from penstock.prefetches import Prefetches
+from penstock.stores.base import Incident
 from penstock.stores.host import HostArena
 from penstock.tiers import TierStack
 from penstock.transfer.delegate import Engine
@@ -71,6 +75,7 @@ class Offloader:
         seals: Seals | None = None,
         host: HostArena | None = None,
         recoveries: Sequence[Recovery] = (),
+        incidents: Mapping[Tier, Callable[[], list[Incident]]] | None = None,
         observers: Iterable[Observer] = (),
         close_stores: Callable[[], None] = lambda: None,
     ) -> None:
@@ -83,6 +88,8 @@ class Offloader:
         self.host = host  # where blocks that are pinned can be read
         self._recoveries = list(recoveries)
         self._num_recovered = 0
+        self._incidents = dict(incidents or {})
+        self._damages = Damages()
         self._observers = list(observers)
         self._close_stores = close_stores
         self._meters: dict[Tier, LinkMeter] = {}
@@ -284,6 +291,10 @@ class Offloader:
                 log.warning("%s is left alone with %s: %s", event.tier.name, what, event.error)
             elif isinstance(event, TierRevived):
                 log.warning("%s serves %ss again", event.tier.name, event.direction.value)
+            elif isinstance(event, Lost) and event.verdict is Verdict.CORRUPT:
+                self._say_damaged(event.source, event.num_blocks, event.error)
+        for line in self._damages.tick(self._clock.now()):
+            log.warning("%s", line)
         if self._observers:
             events += self._stack.take_usage(self._engine.depth)
             events += [
@@ -294,6 +305,22 @@ class Offloader:
             ]
             self._tell(events)
         return dones
+
+    def _take_incidents(self) -> None:
+        """What befell the stores by themselves."""
+        for tier, take in self._incidents.items():
+            for incident in take():
+                if incident.num_damaged:
+                    self._say_damaged(tier, incident.num_damaged, incident.what)
+                    self._tell([Damaged(tier, incident.num_damaged, incident.what)])
+                if incident.survivors is not None:
+                    num_blocks = self._stack.forget(tier, incident.survivors)
+                    log.error("%s: %s; %d blocks were lost", tier.name, incident.what, num_blocks)
+                    self._tell([TierEmptied(tier, num_blocks, incident.what)])
+
+    def _say_damaged(self, tier: Tier, num_blocks: int, error: str) -> None:
+        for line in self._damages.note(tier, num_blocks, error, self._clock.now()):
+            log.warning("%s", line)
 
     def _own_dones(self) -> list[Done]:
         """Those that the host waits for; prefetches are settled, and go on."""
@@ -367,6 +394,8 @@ class Offloader:
         for recovery in self._recoveries:
             stopped &= recovery.stop(timeout_seconds)
         self._kept += self._advance()
+        for line in self._damages.rest():
+            log.warning("%s", line)
         if stopped:  # a hanging thread still uses the store's files: leave them open
             self._close_stores()
         return drained and stopped
@@ -452,6 +481,8 @@ class Offloader:
         self._stack.unpin([slot for _, slot in pairs if slot in bad])
         self._stack.drop(list(bad.values()))
         counts = Counter(verdict for verdict in verdicts if verdict)
+        if num_corrupt := counts[Verdict.CORRUPT]:
+            self._say_damaged(Tier.HOST, num_corrupt, "in DRAM")
         self._tell(
             Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, verdict, count)
             for verdict, count in counts.items()
@@ -477,7 +508,9 @@ class Offloader:
 
     def _settle(self) -> None:
         now = self._clock.now()
-        for outcome in self._engine.poll():
+        outcomes = self._engine.poll()
+        self._take_incidents()  # those of which the outcomes tell: they come first
+        for outcome in outcomes:
             self._stack.settle(outcome, now)
         for answer in self._engine.take_answers():
             self._stack.answer(answer, now)

@@ -277,9 +277,13 @@ class TierStack:
 
     def empty_host(self) -> int:
         """Drop every READY block from HOST; running copies keep their slots until they end."""
-        keys = self._host.ready_keys()
         self._retention.clear()
-        self._books.drop(Tier.HOST, keys)
+        return self.forget(Tier.HOST)
+
+    def forget(self, tier: Tier, survivors: Container[BlockKey] = ()) -> int:
+        """Drop every READY block but the survivors from a tier's book; returns how many."""
+        keys = [key for key in self._books.of(tier).ready_keys() if key not in survivors]
+        self._books.drop(tier, keys)
         return len(keys)
 
     # What the transfers ask for and report.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from types import MappingProxyType
 from typing import NamedTuple, NewType
@@ -97,6 +97,8 @@ class BlockSpec:
     namespace: bytes  # 32 bytes: digest of the physical namespace (see keys.Namespace.physical)
     block_bytes: int
     block_tokens: int
+    # What the namespace stands for, as names and values for people to read.
+    description: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def stride_bytes(self) -> int:

@@ -28,6 +28,7 @@ BOOKS = {
     "flights",
     "health",
     "costs",
+    "damages",
     "choosing",
     "meters",
     "meeting",

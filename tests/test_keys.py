@@ -20,9 +20,8 @@ tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=100)
 
 def test_keys_are_as_written_down() -> None:
     """Spelled out once more by hand: a change of encoding makes every stored block unfindable."""
-    hasher = blake3(b"penstock namespace 1")
+    hasher = blake3(b"penstock namespace 2")
     for name, value in (
-        ("model", "smollm2-135m"),
         ("weights", "sha256:abc"),
         ("dtype", "bf16"),
         ("layout", "LKTHD"),
@@ -41,12 +40,33 @@ def test_keys_are_as_written_down() -> None:
     first = blake3(root + b"".join(t.to_bytes(4, "little") for t in tokens[:16])).digest()
     second = blake3(first + b"".join(t.to_bytes(4, "little") for t in tokens[16:])).digest()
     assert chain(NAMESPACE, tokens) == [first, second]
-    assert second.hex() == "dc78d7605a7dbc2f3c8314ac0ab0db058b6612e6fcbfd29e0c48949697e3c8cf"
+    assert second.hex() == "938660a64f536a3098b6f16bd9a7aef600866227cdd378e6ef35668db83ae586"
+
+
+def test_the_models_name_is_a_label() -> None:
+    """One file has many spellings; what tells models apart is the weights' fingerprint."""
+    spelled = replace(NAMESPACE, model="./smollm2-135m")
+    assert spelled.digest() == NAMESPACE.digest()
+    assert chain(spelled, range(64)) == chain(NAMESPACE, range(64))
+    assert spelled.block_spec(4096) == NAMESPACE.block_spec(4096)
+    assert dict(spelled.block_spec(4096).description)["model"] == "./smollm2-135m"
+
+
+def test_a_description_is_for_people_and_bounded() -> None:
+    tenant = replace(NAMESPACE, tenant="acme", adapter="sql", rope="x" * 1000)
+    about = dict(tenant.block_spec(4096).description)
+    assert about.pop("rope") == "x" * 119 + "…"
+    assert about == {
+        "model": "smollm2-135m",
+        "weights": "sha256:abc",
+        "dtype": "bf16",
+        "layout": "LKTHD",
+        "block_tokens": "16",
+    }
 
 
 def test_every_part_of_the_namespace_counts() -> None:
     changed = {
-        "model": "other",
         "weights": "sha256:abd",
         "dtype": "fp32",
         "layout": "KLTHD",
@@ -59,7 +79,7 @@ def test_every_part_of_the_namespace_counts() -> None:
         "settings": "digest",
     }
     base = replace(NAMESPACE, shard_size=3)
-    assert set(changed) == {field.name for field in fields(Namespace)}
+    assert {"model", *changed} == {field.name for field in fields(Namespace)}
     digests = {base.digest()} | {replace(base, **{k: v}).digest() for k, v in changed.items()}  # type: ignore[arg-type]
     assert len(digests) == len(changed) + 1
 

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tools import Rig, keys_of
 
 from penstock.events import (
+    Damaged,
     Decided,
     Finished,
     FirstToken,
@@ -15,6 +16,7 @@ from penstock.events import (
     Preempted,
     Refused,
     Sequences,
+    TierEmptied,
     TierRested,
     TierRevived,
     Usage,
@@ -76,6 +78,11 @@ def test_losses_are_counted_by_what_became_of_them() -> None:
     metrics(Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, Verdict.EXPIRED, 1))
     found = samples(metrics)
     assert found["penstock_corrupt_blocks_total", (("tier", "disk"),)] == 3
+    metrics(Damaged(Tier.DISK, 4, "records of the index are damaged"))
+    metrics(TierEmptied(Tier.DISK, 100, "it was deleted"))
+    later = samples(metrics)
+    assert later["penstock_corrupt_blocks_total", (("tier", "disk"),)] == 7
+    assert later["penstock_tier_losses_total", (("tier", "disk"),)] == 1
     assert found["penstock_dropped_blocks_total", (("tier", "disk"),)] == 2
     hop = (("direction", "load"), ("source", "host"), ("target", "device"))
     assert found["penstock_lost_blocks_total", (*hop, ("verdict", "expired"))] == 1

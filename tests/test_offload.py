@@ -416,14 +416,16 @@ def test_a_tier_that_cannot_be_had_is_one_clear_error(rigs: Rigs, tmp_path: Path
         Rig(tmp_path / "a")
     rigs(tmp_path / "b").close()
     with pytest.raises(Foreign, match="another model or layout"):
-        Rig(tmp_path / "b", block_spec=spec(namespace="other"))
+        Rig(tmp_path / "b", block_spec=spec(4096))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError):
         Rig(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_what_is_read_in_place_and_damaged_is_told(rigs: Rigs, tmp_path: Path) -> None:
+def test_what_is_read_in_place_and_damaged_is_told(
+    rigs: Rigs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[Event] = []
     rig = rigs(tmp_path, verify=True, observers=[told.append])
     keys = keys_of(3)
@@ -438,4 +440,5 @@ def test_what_is_read_in_place_and_damaged_is_told(rigs: Rigs, tmp_path: Path) -
     assert [pin is None for pin in again] == [False, True, False]
     (lost,) = [event for event in told if isinstance(event, Lost)]
     assert lost == Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, Verdict.CORRUPT, 1)
+    assert "HOST: 1 block was found damaged" in caplog.text
     rig.offloader.unpin([pin for pin in again if pin is not None])

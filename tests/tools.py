@@ -15,7 +15,7 @@ from penstock.clock import ManualClock
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
 from penstock.events import Observer
 from penstock.metrics import Metrics
-from penstock.stores import slab
+from penstock.stores import folder, slab
 from penstock.stores.base import Block
 from penstock.stores.host import HostArena
 from penstock.types import PAGE_BYTES, BlockKey, BlockSpec, Done, Slot, TicketId, Tier, Verdict
@@ -53,6 +53,11 @@ def cap_for(spec: BlockSpec, num_slots: int, slab_bytes: int = slab.SLAB_BYTES) 
     return bisect_left(range(most), num_slots, key=geometry.num_slots)
 
 
+def folder_cap_for(spec: BlockSpec, num_slots: int) -> int:
+    """The smallest `disk.size` under which a namespace alone in its folder has this many slots."""
+    return cap_for(spec, num_slots) + folder.FOLDER_BYTES
+
+
 def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
@@ -65,7 +70,7 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
 
 def file_sizes(directory: Path) -> tuple[int, int]:
     """Bytes that the files say they have, and bytes of disk that they take."""
-    stats = [path.stat() for path in directory.iterdir()]
+    stats = [path.stat() for path in directory.rglob("*")]
     return sum(s.st_size for s in stats), sum(s.st_blocks * 512 for s in stats)
 
 
@@ -122,7 +127,7 @@ class Rig:
             host=HostConfig(size_bytes=num_host * self.spec.stride_bytes, verify=verify),
             disk=DiskConfig(
                 path=str(directory),
-                **{"size_bytes": cap_for(self.spec, num_disk), "threads": 2, **(disk or {})},
+                **{"size_bytes": folder_cap_for(self.spec, num_disk), "threads": 2, **(disk or {})},
             ),
             transfer=TransferConfig(batch_bytes=batch_blocks * self.spec.block_bytes),
         )
@@ -215,11 +220,16 @@ class Rig:
 
     @property
     def slab(self) -> Path:
-        return slab.slab_path(self.directory, 0)
+        return slab.slab_path(self.store, 0)
 
     @property
     def index(self) -> Path:
-        return self.directory / "index"
+        return self.store / "index"
+
+    @property
+    def store(self) -> Path:
+        """Where its namespace lies in the folder."""
+        return folder.store_path(self.directory, self.spec.namespace)
 
     def place_of(self, key: BlockKey) -> int:
         """The slot of the index whose record names this key."""

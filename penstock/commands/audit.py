@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.errors import ConfigError, Corrupt, Foreign, StoreError
-from penstock.stores import slab
+from penstock.stores import folder, slab
 from penstock.stores.base import Block
 from penstock.stores.disk import DiskStore
+from penstock.stores.folder import Shelf
 from penstock.stores.host import HostArena
 from penstock.stores.slab import RECORD_BYTES, Geometry, Record
 from penstock.types import BlockKey, Slot
@@ -34,7 +35,7 @@ class Entry(NamedTuple):
 
 
 class Damage(NamedTuple):
-    slot: Slot
+    slot: Slot | None  # None where nothing of the store can be read
     key: BlockKey | None  # None where the record itself is damaged
     problem: str
 
@@ -44,6 +45,7 @@ class Audit:
     num_ok: int = 0
     num_empty: int = 0
     num_changed: int = 0  # rewritten by a live writer while they were looked at; no damage
+    num_cleared: int = 0
     damages: list[Damage] = field(default_factory=list)
 
 
@@ -151,17 +153,13 @@ def _name_problem(
 
 def clear_records(store: DiskStore, damages: list[Damage]) -> int:
     """Make the damaged slots empty, so that they are not offered again; returns how many are."""
+    num_cleared = 0
     for damage in damages:
+        assert damage.slot is not None
         store.drop(damage.key or BlockKey(bytes(32)), damage.slot)
-    entries = (_read_entry(store.directory, damage.slot) for damage in damages)
-    return sum(entry.record is not None and not entry.record.held for entry in entries)
-
-
-def disk_bytes(directory: Path) -> int:
-    """Disk space of the store's own files."""
-    paths = [directory / name for name in ("MANIFEST", "LOCK", "index")]
-    paths += [path for _, path in slab.slab_paths(directory)]
-    return sum(path.stat().st_blocks * 512 for path in paths if path.is_file())
+        entry = _read_entry(store.directory, damage.slot)
+        num_cleared += entry.record is not None and not entry.record.held
+    return num_cleared
 
 
 def find_writer(directory: Path) -> str | None:
@@ -181,20 +179,23 @@ def find_writer(directory: Path) -> str | None:
     return None
 
 
-def read_manifest(directory: Path) -> Geometry:
+def shelves(directory: Path) -> list[Shelf]:
+    """The namespaces of a folder, most recently used first."""
     _check_is_folder(directory)
-    geometry = slab.read_manifest(directory)
-    if geometry is None:
+    found = folder.look_into(directory)
+    if found is None:
         raise _no_store(directory, "it has no MANIFEST")
-    return geometry
+    return found
 
 
-def check_index(directory: Path) -> None:
-    if not (directory / "index").is_file():
-        raise StoreError(
-            f"the index of {directory} is gone, and nothing in the store can be found without it: "
-            f"empty it with `penstock store clear {directory}`"
-        )
+def find_problem(shelf: Shelf) -> str | None:
+    """Why nothing of a namespace can be read, and what to do."""
+    clear = f"empty it with `{slab.clear_command(shelf.path)}`"
+    if shelf.geometry is None:
+        return f"its MANIFEST is gone or damaged, and nothing in it can be trusted: {clear}"
+    if not (shelf.path / "index").is_file():
+        return f"its index is gone, and nothing can be found without it: {clear}"
+    return None
 
 
 def _check_is_folder(directory: Path) -> None:

@@ -170,36 +170,31 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
     """What lies there. Raises PenstockError or OSError where it would keep vLLM from starting."""
     # Here, because they need xxhash, which may be what is missing.
     from penstock.commands import audit
-    from penstock.stores import slab
+    from penstock.stores import folder, slab
     from penstock.stores.directory import refuse_strangers_index
 
-    geometry = slab.read_manifest(directory)
+    shelves = folder.look_into(directory)
     if disk.read_only:
-        if geometry is None:
+        readable = [shelf for shelf in shelves or () if audit.find_problem(shelf) is None]
+        if not readable:
             raise Foreign(f"{directory} holds no store to read; check the path.")
-        audit.check_index(directory)
     else:
         if (writer := audit.find_writer(directory)) is not None:
             raise Locked(
                 f"{directory} is being written by {writer}; unless that is the vLLM you ask about, "
                 "stop it, choose another disk.path, or set disk.read_only."
             )
-        _check_access([directory / "LOCK", directory / "index"])
-        _check_access([path for _, path in slab.slab_paths(directory)])
+        for path in (directory, *(shelf.path for shelf in shelves or ())):
+            _check_access([path / "LOCK", path / "index"])
+            _check_access([found for _, found in slab.slab_paths(path)])
         _try_writing(directory)
-        if geometry is None:
+        if shelves is None:
             refuse_strangers_index(directory)
             return f"a store will be made in {directory}"
-        if geometry.num_slots(disk.size_bytes) < 1:
-            raise ConfigError(
-                f"disk.size is {format_bytes(disk.size_bytes)}, too little for one block of the "
-                f"store in {directory}; give it at least {format_bytes(geometry.min_cap_bytes)}."
-            )
-    return (
-        f"{directory} holds a store with blocks of {geometry.block_tokens} tokens and "
-        f"{format_bytes(geometry.block_bytes)}; vLLM opens it only for the model and layout it "
-        "was made for"
-    )
+    if not shelves:
+        return f"{directory} holds no KV yet"
+    held = "; ".join(f"{s.title}, {format_bytes(s.disk_bytes)}" for s in shelves)
+    return f"{directory} holds KV for {held}"
 
 
 def _check_access(paths: list[Path]) -> None:

@@ -52,7 +52,7 @@ from penstock.sessions import Sessions
 from penstock.stores.device import DevicePool
 from penstock.transfer.cuda import CudaMover
 from penstock.transfer.pinning import has_same_addresses
-from penstock.types import NO_ORIGIN, BlockSpec, Done, Match, Origin, Tier
+from penstock.types import NO_ORIGIN, Done, Match, Origin, Tier
 from penstock.units import MiB, format_bytes
 
 log = logging.getLogger(__name__)
@@ -552,8 +552,7 @@ class Engine:
     def _open_tiers(self) -> None:
         self.offloader = None
         if self._tiers is not None:
-            physical = self.namespace.physical().digest()
-            spec = BlockSpec(physical, self._block_bytes, self.block_tokens)
+            spec = self.namespace.block_spec(self._block_bytes)
             mover = partial(CudaMover, self.device) if self.device.on_gpu else None
             self.offloader = build_offloader(
                 self._tiers, spec, self.device, observers=self._observers, device_mover=mover

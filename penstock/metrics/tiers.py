@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.events import (
     Asked,
+    Damaged,
     Decided,
     Event,
     LookedUp,
@@ -14,6 +15,7 @@ from penstock.events import (
     Removed,
     Retained,
     TicketDone,
+    TierEmptied,
     TierRested,
     TierRevived,
     Usage,
@@ -40,7 +42,14 @@ class TierMetrics:
             (*_HOP, "verdict"),
         )
         self._corrupt = make.counter(
-            "penstock_corrupt_blocks", "Blocks that failed verification.", ("tier",)
+            "penstock_corrupt_blocks",
+            "Blocks, or records of a disk's index, that failed verification.",
+            ("tier",),
+        )
+        self._emptied = make.counter(
+            "penstock_tier_losses",
+            "Times a tier lost all it held: its folder was deleted or replaced, say.",
+            ("tier",),
         )
         self._dropped = make.counter(
             "penstock_dropped_blocks",
@@ -112,7 +121,7 @@ class TierMetrics:
         # would go unseen. Those that alerts look at are there from the beginning.
         for tier in Tier:
             if tier is not Tier.DEVICE:
-                for counter in (self._corrupt, self._dropped, self._hits):
+                for counter in (self._corrupt, self._emptied, self._dropped, self._hits):
                     counter.labels(tier.label)
                 for direction in Direction:
                     self._faults.labels(tier.label, direction.value)
@@ -134,6 +143,10 @@ class TierMetrics:
                     self._corrupt.labels(source.label).inc(num_blocks)
                 if verdict is Verdict.DROPPED and direction is Direction.SAVE:
                     self._dropped.labels(target.label).inc(num_blocks)
+            case Damaged(tier, num_blocks):
+                self._corrupt.labels(tier.label).inc(num_blocks)
+            case TierEmptied(tier):
+                self._emptied.labels(tier.label).inc()
             case LookedUp(num_asked, hits):
                 self._lookups.inc()
                 self._asked.inc(num_asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.errors import StoreError
@@ -23,6 +23,15 @@ class Block(NamedTuple):
 
 
 Found = tuple[Slot, BlockKey | None]
+
+
+class Incident(NamedTuple):
+    """Something that befell a store, and that no answer to a read or a write tells."""
+
+    what: str
+    num_damaged: int = 0  # records or blocks that were found damaged
+    # What the store held is lost, but for these, which were written since then.
+    survivors: Collection[BlockKey] | None = None
 
 
 Answers = list[StoreError | None]

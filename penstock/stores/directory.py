@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -35,6 +36,17 @@ def lock_directory(directory: Path) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return descriptor
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether the file that is open as `descriptor` is what lies at `path`.
+
+    A disk that cannot say is not taken for one that was emptied: reads and writes will tell.
+    """
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def remove_store_files(directory: Path) -> int:
@@ -83,8 +95,9 @@ def refuse_foreign(directory: Path, found: Geometry, wanted: Geometry) -> None:
     for name in names:
         have, want = getattr(found, name), getattr(wanted, name)
         if have != want:
+            about = ", ".join(found.description.values())
             raise Foreign(
                 f"{directory} was made for another model or layout ({name} is {have}, expected "
-                f"{want}); use another disk.path, or empty it with "
-                f"`penstock store clear {directory}`."
+                f"{want}{f'; it is for {about}' if about else ''}); use another disk.path, or "
+                f"empty it with `{slab.clear_command(directory)}`."
             )

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -27,8 +29,9 @@ from penstock.errors import (
     StoreError,
 )
 from penstock.stores import slab
-from penstock.stores.base import Answers, Block, Digests, Found, Verify, WholeBlocks
+from penstock.stores.base import Answers, Block, Digests, Found, Incident, Verify, WholeBlocks
 from penstock.stores.directory import (
+    is_at,
     lock_directory,
     make_directory,
     refuse_foreign,
@@ -36,13 +39,14 @@ from penstock.stores.directory import (
     remove_store_files,
 )
 from penstock.stores.slab import RECORD_BYTES, Geometry, Record
-from penstock.types import BlockKey, BlockSpec, Slot
+from penstock.types import BlockKey, BlockSpec, Slot, round_up
 from penstock.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 SCAN_RECORDS = 4096
 _GROW_BYTES = 1 << 30  # a slab takes disk space in steps of this
+_GROW_STEPS = 32  # or of this part of the cap, if that is less
 _MAX_RUN = 512  # blocks in one system call; the kernel takes 1024 buffers
 
 # A run's answers: an error, or what the store knows of the block that was moved.
@@ -53,7 +57,9 @@ _MoveRun = Callable[[Sequence[Block]], _RunAnswers]
 class DiskStore(WholeBlocks):
     """One directory. Safe to use from many threads, as long as no two write the same slot.
 
-    Without a cap an existing store keeps the size it has. Readers take it as it is.
+    Without a cap an existing store keeps the size it has. Readers take it as it is. `make_room` is
+    told how large the store is about to become, before it does; `incidents` takes what is found
+    damaged while the store is opened and its index read.
     """
 
     def __init__(
@@ -65,11 +71,20 @@ class DiskStore(WholeBlocks):
         read_only: bool = False,
         direct: bool = True,
         slab_bytes: int = slab.SLAB_BYTES,
+        make_room: Callable[[int], None] = lambda num_bytes: None,
+        incidents: deque[Incident] | None = None,
     ) -> None:
         self.directory = directory
         self.read_only = read_only
         self.direct = direct
+        # Whoever asks may still believe in what lay here before.
+        self.is_replacement = False
+        self.incidents: deque[Incident] = deque() if incidents is None else incidents
         self._spec = spec
+        self._make_room = make_room
+        self._grow_bytes = _GROW_BYTES
+        if cap_bytes is not None:  # so that namespaces under one cap need not give up more at once
+            self._grow_bytes = max(spec.stride_bytes, min(_GROW_BYTES, cap_bytes // _GROW_STEPS))
         self._slabs: dict[int, tuple[int, int]] = {}  # slab -> descriptor, bytes it has
         self._slab_lock = Lock()
         self._lock_descriptor: int | None = None
@@ -80,11 +95,12 @@ class DiskStore(WholeBlocks):
             self._geometry = self._open_geometry(slab_bytes)
             self._generations = count(self._geometry.epoch << 40)
             self._index = self._open_index(cap_bytes)
+        except OSError as error:
+            self.unlock()
+            raise Full(f"{directory} cannot be opened: {error}.") from None
         except BaseException:
-            self._unlock()
+            self.unlock()
             raise
-        if not read_only:
-            self._trim()
 
     @property
     def block_bytes(self) -> int:
@@ -140,6 +156,10 @@ class DiskStore(WholeBlocks):
             for start in range(first, beyond, SCAN_RECORDS):
                 batch = self._scan_batch(start, min(start + SCAN_RECORDS, beyond))
                 batch.sort()
+                cut = [slot for _, slot, key in batch if slot >= reach and key is not None]
+                if cut:
+                    name = slab.slab_path(self.directory, first // per_slab).name
+                    self._found_damaged(cut, f"blocks were in {name}, which is gone or cut off")
                 yield [(Slot(slot), key if slot < reach else None) for _, slot, key in batch]
 
     def _scan_batch(self, start: int, end: int) -> list[tuple[int, int, BlockKey | None]]:
@@ -147,10 +167,45 @@ class DiskStore(WholeBlocks):
         try:
             data = self._read_index(Slot(start), end - start)
         except OSError as error:
-            log.warning("records %d to %d are unreadable: %s", start, end - 1, error)
+            self._found_damaged(range(start, end), f"records cannot be read ({error})", clear=False)
             data = bytes((end - start) * RECORD_BYTES)
         found = slab.find_keys(data, self._spec.namespace, self._geometry.block_bytes)
+        if damaged := slab.find_damage(data, found):
+            slots = [start + index for index in damaged]
+            self._found_damaged(slots, "records of the index are damaged")
         return [(generation, slot, key) for slot, (generation, key) in enumerate(found, start)]
+
+    def _found_damaged(self, slots: Collection[int], what: str, *, clear: bool = True) -> None:
+        """Tell of it, once: cleared records are not found again with the next start.
+
+        Nobody else writes these slots: none is given out before the scan has named it.
+        """
+        self.incidents.append(Incident(f"{self.directory}: {len(slots)} {what}", len(slots)))
+        if clear and not self.read_only:
+            with suppress(OSError):
+                for slot in slots:
+                    record = slab.empty_record(next(self._generations))
+                    self._write_records(Slot(slot), [record])
+
+    def find_lost(self, slots: Iterable[Slot] = ()) -> str | None:
+        """Which file is no longer where it was made: deleted, or another lies there by now.
+
+        Asked of the lock, of the index, and of the slabs of these slots.
+        """
+        opened = [("index", self._index)]
+        if self._lock_descriptor is not None:
+            opened.append(("LOCK", self._lock_descriptor))
+        for number in {self._geometry.place(slot)[0] for slot in slots}:
+            if (found := self._slabs.get(number)) is not None:
+                opened.append((slab.slab_path(self.directory, number).name, found[0]))
+        for name, descriptor in opened:
+            if not is_at(self.directory / name, descriptor):
+                return name
+        return None
+
+    def is_index_at(self, path: Path) -> bool:
+        """Whether this is the file that the store has as its index."""
+        return is_at(path, self._index)
 
     def records(self) -> Iterator[tuple[Slot, Record]]:
         """Every slot that claims to hold a block."""
@@ -168,7 +223,10 @@ class DiskStore(WholeBlocks):
             if self._index >= 0:
                 os.close(self._index)
                 self._index = -1
-        self._unlock()
+            if not self.read_only:
+                with suppress(OSError):
+                    os.utime(self.directory / "MANIFEST")  # when it was last used
+        self.unlock()
 
     # Runs: neighbouring slots of one slab, moved by one system call.
 
@@ -233,6 +291,8 @@ class DiskStore(WholeBlocks):
         if num_read != num_bytes:
             if len(run) > 1:
                 raise OSError(errno.EIO, "short read")  # each block is tried by itself
+            if self.read_only and self._read_records(first, 1) != records:
+                return [Missing(f"slot {first} of {self.directory} was given up meanwhile")]
             return [Corrupt(f"slot {first} of {self.directory} is cut off")]
         return answers
 
@@ -243,6 +303,8 @@ class DiskStore(WholeBlocks):
     def _judge(self, block: Block, record: Record | None) -> StoreError | Record:
         """The record, if it vouches for the block that is asked for."""
         if record is None:
+            if (self.read_only or self.is_replacement) and self._is_blank(block.slot):
+                return Missing(f"slot {block.slot} of {self.directory} is empty")
             return Corrupt(f"the record of slot {block.slot} in {self.directory} is damaged")
         if not record.held or record.key != block.key:
             return Missing(f"slot {block.slot} of {self.directory} holds another block")
@@ -287,9 +349,13 @@ class DiskStore(WholeBlocks):
             return found
         if found is None:
             refuse_strangers_index(self.directory)
-            remove_store_files(self.directory)  # without a manifest nothing vouches for them
+            # Without a manifest nothing vouches for them.
+            if (num_bytes := remove_store_files(self.directory)) > 0:
+                what = f"{self.directory}: its MANIFEST is gone, and with it what lay beside it"
+                num_blocks = max(1, num_bytes // wanted.stride_bytes)
+                self.incidents.append(Incident(what, num_blocks))
             found = replace(wanted, epoch=0)
-        geometry = replace(found, epoch=found.epoch + 1)
+        geometry = replace(found, epoch=found.epoch + 1, description=wanted.description)
         try:
             for leftover in self.directory.glob(".MANIFEST-*"):
                 leftover.unlink()  # of a writer that was killed
@@ -318,7 +384,11 @@ class DiskStore(WholeBlocks):
                 f"disk.size is {format_bytes(cap_bytes)}, too little for one block; "
                 f"give it at least {format_bytes(need)}."
             )
+        self._trim()
+        slabs = self._slab_sizes()
+        self._make_room(self._geometry.footprint_bytes(self.num_slots, slabs.values()))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._find_cut(os.fstat(descriptor).st_size // RECORD_BYTES, slabs)
         try:
             os.ftruncate(descriptor, self.num_slots * RECORD_BYTES)
             os.posix_fallocate(descriptor, 0, self.num_slots * RECORD_BYTES)
@@ -326,6 +396,18 @@ class DiskStore(WholeBlocks):
             os.close(descriptor)
             raise Full(f"the index of {self.directory} cannot be made: {error}.") from None
         return descriptor
+
+    def _find_cut(self, num_records: int, slabs: Mapping[int, int]) -> None:
+        """An index grows before its slabs and shrinks after them: a shorter one has been cut."""
+        last = max(slabs, default=0)
+        in_last = slabs.get(last, 0) // self._geometry.stride_bytes
+        num_missing = last * self._geometry.slots_per_slab + in_last - num_records
+        if num_missing > 0:
+            what = f"{self.directory}: {num_missing} records of the index are gone"
+            self.incidents.append(Incident(what, num_missing))
+
+    def _slab_sizes(self) -> dict[int, int]:
+        return {number: path.stat().st_size for number, path in slab.slab_paths(self.directory)}
 
     def _trim(self) -> None:
         """Give back what lies beyond the cap, which may have shrunk since the last start."""
@@ -359,8 +441,10 @@ class DiskStore(WholeBlocks):
                 opened = self._slabs[number] = descriptor, os.fstat(descriptor).st_size
             descriptor, size = opened
             if size < grow_to:
-                step = -(-grow_to // _GROW_BYTES) * _GROW_BYTES
+                step = round_up(grow_to, self._grow_bytes)
                 size = min(step, self._max_slab_bytes(number))
+                slabs = {**self._slab_sizes(), number: size}
+                self._make_room(self._geometry.footprint_bytes(self.num_slots, slabs.values()))
                 os.posix_fallocate(descriptor, 0, size)
                 self._slabs[number] = descriptor, size
             return descriptor
@@ -387,6 +471,9 @@ class DiskStore(WholeBlocks):
         data = os.pread(self._index, num * RECORD_BYTES, slot * RECORD_BYTES)
         return data.ljust(num * RECORD_BYTES, b"\0")  # a truncated index holds nothing there
 
+    def _is_blank(self, slot: Slot) -> bool:
+        return not any(self._read_index(slot, 1))
+
     def _read_records(self, slot: Slot, num: int) -> list[Record | None]:
         data = self._read_index(slot, num)
         return [
@@ -399,7 +486,8 @@ class DiskStore(WholeBlocks):
         if os.pwrite(self._index, data, slot * RECORD_BYTES) != len(data):
             raise OSError(errno.ENOSPC, "the index took only part of a record")
 
-    def _unlock(self) -> None:
+    def unlock(self) -> None:
+        """Let another open the store for writing. Only for who writes to it no more."""
         if self._lock_descriptor is not None:
             os.close(self._lock_descriptor)
             self._lock_descriptor = None

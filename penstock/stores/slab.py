@@ -1,7 +1,10 @@
 """The byte format of a disk store: its files, and the record that vouches for each slot.
 
-    DIR/
-      MANIFEST      JSON: format version, namespace, geometry; replaced whole, never edited
+A disk folder holds one such store for each namespace (see `folder`):
+
+    STORE/
+      MANIFEST      JSON: format version, namespace, geometry, what it is for in words; replaced
+                    whole, never edited
       LOCK          held with flock by the one writer; names it for people
       index         one 128-byte record a slot, in slot order
       slab-00000    payloads: `slots_per_slab` slots of `stride_bytes` each; slab-00001, ...
@@ -32,6 +35,7 @@ import os
 import re
 import struct
 import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -41,11 +45,13 @@ import xxhash
 from penstock.errors import Foreign
 from penstock.types import PAGE_BYTES, BlockKey, BlockSpec, Slot
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"PKV1"
 RECORD_BYTES = 128
 SLAB_BYTES = 16 << 30
 EMPTY, HELD = 0, 1
+NAMESPACE_DIGITS = 32  # of a namespace, that name its store within a folder
+NAMESPACE_NAME = rf"[0-9a-f]{{{NAMESPACE_DIGITS}}}"
 _BODY = struct.Struct("<4sIQ32s32sQ16s16x")
 _SUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<4sIQ32s32sQ16s16xQ")
@@ -125,6 +131,18 @@ def find_keys(data: bytes, namespace: bytes, length: int) -> list[tuple[int, Blo
     return found
 
 
+def find_damage(data: bytes, found: Sequence[tuple[int, BlockKey | None]]) -> list[int]:
+    """Which records of `data`, in which `find_keys` found this, are neither blocks nor empty."""
+    damaged = []
+    for index, (_, key) in enumerate(found):
+        if key is None:
+            record = data[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
+            unpacked = unpack_record(record)
+            if record != _ZERO and (unpacked is None or unpacked.held):
+                damaged.append(index)
+    return damaged
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """What a store was made for. It is opened again only for the same."""
@@ -137,6 +155,8 @@ class Geometry:
     slots_per_slab: int
     # Counts the writers that opened the store: makes generations grow without trusting a clock.
     epoch: int = field(default=1, compare=False)
+    # What the namespace stands for, for people: a digest tells them nothing.
+    description: dict[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, spec: BlockSpec, slab_bytes: int = SLAB_BYTES) -> Geometry:
@@ -147,11 +167,17 @@ class Geometry:
             spec.block_tokens,
             spec.stride_bytes,
             max(1, slab_bytes // spec.stride_bytes),
+            description=dict(spec.description),
         )
 
     @property
     def spec(self) -> BlockSpec:
-        return BlockSpec(bytes.fromhex(self.namespace), self.block_bytes, self.block_tokens)
+        return BlockSpec(
+            bytes.fromhex(self.namespace),
+            self.block_bytes,
+            self.block_tokens,
+            tuple(self.description.items()),
+        )
 
     def num_slots(self, cap_bytes: int) -> int:
         """Slots that fit under the cap together with everything else the store writes."""
@@ -161,6 +187,15 @@ class Geometry:
         room = max(0, cap_bytes - FIXED_BYTES - 2 * PAGE_BYTES)
         num_slabs, rest = divmod(room, per_slab)
         return num_slabs * self.slots_per_slab + max(0, rest - PAGE_BYTES) // per_slot
+
+    def footprint_bytes(self, num_slots: int, slab_sizes: Collection[int]) -> int:
+        """The most that a store of `num_slots` takes with slabs of these sizes.
+
+        With all its slabs full it is not more than the cap that `num_slots` was asked with.
+        """
+        slots_in_slabs = sum(size // self.stride_bytes for size in slab_sizes)
+        payload = sum(slab_sizes) + slots_in_slabs * EXTENT_BYTES + len(slab_sizes) * PAGE_BYTES
+        return FIXED_BYTES + 2 * PAGE_BYTES + num_slots * RECORD_BYTES + payload
 
     @property
     def min_cap_bytes(self) -> int:
@@ -189,39 +224,55 @@ def slab_paths(directory: Path) -> list[tuple[int, Path]]:
 def read_manifest(directory: Path) -> Geometry | None:
     """The geometry a directory was made for, or None where there is no store."""
     try:
-        text = (directory / "MANIFEST").read_text()
+        text = (directory / "MANIFEST").read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise Foreign(f"{directory}/MANIFEST cannot be read: {error}.") from None
     try:
         fields = json.loads(text)
-        version = fields["format_version"]
-        if version != FORMAT_VERSION:
-            raise Foreign(
-                f"{directory} holds a store of format version {version}, and this Penstock reads "
-                f"version {FORMAT_VERSION}; use another path, or empty it with "
-                f"`penstock store clear {directory}`."
-            )
+        refuse_other_version(directory, fields["format_version"])
         geometry = Geometry(**fields)
-        numbers = [value for name, value in fields.items() if name != "namespace"]
+        words = ("namespace", "description")
+        numbers = [value for name, value in fields.items() if name not in words]
         valid = all(type(number) is int and 0 < number < 1 << 62 for number in numbers)
+        valid &= all(type(text) is str for text in geometry.description.values())
         if not valid or len(bytes.fromhex(geometry.namespace)) != 32:
             raise ValueError("a field is out of range")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Foreign(
             f"{directory}/MANIFEST is damaged ({error}); nothing in the store can be trusted: "
-            f"empty it with `penstock store clear {directory}`."
+            f"empty it with `{clear_command(directory)}`."
         ) from None
     return geometry
 
 
+def clear_command(directory: Path) -> str:
+    """What a user runs to empty a store, or the folder in which stores lie."""
+    if re.fullmatch(NAMESPACE_NAME, directory.name):
+        return f"penstock store clear {directory.parent} --namespace {directory.name}"
+    return f"penstock store clear {directory}"
+
+
+def refuse_other_version(directory: Path, version: object) -> None:
+    if version != FORMAT_VERSION:
+        raise Foreign(
+            f"{directory} holds a store of format version {version}, and this Penstock reads "
+            f"version {FORMAT_VERSION}; use another path, or empty it with "
+            f"`{clear_command(directory)}`."
+        )
+
+
 def write_manifest(directory: Path, geometry: Geometry) -> None:
+    write_whole(directory, asdict(geometry))
+
+
+def write_whole(directory: Path, fields: Mapping[str, object]) -> None:
     """Replace the manifest whole: it is the old one or the new one, never a part."""
-    text = json.dumps(asdict(geometry), indent=2) + "\n"
+    text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
     descriptor, temporary = tempfile.mkstemp(prefix=".MANIFEST-", dir=directory)
     try:
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -145,7 +145,9 @@ def _moved(answers: Answers) -> Moved:
     errors = [answer for answer in answers if answer is not None]
     if not errors:
         return Moved([Verdict.OK] * len(answers))
-    return Moved([_verdict_of(answer) for answer in answers], str(errors[0]))
+    # A tier that fails is told before damage, and damage before what is merely not there.
+    worst = max(errors, key=_verdict_of)
+    return Moved([_verdict_of(answer) for answer in answers], str(worst))
 
 
 def _verdict_of(error: StoreError | None) -> Verdict:

@@ -39,7 +39,7 @@ from connectors.memory_model import (
     Truth,
 )
 from connectors.pool_model import Pool, Request
-from tools import TIMEOUT_SECONDS, cap_for
+from tools import TIMEOUT_SECONDS, folder_cap_for
 
 from penstock.build import build_delegated
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
@@ -49,7 +49,7 @@ from penstock.connectors.vllm.scheduler_guard import GuardedScheduler, StepPlan
 from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.events import Event, Lost, Moved, Observer, Stored
 from penstock.keys import KeyChain
-from penstock.stores import slab
+from penstock.stores import folder, slab
 from penstock.stores.host import HostArena
 from penstock.transfer.copiers import ThreadCopier
 from penstock.transfer.paged import Part
@@ -117,7 +117,7 @@ class Vllm:
         spec = BlockSpec(NAMESPACE.physical().digest(), block_bytes, BLOCK_TOKENS)
         disk = DiskConfig()
         if directory is not None:
-            disk = DiskConfig(str(directory), cap_for(spec, num_disk), threads=2)
+            disk = DiskConfig(str(directory), folder_cap_for(spec, num_disk), threads=2)
         config = Config(
             host=HostConfig(size_bytes=num_host * spec.stride_bytes, huge_pages=False),
             disk=disk,
@@ -662,8 +662,7 @@ class Vandal:
 
     def delete(self) -> None:
         """Some records in the index are emptied."""
-        assert self._vllm.directory is not None
-        path = self._vllm.directory / "index"
+        path = self._store() / "index"
         num_slots = path.stat().st_size // slab.RECORD_BYTES
         with path.open("r+b") as file:
             for slot in self._rng.sample(range(num_slots), num_slots // 8):
@@ -677,5 +676,8 @@ class Vandal:
         self._vllm.seen["seals broken"] += 1
 
     def _slab(self) -> Path:
+        return slab.slab_path(self._store(), 0)
+
+    def _store(self) -> Path:
         assert self._vllm.directory is not None
-        return slab.slab_path(self._vllm.directory, 0)
+        return folder.store_path(self._vllm.directory, NAMESPACE.physical().digest())

@@ -672,7 +672,7 @@ def test_a_store_of_another_model_is_refused_and_left_alone(
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda text: text.replace('"format_version": 1', '"format_version": 2'),
+        lambda text: text.replace('"format_version": 2', '"format_version": 1'),
         lambda text: text[: len(text) // 2],
         lambda text: "",
         lambda text: text.replace("block_bytes", "block_bites"),

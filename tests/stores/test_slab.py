@@ -185,15 +185,17 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_fields_of_a_manifest_are_a_promise(tmp_path: Path) -> None:
-    write_manifest(tmp_path, Geometry.of(spec()))
+    about = (("model", "m2/s.gguf"), ("dtype", "bfloat16"))
+    write_manifest(tmp_path, Geometry.of(replace(spec(), description=about)))
     assert json.loads((tmp_path / "MANIFEST").read_text()) == {
-        "format_version": 1,
+        "format_version": 2,
         "namespace": spec().namespace.hex(),
         "block_bytes": 8192,
         "block_tokens": 16,
         "stride_bytes": 8192,
         "slots_per_slab": (16 << 30) // 8192,
         "epoch": 1,
+        "description": {"model": "m2/s.gguf", "dtype": "bfloat16"},
     }
 
 
@@ -217,7 +219,7 @@ def test_a_manifest_that_cannot_be_replaced_stays_as_it_was(
     assert os.listdir(tmp_path) == ["MANIFEST"]
 
 
-@pytest.mark.parametrize("version", [0, 2, FORMAT_VERSION + 1, -1, "1", None, 1.5])
+@pytest.mark.parametrize("version", [0, 1, FORMAT_VERSION + 1, -1, "2", None, 1.5])
 def test_another_version_is_foreign_and_named(tmp_path: Path, version: object) -> None:
     write_raw(tmp_path, json.dumps(sound_manifest() | {"format_version": version}).encode())
     with pytest.raises(Foreign, match=f"version {version}"):
@@ -236,7 +238,7 @@ def test_another_version_is_foreign_and_named(tmp_path: Path, version: object) -
         b'"text"',
         b"[1, 2]",
         b"{}",
-        b'{"format_version": 1}',
+        b'{"format_version": 2}',
         json.dumps(sound_manifest()).encode()[:-20],
         json.dumps(sound_manifest()).encode() + b"}",
     ],
@@ -318,5 +320,6 @@ def test_any_flipped_bit_of_a_manifest_is_foreign_or_a_valid_geometry(tmp_path: 
         except Foreign:
             continue
         assert found is not None
-        numbers = [value for name, value in asdict(found).items() if name != "namespace"]
+        words = ("namespace", "description")
+        numbers = [value for name, value in asdict(found).items() if name not in words]
         assert all(type(number) is int and number > 0 for number in numbers), f"bit {bit}"

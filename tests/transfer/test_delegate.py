@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tools import TIMEOUT_SECONDS, cap_for, key_of, keys_of, slots, spec
+from tools import TIMEOUT_SECONDS, folder_cap_for, key_of, keys_of, slots, spec
 
 from penstock.build import Delegated, build_delegated
 from penstock.clock import ManualClock
@@ -268,7 +268,7 @@ def test_a_report_that_comes_too_late_is_passed_over(desk: Desk) -> None:
 def delegated(directory: Path | None, *, num_workers: int = 1, num_host: int = 8) -> Delegated:
     disk = DiskConfig()
     if directory is not None:
-        disk = DiskConfig(path=str(directory), size_bytes=cap_for(spec(), 32), threads=1)
+        disk = DiskConfig(path=str(directory), size_bytes=folder_cap_for(spec(), 32), threads=1)
     config = Config(host=HostConfig(size_bytes=num_host * spec().stride_bytes), disk=disk)
     # No deadline ever passes: what ends, ends by itself.
     built = build_delegated(config, spec(), num_workers, clock=ManualClock())

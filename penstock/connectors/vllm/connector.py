@@ -42,7 +42,7 @@ from penstock.connectors.vllm.support import check_config, check_groups, check_v
 from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.errors import ConfigError
 from penstock.events import Observer
-from penstock.types import BlockSpec, Tier
+from penstock.types import Tier
 from penstock.units import format_bytes
 
 log = init_logger("vllm.penstock")
@@ -156,7 +156,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         namespace = model_namespace(self._vllm_config, vllm.__version__, shards)
         block_bytes = sum(shard.block_bytes for shard in shards)
-        spec = BlockSpec(namespace.physical().digest(), block_bytes, namespace.block_tokens)
+        spec = namespace.block_spec(block_bytes)
         observers: list[Observer] = [self._events]
         if self._news is not None:
             observers.append(self._news)

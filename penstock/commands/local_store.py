@@ -1,0 +1,265 @@
+"""`penstock store` for a folder: look into its namespaces, audit them, empty it."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from penstock.commands import (
+    Tick,
+    audit,
+    new_table,
+    print_fields,
+    print_json,
+    progress_bar,
+    stdout_console,
+)
+from penstock.errors import ConfigError
+from penstock.stores import folder
+from penstock.stores.directory import lock_directory, remove_store_files
+from penstock.stores.disk import DiskStore
+from penstock.stores.folder import Shelf
+from penstock.stores.shared_cap import remove_store
+from penstock.stores.slab import FORMAT_VERSION, Geometry
+from penstock.units import format_bytes
+
+_MAX_SHOWN = 50
+_KEY_DIGITS = 16
+
+
+def list_local(directory: Path, *, blocks: bool, as_json: bool) -> None:
+    shelves = audit.shelves(directory)
+    with progress_bar() as tick:
+        listed = [_list_store(shelf, tick, blocks=blocks) for shelf in shelves]
+    writer = audit.find_writer(directory)
+    num_disk_bytes = sum(shelf.disk_bytes for shelf in shelves)
+    if as_json:
+        facts = {
+            "directory": str(directory),
+            "format_version": FORMAT_VERSION,
+            "writer": writer,
+            "disk_bytes": num_disk_bytes,
+            "namespaces": listed,
+        }
+        print_json(facts)
+        return
+    rows = [
+        ("namespaces", f"{len(shelves):,}"),
+        ("on disk", format_bytes(num_disk_bytes)),
+        ("writer", writer or "none"),
+    ]
+    print_fields(str(directory), rows)
+    for shelf, found in zip(shelves, listed, strict=True):
+        typer.echo()
+        print_fields(shelf.title, _rows(shelf, found))
+        if blocks:
+            # Plain lines, not a table: there may be millions.
+            typer.echo(f"\n{'slot':>10}  {'key':<{_KEY_DIGITS + 1}}  generation")
+            for block in found.get("blocks") or ():
+                key = block["key"][:_KEY_DIGITS]
+                typer.echo(f"{block['slot']:>10}  {key}…  {block['generation']}")
+
+
+def _list_store(shelf: Shelf, tick: Tick, *, blocks: bool) -> dict[str, Any]:
+    problem, geometry = audit.find_problem(shelf), shelf.geometry
+    facts: dict[str, Any] = {
+        "namespace": shelf.namespace if geometry is None else geometry.namespace,
+        "description": None if geometry is None else geometry.description,
+        "last_used": _when(shelf.last_used),
+        "disk_bytes": shelf.disk_bytes,
+        "problem": problem,
+    }
+    if problem or geometry is None:
+        return facts
+    num_slots, num_used, num_damaged = audit.count_slots(shelf.path), 0, 0
+    held = []
+    for entry in audit.read_index(shelf.path):
+        num_damaged += entry.damaged
+        if entry.record is not None and entry.record.held:
+            num_used += 1
+            if blocks:
+                held.append((entry.slot, entry.record.key.hex(), entry.record.generation))
+        if entry.slot % audit.RECORDS_AT_ONCE == 0:
+            tick(f"reading the index of {shelf.title}", entry.slot / num_slots)
+    num_free = num_slots - num_used
+    facts |= {
+        "block_bytes": geometry.block_bytes,
+        "block_tokens": geometry.block_tokens,
+        "num_slots": num_slots,
+        "num_used": num_used,
+        "num_free": num_free,
+        "num_damaged_records": num_damaged,
+        "capacity_bytes": num_slots * geometry.block_bytes,
+        "used_bytes": num_used * geometry.block_bytes,
+        "free_bytes": num_free * geometry.block_bytes,
+    }
+    if blocks:
+        names = ("slot", "key", "generation")
+        facts["blocks"] = [dict(zip(names, block, strict=True)) for block in held]
+    return facts
+
+
+def _rows(shelf: Shelf, found: dict[str, Any]) -> list[tuple[str, str]]:
+    head = [("namespace", shelf.namespace)]
+    tail = [("on disk", format_bytes(shelf.disk_bytes)), ("last used", found["last_used"])]
+    geometry = shelf.geometry
+    if geometry is None or found["problem"]:
+        return [*head, ("problem", found["problem"]), *tail]
+    num_slots, num_used = found["num_slots"], found["num_used"]
+    num_damaged = found["num_damaged_records"]
+    damaged = f"{num_damaged:,} record{'s' * (num_damaged > 1)}; see penstock store check"
+    shown = ("model", "dtype", "block_tokens")  # above, and with the block's size
+    return [
+        *head,
+        *((name, text) for name, text in geometry.description.items() if name not in shown),
+        ("block", f"{geometry.block_tokens:,} tokens, {format_bytes(geometry.block_bytes)}"),
+        ("room for", _count(num_slots, geometry)),
+        ("used", f"{_count(num_used, geometry)} ({num_used / max(num_slots, 1):.0%})"),
+        *([("damaged", damaged)] if num_damaged else []),
+        *tail,
+    ]
+
+
+def _count(num_blocks: int, geometry: Geometry) -> str:
+    return f"{num_blocks:,} blocks, {format_bytes(num_blocks * geometry.block_bytes)}"
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def check_local(directory: Path, *, repair: bool, as_json: bool) -> None:
+    shelves = audit.shelves(directory)
+    lock = lock_directory(directory) if repair else None
+    try:
+        with progress_bar() as tick:
+            checked = [_check_store(shelf, tick, repair=repair) for shelf in shelves]
+    finally:
+        if lock is not None:
+            os.close(lock)
+    num_damages = sum(len(found.damages) for found in checked)
+    if as_json:
+        _print_check(directory, shelves, checked)
+    else:
+        print_fields(
+            f"{directory}: {'damage was found' if num_damages else 'sound'}",
+            [
+                ("namespaces", f"{len(shelves):,}"),
+                ("ok", f"{sum(found.num_ok for found in checked):,}"),
+                ("corrupt", f"{num_damages:,}"),
+                ("empty", f"{sum(found.num_empty for found in checked):,}"),
+                *_if_any("changed meanwhile", sum(found.num_changed for found in checked)),
+                *_if_any("cleared", sum(found.num_cleared for found in checked)),
+            ],
+        )
+        for shelf, found in zip(shelves, checked, strict=True):
+            if found.damages:
+                _print_damages(shelf, found.damages)
+        if num_damages and not repair:
+            typer.echo(f"Clear them with: penstock store check {directory} --repair")
+    if num_damages:
+        raise typer.Exit(1)
+
+
+def _if_any(name: str, count: int) -> list[tuple[str, str]]:
+    return [(name, f"{count:,}")] if count else []
+
+
+def _check_store(shelf: Shelf, tick: Tick, *, repair: bool) -> audit.Audit:
+    if (problem := audit.find_problem(shelf)) is not None:
+        return audit.Audit(damages=[audit.Damage(None, None, problem)])
+    geometry = shelf.geometry
+    assert geometry is not None
+    repair = repair and audit.count_slots(shelf.path) > 0
+    store = DiskStore(shelf.path, geometry.spec, None, read_only=not repair)
+    try:
+        found = audit.audit(store, geometry, lambda share: tick(f"checking {shelf.title}", share))
+        if repair:
+            found.num_cleared = audit.clear_records(store, found.damages)
+    finally:
+        store.close()
+    return found
+
+
+def _print_check(directory: Path, shelves: list[Shelf], checked: list[audit.Audit]) -> None:
+    print_json(
+        {
+            "directory": str(directory),
+            "sound": not any(found.damages for found in checked),
+            "namespaces": [
+                {
+                    "namespace": shelf.namespace
+                    if shelf.geometry is None
+                    else shelf.geometry.namespace,
+                    "num_ok": found.num_ok,
+                    "num_corrupt": len(found.damages),
+                    "num_empty": found.num_empty,
+                    "num_changed": found.num_changed,
+                    "num_cleared": found.num_cleared,
+                    "damaged": [
+                        {
+                            "slot": damage.slot,
+                            "key": damage.key.hex() if damage.key is not None else None,
+                            "problem": damage.problem,
+                        }
+                        for damage in found.damages
+                    ],
+                }
+                for shelf, found in zip(shelves, checked, strict=True)
+            ],
+        }
+    )
+
+
+def _print_damages(shelf: Shelf, damages: list[audit.Damage]) -> None:
+    table = new_table("slot", "key", "problem", title=shelf.title)
+    table.columns[1].justify = table.columns[2].justify = "left"
+    for damage in damages[:_MAX_SHOWN]:
+        key = f"{damage.key.hex()[:_KEY_DIGITS]}…" if damage.key is not None else "–"
+        table.add_row("–" if damage.slot is None else str(damage.slot), key, damage.problem)
+    stdout_console().print(table)
+    if len(damages) > _MAX_SHOWN:
+        typer.echo(f"and {len(damages) - _MAX_SHOWN:,} more; --json lists all")
+
+
+def clear_local(directory: Path, *, namespace: str | None, yes: bool, as_json: bool) -> None:
+    if as_json and not yes:
+        raise ConfigError("--json leaves no place for a question: expected --yes with it")
+    audit.check_is_store(directory)
+    # Taken before asking: what is asked about is then what is deleted.
+    lock = lock_directory(directory)
+    try:
+        paths = folder.store_paths(directory)
+        if namespace is not None:
+            paths = [_find_namespace(directory, paths, namespace)]
+        num_bytes = sum(map(folder.disk_bytes, paths if namespace else [directory, *paths]))
+        what = f"of {folder.look_at(paths[0]).title} " if namespace else ""
+        question = f"Delete all {format_bytes(num_bytes)} of KV {what}in {directory}?"
+        if not yes and not typer.confirm(question, err=True):
+            raise typer.Abort
+        freed_bytes = sum(map(remove_store, paths))
+        if namespace is None:
+            freed_bytes += remove_store_files(directory)
+    finally:
+        os.close(lock)
+    if as_json:
+        print_json({"directory": str(directory), "freed_bytes": freed_bytes})
+    elif namespace is None:
+        typer.echo(f"{directory} is empty; {format_bytes(freed_bytes)} were given back.")
+    else:
+        typer.echo(f"{paths[0]} is gone; {format_bytes(freed_bytes)} were given back.")
+
+
+def _find_namespace(directory: Path, paths: list[Path], namespace: str) -> Path:
+    found = [path for path in paths if namespace and path.name == namespace[: len(path.name)]]
+    if not found:
+        names = ", ".join(path.name for path in paths) or "none"
+        raise ConfigError(
+            f"--namespace is {namespace[:80]!r}, which {directory} does not hold: expected one "
+            f"that `penstock store ls {directory}` shows ({names})"
+        )
+    return found[0]

@@ -1,0 +1,95 @@
+"""One cap for all namespaces of a disk folder: the one in use takes room from the others.
+
+The others give up from the end of their slabs, the least recently used first, and only as much as
+is needed. Their records are cleared before their bytes go, so whenever the writer dies, no record
+names what is gone. Only the folder's one writer may do this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+from penstock.stores import slab
+from penstock.stores.directory import remove_store_files
+from penstock.stores.folder import FOLDER_BYTES, Shelf, disk_bytes, look_at, store_paths
+from penstock.stores.slab import RECORD_BYTES, Geometry
+from penstock.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+class SharedCap:
+    def __init__(self, directory: Path, own: Path, cap_bytes: int) -> None:
+        self._cap_bytes = cap_bytes
+        self._lock = Lock()
+        others = [look_at(path) for path in store_paths(directory) if path != own]
+        # The least recently used last: it gives up first.
+        self._others = sorted(others, key=lambda shelf: shelf.last_used, reverse=True)
+        self._sizes = {shelf.path: shelf.disk_bytes for shelf in self._others}
+
+    @property
+    def own_cap_bytes(self) -> int:
+        """What the store in use may grow to, once the others have given up everything."""
+        return max(0, self._cap_bytes - FOLDER_BYTES)
+
+    def make_room(self, own_bytes: int) -> None:
+        """Before the store in use grows to `own_bytes`. Raises OSError if the others cannot shrink.
+
+        Whatever happens, all of them together stay below the cap.
+        """
+        with self._lock:
+            while (excess := sum(self._sizes.values()) + own_bytes - self.own_cap_bytes) > 0:
+                if not self._others:
+                    return
+                shelf = self._others[-1]
+                before = self._sizes[shelf.path]
+                is_gone = _give_up(shelf, excess)
+                self._sizes[shelf.path] = 0 if is_gone else disk_bytes(shelf.path)
+                if is_gone:
+                    self._others.pop()
+                freed = format_bytes(before - self._sizes[shelf.path])
+                log.info("made room: %s of KV for %s were given up", freed, shelf.title)
+
+
+def _give_up(shelf: Shelf, num_bytes: int) -> bool:
+    """Shrink a store by at least `num_bytes`, if it has as much; returns whether it is gone."""
+    geometry, slabs = shelf.geometry, slab.slab_paths(shelf.path)
+    if geometry is not None:
+        freed = 0
+        while slabs and freed < num_bytes:
+            number, path = slabs[-1]
+            status = path.stat()
+            left = max(0, status.st_size - (num_bytes - freed)) // geometry.stride_bytes
+            _clear_records(shelf.path, geometry, number * geometry.slots_per_slab + left)
+            if left:
+                os.truncate(path, left * geometry.stride_bytes)
+                return False
+            path.unlink()
+            slabs.pop()
+            freed += status.st_blocks * 512
+        if slabs:
+            return False
+    remove_store(shelf.path)
+    return True
+
+
+def _clear_records(path: Path, geometry: Geometry, first_slot: int) -> None:
+    """All from `first_slot` on become zero. The index keeps its length: a shorter one is damage."""
+    index = path / "index"
+    num_bytes = index.stat().st_size if index.exists() else 0
+    if num_bytes > first_slot * RECORD_BYTES:
+        os.truncate(index, first_slot * RECORD_BYTES)
+        os.truncate(index, num_bytes)
+
+
+def remove_store(path: Path) -> int:
+    """Delete one namespace's store, and nothing that is not ours; returns the bytes given back."""
+    num_bytes = remove_store_files(path)
+    (path / "LOCK").unlink(missing_ok=True)
+    with suppress(OSError):  # a stranger's file lies in it
+        path.rmdir()
+    return num_bytes
