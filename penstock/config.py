@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
-import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.units import GiB, MiB, parse_bytes
+from penstock.urls import HIDDEN, shown_value, without_password
 
 POLICIES = ("reuse", "prefix-lru", "lru", "s3fifo", "arc", "lfu")
 ADMISSIONS = ("always", "second-use")
@@ -43,6 +42,7 @@ class _Kind:
     from_text: Callable[[str], object]  # ValueError where the text is no such thing
     from_file: Callable[[Any], object] = lambda value: value
     optional: bool = False
+    may_be_secret: bool = False
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:
@@ -116,6 +116,7 @@ _URL = _Kind(
     accepts=lambda value: isinstance(value, str) and "://" in value and value.isprintable(),
     from_text=str.strip,
     optional=True,
+    may_be_secret=True,
 )
 _RETAIN_SHARE = _Kind(
     "a share from 0 to 0.5",
@@ -177,7 +178,7 @@ class RemoteConfig:
     The fleet's secret is in PENSTOCK_REMOTE_SECRET, not here.
     """
 
-    url: str | None = field(default=None, metadata=_setting(_URL))
+    url: str | None = field(default=None, repr=False, metadata=_setting(_URL))
     read_only: bool = field(default=False, metadata=_setting(_FLAG))
     encrypt: bool = field(default=False, metadata=_setting(_FLAG))  # AES-256-GCM, by tenant
     admit: str = field(default="always", metadata=_setting(_ADMISSION))
@@ -310,16 +311,6 @@ def describe(config: Config) -> dict[str, dict[str, Any]]:
     }
 
 
-def without_password(url: str) -> str:
-    """As it may be shown: who and where, not the password."""
-    scheme, _, rest = url.partition("://")
-    rest, question, query = rest.partition("?")
-    who, at, where = rest.rpartition("@")  # a password with a "/" in it is wrong, and a secret
-    name, colon, _ = who.partition(":")
-    query = re.sub(r"(?i)(password|secret|token|key|sig)=[^&]*", r"\1=…", query)
-    return f"{scheme}://{name}{':…' if colon else ''}{at}{where}{question}{query}"
-
-
 def _from_file(path: Path, origin: str) -> Iterator[_Given]:
     advice = "expected a TOML file of settings; correct the path or leave it out"
     try:
@@ -347,7 +338,7 @@ def _from_file(path: Path, origin: str) -> Iterator[_Given]:
     for section, table in tables.items():
         if section in _SECTIONS and not isinstance(table, dict):
             raise ConfigError(
-                f"{section} in {origin} is {_show(table)}: expected a section; "
+                f"{section} in {origin} is {shown_value(table)}: expected a section; "
                 f"write [{section}] and its settings below"
             )
         if section not in _SECTIONS:
@@ -392,7 +383,7 @@ def _unknown(what: str, name: str, where: str, known: Iterable[str]) -> ConfigEr
         advice = f"did you mean {candidates[close[0]]}?"
     else:
         advice = f"expected one of {', '.join(own or names)}; correct or remove it"
-    return ConfigError(f"unknown {what} {name[:80]!r} {where}: {advice}")
+    return ConfigError(f"unknown {what} {shown_value(name)} {where}: {advice}")
 
 
 def _read(item: _Given, kind: _Kind) -> object:
@@ -405,7 +396,9 @@ def _read(item: _Given, kind: _Kind) -> object:
         elif value is not None:
             value = kind.from_file(value)
     except ConfigError as error:  # has its own words on what is wrong
-        raise ConfigError(f"{item.dotted} {item.origin}: {error}") from None
+        if shown_value(item.value) == repr(item.value):
+            raise ConfigError(f"{item.dotted} {item.origin}: {error}") from None
+        raise _wrong(item.dotted, item.value, item.origin, kind) from None
     except ValueError:
         raise _wrong(item.dotted, item.value, item.origin, kind) from None
     if not _holds(kind, value):
@@ -426,13 +419,9 @@ def _holds(kind: _Kind, value: object) -> bool:
 
 def _wrong(dotted: str, value: object, origin: str, kind: _Kind) -> ConfigError:
     where = f" {origin}" if origin else ""
+    is_hidden = kind.may_be_secret and not (isinstance(value, str) and "://" in value)
+    found = HIDDEN if is_hidden else shown_value(value)
     return ConfigError(
-        f"{dotted} is {_show(value)}{where}: expected {kind.expected}; "
+        f"{dotted} is {found}{where}: expected {kind.expected}; "
         "correct it, or leave it out for the default"
     )
-
-
-def _show(value: object) -> str:
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 80
-    return str(value).lower() if isinstance(value, bool) else short.repr(value)

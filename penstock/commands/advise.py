@@ -12,7 +12,7 @@ from penstock.commands import JsonFlag, new_table, print_json, progress_bar, std
 from penstock.watch.advice import Advice, Urgency, block_bytes, hit_rate
 from penstock.watch.adviser import advise
 from penstock.watch.samples import Samples
-from penstock.watch.scrape import metrics_url, read_metrics
+from penstock.watch.scrape import metrics_url, read_metrics, shown_url
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,7 +69,7 @@ def _as_data(
     parts: SplitResult, seconds: float, seen: Samples, found: list[Advice]
 ) -> dict[str, object]:
     return {
-        "url": parts.geturl(),
+        "url": shown_url(parts),
         "watched_seconds": seconds or None,
         "hit_rate": hit_rate(seen),
         "block_bytes": block_bytes(seen),
@@ -89,7 +89,7 @@ def _as_data(
 def _draw(parts: SplitResult, seconds: float, found: list[Advice]) -> None:
     console = stdout_console()
     span = f"in the last {seconds:g} s" if seconds else "since its start"
-    console.print(_table(f"{parts.geturl()}, {span}", found))
+    console.print(_table(f"{shown_url(parts)}, {span}", found))
     if all(advice.urgency is Urgency.WELL for advice in found):
         console.print("Nothing to change.")
 

@@ -13,6 +13,7 @@ from penstock.config import Config, describe, load_config
 from penstock.errors import ConfigError
 from penstock.machine import check_machine
 from penstock.units import format_bytes
+from penstock.urls import shown_value
 
 EXAMPLE = "Example: penstock config --config penstock.toml --set host.size=8GiB"
 
@@ -65,7 +66,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, object]:
         name, equals, value = setting.partition("=")
         if not (equals and name.strip()):
             raise ConfigError(
-                f"--set {setting[:80]!r} is not a setting: expected a name, '=' and a value; "
+                f"--set {shown_value(setting)} is not a setting: expected a name, '=' and a value; "
                 "write it like --set host.size=8GiB"
             )
         parsed[name.strip()] = value

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -69,7 +69,7 @@ class EngineArguments:
             help="A store that instances share: redis://host, s3://bucket/prefix, mooncake://host.",
             rich_help_panel=_TIERS_PANEL,
         ),
-    ] = None
+    ] = field(default=None, repr=False)
     config: Annotated[
         Path | None,
         typer.Option(
@@ -85,7 +85,7 @@ class EngineArguments:
             help="A setting that overrules all others; may be repeated.",
             rich_help_panel=_TIERS_PANEL,
         ),
-    ] = None
+    ] = field(default=None, repr=False)
     device_kv_gib: Annotated[
         float | None,
         typer.Option(

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.commands.vllm_checks import Check, Status
-from penstock.config import Config, DiskConfig, RemoteConfig, without_password
+from penstock.config import Config, DiskConfig, RemoteConfig
 from penstock.connectors.vllm.settings import CONNECTOR, MODULE, POLICY, VllmSettings
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.machine import check_machine
 from penstock.types import PAGE_BYTES
 from penstock.units import format_bytes
+from penstock.urls import shown_value, without_password
 
 _HALF_ROLES = {"kv_producer": "saves and never loads", "kv_consumer": "loads and never saves"}
 _MAX_SHOWN = 80
@@ -91,6 +92,8 @@ def _check_policy(fields: Mapping[str, Any]) -> Check:
 
 def _show(value: object) -> str:
     text = json.dumps(value)
+    if "://" in text or "@" in text:  # there may be a password in it
+        return shown_value(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config import Config, load_config
@@ -24,7 +24,7 @@ class EngineOptions:
     kv_offloading_size: float | None = None  # DRAM; 0: nothing is offloaded; None: the config's
     disk_path: str | None = None
     disk_size: float | None = None
-    remote: str | None = None  # the URL of a store that instances share
+    remote: str | None = field(default=None, repr=False)  # the URL of a store that instances share
     gpu_memory_utilization: float = 0.9  # of a GPU's memory: weights, working room and pool
     device_kv_gib: float | None = None  # the pool; None: 1 on a CPU, what is left on a GPU
     block_tokens: int | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from penstock.errors import ConfigError
+from penstock.urls import shown_option
 
 NO_SERVER = "P2PHANDSHAKE"
 MIN_SEGMENT_BYTES = 16 << 20  # the library takes no less
@@ -52,7 +53,7 @@ def load_library() -> Any:
 def read_url(url: str) -> tuple[tuple[str, int], dict[str, str]]:
     """Where the master is, and the options."""
 
-    def unreadable(why: object) -> ConfigError:
+    def unreadable(why: str) -> ConfigError:
         return ConfigError(
             f"the remote URL cannot be read ({why}): expected mooncake://master:50051, "
             f"with options ?segment=4GiB&...; they are {', '.join(_DEFAULTS)}"
@@ -64,12 +65,13 @@ def read_url(url: str) -> tuple[tuple[str, int], dict[str, str]]:
         given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         options = {**_DEFAULTS, **dict(given)}
         int(options["metrics"])
-    except ValueError as error:
-        raise unreadable(error) from None
+    except ValueError:  # whose words may quote a secret
+        raise unreadable("a port or an option is wrong") from None
     if parts.scheme != "mooncake" or not master[0] or parts.username or parts.path.strip("/"):
         raise unreadable("it is not a scheme, a host and a port")
     if options.keys() != _DEFAULTS.keys():
-        raise unreadable(f"unknown: {', '.join(sorted(options.keys() - _DEFAULTS.keys()))}")
+        unknown = sorted(options.keys() - _DEFAULTS.keys())
+        raise unreadable(f"unknown: {', '.join(map(shown_option, unknown))}")
     if options["protocol"] not in ("tcp", "rdma"):
         raise unreadable("its protocol is neither tcp nor rdma")
     return master, options

@@ -6,13 +6,14 @@ import mmap
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
-from penstock.config import RemoteConfig, without_password
+from penstock.config import RemoteConfig
 from penstock.errors import ConfigError
 from penstock.machine import num_cores
 from penstock.stores.envelope import Envelope
 from penstock.stores.packs import PackedStore
 from penstock.stores.remote import Client, RemoteStore
 from penstock.types import BlockSpec
+from penstock.urls import check_url, without_password
 
 
 class _Kind(NamedTuple):
@@ -68,6 +69,7 @@ def _is_mooncake(url: str) -> bool:
 
 def open_client(url: str, timeout_seconds: float) -> Client:
     """Connects to nothing yet. Raises ConfigError for a URL that nobody here understands."""
+    check_url(url)
     scheme = url.partition("://")[0].lower()
     for kind in _KINDS:
         if scheme in kind.schemes:

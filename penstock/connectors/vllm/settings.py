@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from penstock.config import Config, load_config
 from penstock.errors import ConfigError
 from penstock.units import GiB
+from penstock.urls import shown_value
 
 CONNECTOR = "PenstockConnector"
 MODULE = "penstock.connectors.vllm"
@@ -24,9 +25,10 @@ class VllmSettings:
     kv_offloading_size: float | None = None  # DRAM, for all workers together
     disk_path: str | None = None
     disk_size: float | None = None
-    remote: str | None = None  # the URL of a store that instances share
+    remote: str | None = field(default=None, repr=False)  # the URL of a store that instances share
     config: str | None = None  # a TOML file of settings
-    set: Mapping[str, object] | None = None  # single settings, which overrule all others
+    # Single settings, which overrule all others.
+    set: Mapping[str, object] | None = field(default=None, repr=False)
     always_load: bool = False  # also what would be computed sooner
     allow_untested_vllm: bool = False
 
@@ -41,7 +43,7 @@ class VllmSettings:
         for name, what in (("disk_path", "path"), ("config", "path"), ("remote", "URL")):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value.strip()):
-                raise ConfigError(f"{name} is {value!r}: expected a {what}; correct it.")
+                raise ConfigError(f"{name} is {shown_value(value)}: expected a {what}; correct it.")
         for name in ("always_load", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
@@ -49,7 +51,8 @@ class VllmSettings:
                 )
         if self.set is not None and not isinstance(self.set, Mapping):
             raise ConfigError(
-                f'set is {self.set!r}: expected settings by name, such as {{"disk.threads": 8}}.'
+                f"set is {shown_value(self.set)}: expected settings by name, such as "
+                '{"disk.threads": 8}.'
             )
 
     @classmethod
