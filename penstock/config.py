@@ -298,17 +298,16 @@ def describe(config: Config) -> dict[str, dict[str, Any]]:
 
     For people to see: a password in a URL is left out.
     """
-    shown = config
-    if config.remote.url is not None:
-        shown = replace(
-            config, remote=replace(config.remote, url=without_password(config.remote.url))
-        )
-    return {
+    shown = {
         section: {
-            _key(setting): getattr(getattr(shown, section), setting.name) for setting in fields(cls)
+            _key(setting): getattr(getattr(config, section), setting.name)
+            for setting in fields(cls)
         }
         for section, cls in _SECTIONS.items()
     }
+    if config.remote.url is not None:
+        shown["remote"]["url"] = without_password(config.remote.url)
+    return shown
 
 
 def _from_file(path: Path, origin: str) -> Iterator[_Given]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import reprlib
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError
 
@@ -102,6 +103,10 @@ def _split(url: str) -> _Parts | None:
     if not separator or not _SCHEME.fullmatch(scheme) or "@" in after or "#" in after:
         return None
     _, at, hosts = authority.rpartition("@")
+    try:
+        urlsplit(url)
+    except ValueError:  # brackets of an IPv6 address where there is none
+        return None
     if not _HOSTS.fullmatch(hosts):
         return None
     path, _, query = after.partition("?")

@@ -31,7 +31,7 @@ forms = st.sampled_from(
         "{scheme}://user:{password}@{host}{end}",
         "{scheme}://:{password}@{host}{end}",
         "{scheme}://{password}@{host}{end}",
-        "{scheme}://user:{password}:{host}{end}",
+        "{scheme}://user:{no_at}:{host}{end}",  # with an "@" nobody could tell it from a host
         "{scheme}://u@v:{password}@{host}{end}",
         "{scheme}://{host}/0?password={password}",
         "{scheme}://{host}/0?db=0&sentinel_password={password}&region=x",
@@ -46,17 +46,15 @@ forms = st.sampled_from(
         "{password}@{host}",
     ]
 )
-urls = st.builds(
-    lambda form, scheme, password, host, end, coded: form.format(
-        scheme=scheme, password=quote(password, safe="") if coded else password, host=host, end=end
-    ),
-    forms,
-    schemes,
-    passwords,
-    hosts,
-    ends,
-    st.booleans(),
-)
+
+
+def _fill(form: str, scheme: str, password: str, host: str, end: str, coded: bool) -> str:
+    password = quote(password, safe="") if coded else password
+    no_at = password.replace("@", "")
+    return form.format(scheme=scheme, password=password, no_at=no_at, host=host, end=end)
+
+
+urls = st.builds(_fill, forms, schemes, passwords, hosts, ends, st.booleans())
 
 
 def assert_hidden(text: str) -> None:
