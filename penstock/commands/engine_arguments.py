@@ -6,7 +6,6 @@ in it as options, and the command is called with them as one `engine`.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 from collections.abc import Callable
@@ -20,7 +19,6 @@ import typer
 from penstock.commands.config import parse_settings
 from penstock.config import Config
 from penstock.engine.options import EngineOptions, tiers_config
-from penstock.errors import ConfigError
 from penstock.machine import check_machine
 
 _PANEL = "Engine"
@@ -266,13 +264,3 @@ def with_engine(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-def require_extra(extra: str, *modules: str) -> None:
-    """Raise ConfigError where an optional part of Penstock is not installed."""
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} is not installed, which this command needs; run "
-            f"`pip install 'penstock[{extra}]'`"
-        )

@@ -12,11 +12,11 @@ from penstock.commands import JsonFlag, print_json
 from penstock.commands.engine_arguments import (
     EngineArguments,
     Model,
-    require_extra,
     with_engine,
 )
 from penstock.engine.options import EMBEDDED
 from penstock.errors import ConfigError
+from penstock.install import ENGINE, require
 
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
@@ -99,7 +99,7 @@ def generate(
 
 def open_llm(model: str, engine: EngineArguments) -> LLM:
     """The embedded engine, with every block from before at hand."""
-    require_extra("engine", "torch", "transformers")
+    require("engine", ENGINE)
     tiers = engine.tiers(model)
     tell("starting the engine")
     from penstock.engine.llm import LLM

@@ -37,6 +37,7 @@ import xxhash
 from blake3 import blake3
 
 from penstock.errors import ConfigError, Corrupt, Missing, StoreError
+from penstock.install import not_installed
 from penstock.types import BlockKey, BlockSpec
 
 HEAD_BYTES = 192
@@ -195,10 +196,7 @@ def _cipher_maker(secret: bytes) -> Callable[[BlockKey, str], Any]:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError:
-        raise ConfigError(
-            "remote.encrypt needs a cipher that is not installed: "
-            "pip install 'penstock[encryption]'"
-        ) from None
+        raise not_installed(["cryptography"], "encryption", "remote.encrypt") from None
 
     def make(key: BlockKey, tenant: str) -> Any:
         name = tenant.encode()

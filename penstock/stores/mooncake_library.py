@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from penstock.errors import ConfigError
+from penstock.install import not_installed
 from penstock.urls import shown_option
 
 NO_SERVER = "P2PHANDSHAKE"
@@ -42,11 +43,12 @@ def load_library() -> Any:
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         return importlib.import_module("mooncake.store").MooncakeDistributedStore
+    except ModuleNotFoundError as error:
+        raise not_installed([error.name or "mooncake"], "mooncake", "this remote.url") from None
     except ImportError as error:
         raise ConfigError(
-            f"Mooncake cannot be loaded ({error}): expected its Python package and the shared "
-            "library libibverbs; run pip install 'penstock[mooncake]' and, on Debian, "
-            "apt-get install libibverbs1"
+            f"Mooncake cannot be loaded ({error}): expected the shared libraries that it needs; on "
+            "Debian, run apt-get install libibverbs1 libnuma1 libcurl4"
         ) from None
 
 

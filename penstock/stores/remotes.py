@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from penstock.config import RemoteConfig
 from penstock.errors import ConfigError
+from penstock.install import not_installed
 from penstock.machine import num_cores
 from penstock.stores.envelope import Envelope
 from penstock.stores.packs import PackedStore
@@ -84,10 +85,7 @@ def open_client(url: str, timeout_seconds: float) -> Client:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != kind.library:
             raise
-        raise ConfigError(
-            f"remote.url needs the package {kind.library!r}, which is not installed: "
-            f"pip install 'penstock[{kind.extra}]'"
-        ) from None
+        raise not_installed([kind.library], kind.extra, "this remote.url") from None
     client: Client = getattr(module, kind.client)(url, timeout_seconds=timeout_seconds)
     return client
 

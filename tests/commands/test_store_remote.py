@@ -452,7 +452,7 @@ def test_a_library_that_is_missing(
     monkeypatch.delitem(sys.modules, "penstock.stores.s3", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
     refusal = run("store", command[0], url, *command[1:]).refusal
-    assert "pip install 'penstock[s3]'" in refusal
+    assert "pip install '.[s3]'" in refusal
 
 
 @pytest.mark.parametrize("command", COMMANDS)
