@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.units import GiB, MiB, parse_bytes
 from penstock.urls import HIDDEN, shown_value, without_password
 
@@ -229,6 +231,8 @@ class Config:
     disk: DiskConfig = field(default_factory=DiskConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
+    # What the user typed for a setting, where that is not its name: an option, or a variable.
+    typed: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 
 _Section = HostConfig | DiskConfig | RemoteConfig | TransferConfig
@@ -260,17 +264,20 @@ class _Given(NamedTuple):
     value: object
     origin: str
     is_text: bool  # from a place that knows only text, so that "4" may be a number
+    typed: str | None = None  # what the user typed for it, if not its name
 
 
 def load_config(
     path: Path | None = None,
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Config:
     """Read the file, the environment (`os.environ` by default) and the overrides, in this order.
 
     The file is `path`, or else the one PENSTOCK_CONFIG names, or none. Overrides are dotted:
-    {"host.size": "8GiB"}. Raises ConfigError; looks at nothing of the machine but the file.
+    {"host.size": "8GiB"}; those that were given as an option have its name in `options`. Raises
+    ConfigError; looks at nothing of the machine but the file.
     """
     env = os.environ if env is None else env
     given: list[_Given] = []
@@ -279,18 +286,43 @@ def load_config(
     elif env.get(ENV_FILE):
         given += _from_file(Path(env[ENV_FILE]), f"{env[ENV_FILE]} (named by {ENV_FILE})")
     given += _from_env(env)
-    given += _from_overrides(overrides or {})
+    options = options or {}
+    given += _from_overrides(overrides or {}, options)
 
+    typed: dict[str, str] = {}
     values: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for item in given:
         section, setting = _SETTINGS[item.dotted]
         values[section][setting.name] = _read(item, setting.metadata["kind"])
+        typed.pop(item.dotted, None)
+        if item.typed is not None:
+            typed[item.dotted] = item.typed
     return Config(
         host=HostConfig(**values["host"]),
         disk=DiskConfig(**values["disk"]),
         remote=RemoteConfig(**values["remote"]),
         transfer=TransferConfig(**values["transfer"]),
+        typed=typed,
     )
+
+
+@contextmanager
+def as_typed(config: Config) -> Iterator[None]:
+    """Errors from within name settings as the user gave them: --disk-path, PENSTOCK_HOST_SIZE."""
+    try:
+        yield
+    except PenstockError as error:
+        text = str(error)
+        if config.typed:
+            names = "|".join(re.escape(name) for name in config.typed)
+            text = re.sub(rf"(?<![\w./-])({names})(?![\w/-])", _typed_name(config.typed), text)
+        if text == str(error):
+            raise
+        raise type(error)(text) from None
+
+
+def _typed_name(typed: Mapping[str, str]) -> Callable[[re.Match[str]], str]:
+    return lambda match: typed[match[1]]
 
 
 def describe(config: Config) -> dict[str, dict[str, Any]]:
@@ -355,13 +387,17 @@ def _from_env(env: Mapping[str, str]) -> Iterator[_Given]:
             continue
         if name not in _ENV_NAMES:
             raise _unknown("setting", name, "in the environment", [*_ENV_NAMES, *_ENV_OTHERS])
-        yield _Given(_ENV_NAMES[name], value, f"in the environment as {name}", is_text=True)
+        origin = f"in the environment as {name}"
+        yield _Given(_ENV_NAMES[name], value, origin, is_text=True, typed=name)
 
 
-def _from_overrides(overrides: Mapping[str, object]) -> Iterator[_Given]:
+def _from_overrides(
+    overrides: Mapping[str, object], options: Mapping[str, str]
+) -> Iterator[_Given]:
     for dotted, value in overrides.items():
         _check_known(dotted, "in --set")
-        yield _Given(dotted, value, "in --set", is_text=isinstance(value, str))
+        option = options.get(dotted)
+        yield _Given(dotted, value, "in --set", isinstance(value, str), option)
 
 
 def _check_known(dotted: str, where: str) -> None:
@@ -387,6 +423,9 @@ def _unknown(what: str, name: str, where: str, known: Iterable[str]) -> ConfigEr
 
 def _read(item: _Given, kind: _Kind) -> object:
     value = item.value
+    name, origin = item.dotted, item.origin
+    if origin == "in --set" and item.typed is not None:
+        name, origin = item.typed, ""  # an option stands for itself
     if kind.optional and item.is_text and str(value).strip().lower() in ("", "none"):
         return None
     try:
@@ -396,12 +435,12 @@ def _read(item: _Given, kind: _Kind) -> object:
             value = kind.from_file(value)
     except ConfigError as error:  # has its own words on what is wrong
         if shown_value(item.value) == repr(item.value):
-            raise ConfigError(f"{item.dotted} {item.origin}: {error}") from None
-        raise _wrong(item.dotted, item.value, item.origin, kind) from None
+            raise ConfigError(f"{name} {origin}: {error}".replace(" :", ":")) from None
+        raise _wrong(name, item.value, origin, kind) from None
     except ValueError:
-        raise _wrong(item.dotted, item.value, item.origin, kind) from None
+        raise _wrong(name, item.value, origin, kind) from None
     if not _holds(kind, value):
-        raise _wrong(item.dotted, item.value, item.origin, kind)
+        raise _wrong(name, item.value, origin, kind)
     return value
 
 

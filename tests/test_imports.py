@@ -49,7 +49,7 @@ FLOORS = [
     BASE,
     BOOKS | STORES,
     {"transfer", "metrics"},
-    {"offload", "build"},
+    {"offload", "build", "preflight"},
     {"engine", "connectors", "sim", "plan", "watch"},
     {"server", "commands"},
     {"cli", "__main__", "__init__"},

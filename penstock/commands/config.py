@@ -10,11 +10,13 @@ import typer
 
 from penstock.commands import JsonFlag, new_table, print_json, stdout_console
 from penstock.config import Config, describe, load_config
+from penstock.engine.options import OPTIONS
 from penstock.errors import ConfigError
-from penstock.machine import check_machine
 from penstock.units import format_bytes
 from penstock.urls import shown_value
 
+# Settings that have an option of their own in other commands, as it is typed there.
+OPTIONS_TYPED = {setting: f"--{option.replace('_', '-')}" for setting, option in OPTIONS.items()}
 EXAMPLE = "Example: penstock config --config penstock.toml --set host.size=8GiB"
 
 
@@ -33,12 +35,19 @@ def config(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print the settings in effect, after checking that this machine can hold them.
+    """Print the settings in effect, after checking that the tiers could be opened here.
+
+    What a server would refuse is refused here: too much memory, a folder that another process
+    writes, a URL that no store has. Nothing is left behind, and no store is connected to.
 
     Later sources win: defaults, the TOML file, the environment (PENSTOCK_HOST_SIZE=8GiB), --set.
     """
     loaded = load_config(file, overrides=parse_settings(settings or ()))
-    check_machine(loaded)
+    from penstock.preflight import check_tiers, warnings
+
+    check_tiers(loaded)
+    for sentence in warnings(loaded):
+        typer.echo(f"penstock: warning: {sentence}", err=True)
     sections = describe(loaded)
     if as_json:
         print_json(sections)

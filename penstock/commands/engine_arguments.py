@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import wraps
@@ -16,10 +17,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from penstock.commands.config import parse_settings
+from penstock.commands.config import OPTIONS_TYPED, parse_settings
 from penstock.config import Config
 from penstock.engine.options import EngineOptions, tiers_config
-from penstock.machine import check_machine
+from penstock.errors import PenstockError
 
 _PANEL = "Engine"
 _TIERS_PANEL = "KV tiers"
@@ -228,10 +229,21 @@ class EngineArguments:
 
         Later sources win: the file, the environment, the options, --set.
         """
-        config = tiers_config(self.options(model), self.config, parse_settings(self.set or ()))
+        settings = parse_settings(self.set or ())
+        config = tiers_config(self.options(model), self.config, settings, OPTIONS_TYPED)
         if config is not None:
-            check_machine(config)
+            from penstock.preflight import check_tiers
+
+            check_tiers(config)
         return config
+
+
+def _as_options(text: str, names: list[str]) -> str:
+    """An error of the engine names its options as Python does: here they are typed with dashes."""
+    # Those of one word are left alone: they may be just that.
+    options = [name for name in names if "_" in name]
+    pattern = rf"(?<![\w./-])({'|'.join(options)})(?![\w/.-]*[\w/-])"
+    return re.sub(pattern, lambda match: f"--{match[1].replace('_', '-')}", text)
 
 
 def with_engine(command: Callable[..., None]) -> Callable[..., None]:
@@ -244,7 +256,13 @@ def with_engine(command: Callable[..., None]) -> Callable[..., None]:
         # Idle threads that spin take the processor from others; torch reads this when it loads.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         engine = EngineArguments(**{name: given.pop(name) for name in names})
-        command(**given, engine=engine)
+        try:
+            command(**given, engine=engine)
+        except PenstockError as error:
+            text = _as_options(str(error), names)
+            if text == str(error):
+                raise
+            raise type(error)(text) from None
 
     own = inspect.signature(command, eval_str=True)
     parameters = [

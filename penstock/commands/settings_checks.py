@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.commands.vllm_checks import Check, Status
-from penstock.config import Config, DiskConfig, RemoteConfig
+from penstock.config import Config, DiskConfig, RemoteConfig, as_typed
 from penstock.connectors.vllm.settings import CONNECTOR, MODULE, POLICY, VllmSettings
+from penstock.engine.options import OPTIONS
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.machine import check_machine
-from penstock.types import PAGE_BYTES
 from penstock.units import format_bytes
 from penstock.urls import shown_value, without_password
 
@@ -97,10 +96,15 @@ def _show(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def check_tiers(settings: VllmSettings) -> tuple[Check, Config | None]:
-    """Whether the settings are valid; and the tiers they ask for, if so."""
+def check_tiers(
+    settings: VllmSettings, names: Mapping[str, str] = OPTIONS
+) -> tuple[Check, Config | None]:
+    """Whether the settings are valid; and the tiers they ask for, if so.
+
+    `names` has what the user calls the options.
+    """
     try:
-        tiers = settings.tiers()
+        tiers = settings.tiers(names)
     except PenstockError as error:
         return Check("settings", Status.FAILED, str(error)), None
     found = f"{format_bytes(tiers.host.size_bytes)} of DRAM"
@@ -115,9 +119,22 @@ def check_tiers(settings: VllmSettings) -> tuple[Check, Config | None]:
     return Check("settings", Status.OK, found), tiers
 
 
+def check_anywhere(tiers: Config) -> Check | None:
+    """What vLLM would refuse on any machine; None if that is nothing."""
+    from penstock import preflight
+
+    try:
+        preflight.check_anywhere(tiers)
+        preflight.check_delegated(tiers)
+    except PenstockError as error:
+        return Check("settings", Status.FAILED, str(error))
+    return None
+
+
 def check_room(tiers: Config) -> Check:
     try:
-        check_machine(tiers)
+        with as_typed(tiers):
+            check_machine(tiers)
     except PenstockError as error:
         return Check("room", Status.FAILED, str(error))
     return Check("room", Status.OK, "this machine can hold that")
@@ -173,6 +190,7 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
     """What lies there. Raises PenstockError or OSError where it would keep vLLM from starting."""
     # Here, because they need xxhash, which may be what is missing.
     from penstock.commands import audit
+    from penstock.preflight import check_access, try_writing
     from penstock.stores import slab
     from penstock.stores.directory import refuse_strangers_index
 
@@ -187,9 +205,9 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
                 f"{directory} is being written by {writer}; unless that is the vLLM you ask about, "
                 "stop it, choose another disk.path, or set disk.read_only."
             )
-        _check_access([directory / "LOCK", directory / "index"])
-        _check_access([path for _, path in slab.slab_paths(directory)])
-        _try_writing(directory)
+        check_access([directory / "LOCK", directory / "index"])
+        check_access([path for _, path in slab.slab_paths(directory)])
+        try_writing(directory)
         if geometry is None:
             refuse_strangers_index(directory)
             return f"a store will be made in {directory}"
@@ -203,24 +221,3 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
         f"{format_bytes(geometry.block_bytes)}; vLLM opens it only for the model and layout it "
         "was made for"
     )
-
-
-def _check_access(paths: list[Path]) -> None:
-    for path in paths:
-        if path.exists() and not os.access(path, os.R_OK | os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-
-def _try_writing(directory: Path) -> None:
-    """Write a page to a file without a name, which is gone when it is closed."""
-    try:
-        file = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # no such files on this filesystem
-            return
-        raise
-    try:
-        os.pwrite(file, bytes(PAGE_BYTES), 0)
-        os.fsync(file)  # some filesystems notice only now that they are full
-    finally:
-        os.close(file)

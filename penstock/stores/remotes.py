@@ -68,18 +68,22 @@ def _is_mooncake(url: str) -> bool:
     return url.lower().startswith("mooncake://")
 
 
-def open_client(url: str, timeout_seconds: float) -> Client:
-    """Connects to nothing yet. Raises ConfigError for a URL that nobody here understands."""
+def check_scheme(url: str) -> _Kind:
+    """Raise ConfigError for a URL that no store here has. Imports no client library."""
     check_url(url)
     scheme = url.partition("://")[0].lower()
     for kind in _KINDS:
         if scheme in kind.schemes:
-            break
-    else:
-        raise ConfigError(
-            f"remote.url is {without_password(url)!r}: expected one that begins with "
-            f"{', '.join(f'{known}://' for known in SCHEMES)}; correct it."
-        )
+            return kind
+    raise ConfigError(
+        f"remote.url is {without_password(url)!r}: expected one that begins with "
+        f"{', '.join(f'{known}://' for known in SCHEMES)}; correct it."
+    )
+
+
+def open_client(url: str, timeout_seconds: float) -> Client:
+    """Connects to nothing yet. Raises ConfigError for a URL that nobody here understands."""
+    kind = check_scheme(url)
     try:
         module = import_module(kind.module)
     except ModuleNotFoundError as error:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Config, load_config
+from penstock.config import Config
+from penstock.engine.options import OPTIONS, load_tiers
 from penstock.errors import ConfigError
 from penstock.units import GiB
 from penstock.urls import shown_value
@@ -68,8 +69,11 @@ class VllmSettings:
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config: {advice}")
         return cls(**extra)
 
-    def tiers(self) -> Config:
-        """Later sources win: the file, the environment, the names above, `set`."""
+    def tiers(self, names: Mapping[str, str] = OPTIONS) -> Config:
+        """Later sources win: the file, the environment, the names above, `set`.
+
+        Errors name the options as `names` has them.
+        """
         overrides: dict[str, object] = {}
         if self.kv_offloading_size is not None:
             overrides["host.size"] = int(self.kv_offloading_size * GiB)
@@ -80,7 +84,7 @@ class VllmSettings:
         if self.remote is not None:
             overrides["remote.url"] = self.remote
         path = None if self.config is None else Path(self.config)
-        return load_config(path, overrides={**overrides, **(self.set or {})})
+        return load_tiers(overrides, path, self.set or {}, names)
 
     def extra(self) -> dict[str, Any]:
         """As `kv_connector_extra_config`: only what differs from the defaults."""
@@ -91,9 +95,9 @@ class VllmSettings:
         }
 
 
-def transfer_config(settings: VllmSettings) -> dict[str, Any]:
+def transfer_config(settings: VllmSettings, names: Mapping[str, str] = OPTIONS) -> dict[str, Any]:
     """The whole of `--kv-transfer-config`. Raises ConfigError where the settings are wrong."""
-    settings.tiers()
+    settings.tiers(names)
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,
