@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +13,7 @@ import typer
 from penstock.commands import JsonFlag, new_table, print_json, stdout_console
 from penstock.config import Config, describe, load_config
 from penstock.engine.options import OPTIONS
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.units import format_bytes
 from penstock.urls import shown_value
 
@@ -80,6 +82,21 @@ def parse_settings(settings: Iterable[str]) -> dict[str, object]:
             )
         parsed[name.strip()] = value
     return parsed
+
+
+@contextmanager
+def options_as_typed(names: Iterable[str]) -> Iterator[None]:
+    """Errors from within name options as Python does: here they are typed with dashes."""
+    # Those of one word are left alone: they may be just that.
+    options = "|".join(name for name in names if "_" in name)
+    try:
+        yield
+    except PenstockError as error:
+        pattern = rf"(?<![\w./-])({options})(?![\w/.-]*[\w/-])"
+        text = re.sub(pattern, lambda match: f"--{match[1].replace('_', '-')}", str(error))
+        if text == str(error):
+            raise
+        raise type(error)(text) from None
 
 
 def _show(key: str, value: object) -> str:

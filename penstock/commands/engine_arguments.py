@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import wraps
@@ -17,10 +16,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from penstock.commands.config import OPTIONS_TYPED, parse_settings
+from penstock.commands.config import OPTIONS_TYPED, options_as_typed, parse_settings
 from penstock.config import Config
 from penstock.engine.options import EngineOptions, tiers_config
-from penstock.errors import PenstockError
 
 _PANEL = "Engine"
 _TIERS_PANEL = "KV tiers"
@@ -238,14 +236,6 @@ class EngineArguments:
         return config
 
 
-def _as_options(text: str, names: list[str]) -> str:
-    """An error of the engine names its options as Python does: here they are typed with dashes."""
-    # Those of one word are left alone: they may be just that.
-    options = [name for name in names if "_" in name]
-    pattern = rf"(?<![\w./-])({'|'.join(options)})(?![\w/.-]*[\w/-])"
-    return re.sub(pattern, lambda match: f"--{match[1].replace('_', '-')}", text)
-
-
 def with_engine(command: Callable[..., None]) -> Callable[..., None]:
     """A command with a parameter `engine`, as one with an option for each of its fields."""
     hints = get_type_hints(EngineArguments, include_extras=True)
@@ -256,13 +246,8 @@ def with_engine(command: Callable[..., None]) -> Callable[..., None]:
         # Idle threads that spin take the processor from others; torch reads this when it loads.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         engine = EngineArguments(**{name: given.pop(name) for name in names})
-        try:
+        with options_as_typed(names):
             command(**given, engine=engine)
-        except PenstockError as error:
-            text = _as_options(str(error), names)
-            if text == str(error):
-                raise
-            raise type(error)(text) from None
 
     own = inspect.signature(command, eval_str=True)
     parameters = [

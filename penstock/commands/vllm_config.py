@@ -13,9 +13,10 @@ from typing import Annotated
 import typer
 
 from penstock.commands import print_json
-from penstock.commands.config import OPTIONS_TYPED, parse_settings
+from penstock.commands.config import OPTIONS_TYPED, options_as_typed, parse_settings
 from penstock.config import Config, describe
 from penstock.connectors.vllm.settings import VllmSettings, transfer_config
+from penstock.engine.options import OPTIONS
 from penstock.errors import PenstockError
 from penstock.urls import may_hold_secret
 
@@ -161,16 +162,17 @@ def read_settings(
     folder = overrides.get("disk.path")
     if isinstance(folder, str) and folder.strip().lower() != "none":
         overrides["disk.path"] = _absolute(folder)
-    return VllmSettings(
-        kv_offloading_size=_plain(kv_offloading_size),
-        disk_path=None if disk_path is None else _absolute(disk_path),
-        disk_size=_plain(disk_size),
-        remote=remote,
-        config=None if config is None else _absolute(str(config)),
-        set=overrides or None,
-        always_load=always_load,
-        allow_untested_vllm=allow_untested_vllm,
-    )
+    with options_as_typed(OPTIONS.values()):
+        return VllmSettings(
+            kv_offloading_size=_plain(kv_offloading_size),
+            disk_path=None if disk_path is None else _absolute(disk_path),
+            disk_size=_plain(disk_size),
+            remote=remote,
+            config=None if config is None else _absolute(str(config)),
+            set=overrides or None,
+            always_load=always_load,
+            allow_untested_vllm=allow_untested_vllm,
+        )
 
 
 def _absolute(path: str) -> str:
