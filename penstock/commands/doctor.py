@@ -28,6 +28,7 @@ from penstock.commands.vllm_config import (
 )
 from penstock.engine.options import OPTIONS
 from penstock.errors import ConfigError
+from penstock.units import counted
 
 if TYPE_CHECKING:
     from penstock.commands.settings_checks import Examined
@@ -147,6 +148,7 @@ def _draw(checks: Sequence[Check], num_failed: int) -> None:
     console = stdout_console()
     console.print(table)
     if num_failed:
-        console.print(f"{num_failed} of {len(checks)} checks failed: vLLM cannot use Penstock yet.")
+        total = counted(len(checks), "check")
+        console.print(f"{num_failed} of {total} failed: vLLM cannot use Penstock yet.")
     else:
         console.print("Nothing failed: vLLM can use Penstock.")
