@@ -43,8 +43,8 @@ def load_library() -> Any:
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         return importlib.import_module("mooncake.store").MooncakeDistributedStore
-    except ModuleNotFoundError as error:
-        raise not_installed([error.name or "mooncake"], "mooncake", "this remote.url") from None
+    except ModuleNotFoundError:
+        raise not_installed(["mooncake"], "mooncake", "this remote.url") from None
     except ImportError as error:
         raise ConfigError(
             f"Mooncake cannot be loaded ({error}): expected the shared libraries that it needs; on "
