@@ -16,6 +16,9 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> Any:
     """Import the engine when it is first used: most commands do without torch."""
     if name == "LLM":
+        from penstock.install import ENGINE, require
+
+        require("engine", ENGINE, "penstock.LLM")
         from penstock.engine.llm import LLM
 
         return LLM

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.clock import Clock, SystemClock
-from penstock.config import ENV_REMOTE_SECRET, Config, RemoteConfig, TransferConfig
-from penstock.errors import ConfigError
+from penstock.config import Config, RemoteConfig, TransferConfig
 from penstock.events import Observer
 from penstock.ledger import Ledger
-from penstock.machine import check_machine
 from penstock.offload import Offloader
 from penstock.policies import POLICIES
+from penstock.preflight import check_block, check_delegated, check_tiers, remote_secret, warnings
 from penstock.stores.base import Arena, Incident
 from penstock.stores.disk_folder import DiskFolder
 from penstock.stores.host import ArenaHandle, HostArena
@@ -29,6 +28,8 @@ from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
 from penstock.types import BlockSpec, Tier
 from penstock.write_gate import DAY_SECONDS, WriteGate
+
+log = logging.getLogger(__name__)
 
 
 def build_offloader(
@@ -45,7 +46,8 @@ def build_offloader(
     `device_mover` copies between HOST and a device whose memory the processor cannot address.
     Raises ConfigError, Locked, Foreign or Full if a tier cannot be had; then nothing is left open.
     """
-    check_machine(config)
+    check_tiers(config)
+    check_block(config, spec)
     host = _host(config, spec)
     seals = Seals(host, checksums=config.host.verify)
     mover = CopyMover(device, host, seals) if device_mover is None else device_mover(host, seals)
@@ -80,12 +82,9 @@ def build_delegated(
 
     A block holds one part from each of them. Not `shared`, they live in this process.
     """
-    if config.host.verify:
-        raise ConfigError(
-            "host.verify is set: checksums of DRAM are not kept where other processes write it; "
-            "leave it out. What lies on disk is always verified."
-        )
-    check_machine(config)
+    check_delegated(config)
+    check_tiers(config)
+    check_block(config, spec)
     host = _host(config, spec, shared=shared)
     seals = Seals(host, memory=host.seals)
     delegates: list[DelegatingEngine] = []
@@ -147,7 +146,9 @@ def _assemble(
                 max_bytes_per_day=config.disk.write_per_day_bytes,
             )
         if config.remote.url is not None:
-            remote = open_remote(config.remote, spec, secret=_secret())
+            for sentence in warnings(config):
+                log.warning("%s", sentence)
+            remote = open_remote(config.remote, spec, secret=remote_secret())
             opened.callback(remote.close)
             remote.client.register(host)
             known = config.remote.max_known_blocks
@@ -192,10 +193,6 @@ def _remote_gate(remote: RemoteConfig, spec: BlockSpec) -> WriteGate:
         max_bytes_per_tenant=remote.tenant_size_bytes,
         tenant_seconds=remote.ttl_seconds or DAY_SECONDS,
     )
-
-
-def _secret() -> bytes:
-    return os.environ.get(ENV_REMOTE_SECRET, "").strip().encode()
 
 
 def _remote_blocks(remote: RemoteConfig, spec: BlockSpec) -> int | None:

@@ -101,6 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has enough of it; the interpreter must not flush the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "penstock":
+            raise  # a fault of ours, not of the installation
+        return _fail(
+            f"{error.name} is not installed, which this command needs; run `pip install` for it, "
+            "or install Penstock again"
+        )
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
         return _fail(f"{where}{error.strerror or error}")

@@ -12,15 +12,16 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.units import GiB, MiB, parse_bytes
+from penstock.urls import HIDDEN, shown_value, without_password
 
 POLICIES = ("reuse", "prefix-lru", "lru", "s3fifo", "arc", "lfu")
 ADMISSIONS = ("always", "second-use")
@@ -43,6 +44,7 @@ class _Kind:
     from_text: Callable[[str], object]  # ValueError where the text is no such thing
     from_file: Callable[[Any], object] = lambda value: value
     optional: bool = False
+    may_be_secret: bool = False
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:
@@ -116,6 +118,7 @@ _URL = _Kind(
     accepts=lambda value: isinstance(value, str) and "://" in value and value.isprintable(),
     from_text=str.strip,
     optional=True,
+    may_be_secret=True,
 )
 _RETAIN_SHARE = _Kind(
     "a share from 0 to 0.5",
@@ -177,7 +180,7 @@ class RemoteConfig:
     The fleet's secret is in PENSTOCK_REMOTE_SECRET, not here.
     """
 
-    url: str | None = field(default=None, metadata=_setting(_URL))
+    url: str | None = field(default=None, repr=False, metadata=_setting(_URL))
     read_only: bool = field(default=False, metadata=_setting(_FLAG))
     encrypt: bool = field(default=False, metadata=_setting(_FLAG))  # AES-256-GCM, by tenant
     admit: str = field(default="always", metadata=_setting(_ADMISSION))
@@ -228,6 +231,8 @@ class Config:
     disk: DiskConfig = field(default_factory=DiskConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
+    # What the user typed for a setting, where that is not its name: an option, or a variable.
+    typed: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 
 _Section = HostConfig | DiskConfig | RemoteConfig | TransferConfig
@@ -259,17 +264,20 @@ class _Given(NamedTuple):
     value: object
     origin: str
     is_text: bool  # from a place that knows only text, so that "4" may be a number
+    typed: str | None = None  # what the user typed for it, if not its name
 
 
 def load_config(
     path: Path | None = None,
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Config:
     """Read the file, the environment (`os.environ` by default) and the overrides, in this order.
 
     The file is `path`, or else the one PENSTOCK_CONFIG names, or none. Overrides are dotted:
-    {"host.size": "8GiB"}. Raises ConfigError; looks at nothing of the machine but the file.
+    {"host.size": "8GiB"}; those that were given as an option have its name in `options`. Raises
+    ConfigError; looks at nothing of the machine but the file.
     """
     env = os.environ if env is None else env
     given: list[_Given] = []
@@ -278,18 +286,43 @@ def load_config(
     elif env.get(ENV_FILE):
         given += _from_file(Path(env[ENV_FILE]), f"{env[ENV_FILE]} (named by {ENV_FILE})")
     given += _from_env(env)
-    given += _from_overrides(overrides or {})
+    options = options or {}
+    given += _from_overrides(overrides or {}, options)
 
+    typed: dict[str, str] = {}
     values: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     for item in given:
         section, setting = _SETTINGS[item.dotted]
         values[section][setting.name] = _read(item, setting.metadata["kind"])
+        typed.pop(item.dotted, None)
+        if item.typed is not None:
+            typed[item.dotted] = item.typed
     return Config(
         host=HostConfig(**values["host"]),
         disk=DiskConfig(**values["disk"]),
         remote=RemoteConfig(**values["remote"]),
         transfer=TransferConfig(**values["transfer"]),
+        typed=typed,
     )
+
+
+@contextmanager
+def as_typed(config: Config) -> Iterator[None]:
+    """Errors from within name settings as the user gave them: --disk-path, PENSTOCK_HOST_SIZE."""
+    try:
+        yield
+    except PenstockError as error:
+        text = str(error)
+        if config.typed:
+            names = "|".join(re.escape(name) for name in config.typed)
+            text = re.sub(rf"(?<![\w./-])({names})(?![\w/-])", _typed_name(config.typed), text)
+        if text == str(error):
+            raise
+        raise type(error)(text) from None
+
+
+def _typed_name(typed: Mapping[str, str]) -> Callable[[re.Match[str]], str]:
+    return lambda match: typed[match[1]]
 
 
 def describe(config: Config) -> dict[str, dict[str, Any]]:
@@ -297,27 +330,16 @@ def describe(config: Config) -> dict[str, dict[str, Any]]:
 
     For people to see: a password in a URL is left out.
     """
-    shown = config
-    if config.remote.url is not None:
-        shown = replace(
-            config, remote=replace(config.remote, url=without_password(config.remote.url))
-        )
-    return {
+    shown = {
         section: {
-            _key(setting): getattr(getattr(shown, section), setting.name) for setting in fields(cls)
+            _key(setting): getattr(getattr(config, section), setting.name)
+            for setting in fields(cls)
         }
         for section, cls in _SECTIONS.items()
     }
-
-
-def without_password(url: str) -> str:
-    """As it may be shown: who and where, not the password."""
-    scheme, _, rest = url.partition("://")
-    rest, question, query = rest.partition("?")
-    who, at, where = rest.rpartition("@")  # a password with a "/" in it is wrong, and a secret
-    name, colon, _ = who.partition(":")
-    query = re.sub(r"(?i)(password|secret|token|key|sig)=[^&]*", r"\1=…", query)
-    return f"{scheme}://{name}{':…' if colon else ''}{at}{where}{question}{query}"
+    if config.remote.url is not None:
+        shown["remote"]["url"] = without_password(config.remote.url)
+    return shown
 
 
 def _from_file(path: Path, origin: str) -> Iterator[_Given]:
@@ -347,7 +369,7 @@ def _from_file(path: Path, origin: str) -> Iterator[_Given]:
     for section, table in tables.items():
         if section in _SECTIONS and not isinstance(table, dict):
             raise ConfigError(
-                f"{section} in {origin} is {_show(table)}: expected a section; "
+                f"{section} in {origin} is {shown_value(table)}: expected a section; "
                 f"write [{section}] and its settings below"
             )
         if section not in _SECTIONS:
@@ -365,13 +387,17 @@ def _from_env(env: Mapping[str, str]) -> Iterator[_Given]:
             continue
         if name not in _ENV_NAMES:
             raise _unknown("setting", name, "in the environment", [*_ENV_NAMES, *_ENV_OTHERS])
-        yield _Given(_ENV_NAMES[name], value, f"in the environment as {name}", is_text=True)
+        origin = f"in the environment as {name}"
+        yield _Given(_ENV_NAMES[name], value, origin, is_text=True, typed=name)
 
 
-def _from_overrides(overrides: Mapping[str, object]) -> Iterator[_Given]:
+def _from_overrides(
+    overrides: Mapping[str, object], options: Mapping[str, str]
+) -> Iterator[_Given]:
     for dotted, value in overrides.items():
         _check_known(dotted, "in --set")
-        yield _Given(dotted, value, "in --set", is_text=isinstance(value, str))
+        option = options.get(dotted)
+        yield _Given(dotted, value, "in --set", isinstance(value, str), option)
 
 
 def _check_known(dotted: str, where: str) -> None:
@@ -392,11 +418,14 @@ def _unknown(what: str, name: str, where: str, known: Iterable[str]) -> ConfigEr
         advice = f"did you mean {candidates[close[0]]}?"
     else:
         advice = f"expected one of {', '.join(own or names)}; correct or remove it"
-    return ConfigError(f"unknown {what} {name[:80]!r} {where}: {advice}")
+    return ConfigError(f"unknown {what} {shown_value(name)} {where}: {advice}")
 
 
 def _read(item: _Given, kind: _Kind) -> object:
     value = item.value
+    name, origin = item.dotted, item.origin
+    if origin == "in --set" and item.typed is not None:
+        name, origin = item.typed, ""  # an option stands for itself
     if kind.optional and item.is_text and str(value).strip().lower() in ("", "none"):
         return None
     try:
@@ -405,11 +434,13 @@ def _read(item: _Given, kind: _Kind) -> object:
         elif value is not None:
             value = kind.from_file(value)
     except ConfigError as error:  # has its own words on what is wrong
-        raise ConfigError(f"{item.dotted} {item.origin}: {error}") from None
+        if shown_value(item.value) == repr(item.value):
+            raise ConfigError(f"{name} {origin}: {error}".replace(" :", ":")) from None
+        raise _wrong(name, item.value, origin, kind) from None
     except ValueError:
-        raise _wrong(item.dotted, item.value, item.origin, kind) from None
+        raise _wrong(name, item.value, origin, kind) from None
     if not _holds(kind, value):
-        raise _wrong(item.dotted, item.value, item.origin, kind)
+        raise _wrong(name, item.value, origin, kind)
     return value
 
 
@@ -426,13 +457,9 @@ def _holds(kind: _Kind, value: object) -> bool:
 
 def _wrong(dotted: str, value: object, origin: str, kind: _Kind) -> ConfigError:
     where = f" {origin}" if origin else ""
+    is_hidden = kind.may_be_secret and not (isinstance(value, str) and "://" in value)
+    found = HIDDEN if is_hidden else shown_value(value)
     return ConfigError(
-        f"{dotted} is {_show(value)}{where}: expected {kind.expected}; "
+        f"{dotted} is {found}{where}: expected {kind.expected}; "
         "correct it, or leave it out for the default"
     )
-
-
-def _show(value: object) -> str:
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 80
-    return str(value).lower() if isinstance(value, bool) else short.repr(value)

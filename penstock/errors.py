@@ -2,6 +2,7 @@
 
     PenstockError
     ├── ConfigError        a setting is wrong; the command line exits with 2
+    │   └── NotInstalled   an optional package is missing; an ImportError too
     ├── TraceError         a trace cannot be read; the command line exits with 2
     ├── StoreError         a tier could not serve; to a request it is a miss, never an error
     │   ├── Missing        the block is not there (any more)
@@ -24,6 +25,10 @@ class PenstockError(Exception):
 
 class ConfigError(PenstockError):
     """A setting is wrong: unknown, malformed, or impossible on this machine."""
+
+
+class NotInstalled(ConfigError, ImportError):
+    """A package that an optional part of Penstock needs is not there. Says how to install it."""
 
 
 class TraceError(PenstockError):

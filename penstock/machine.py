@@ -1,9 +1,10 @@
-"""Whether this machine can hold what the settings ask for. Looks, and writes nothing."""
+"""Whether this machine can hold what the settings ask for. Looks, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -20,7 +21,7 @@ def num_cores() -> int:
 
 
 def check_machine(config: Config, *, total_memory_bytes: int | None = None) -> None:
-    """Raise ConfigError where this machine cannot hold what is asked. Writes nothing."""
+    """Raise ConfigError where this machine cannot hold what is asked. Leaves nothing behind."""
     memory = _physical_memory_bytes() if total_memory_bytes is None else total_memory_bytes
     if memory is not None and config.host.size_bytes > memory:
         raise ConfigError(
@@ -62,7 +63,20 @@ def _check_disk(disk: DiskConfig, path: str) -> None:
             f"disk.path {path} {which} not writable: expected a folder this user may write to; "
             "change its permissions, choose another path or set disk.read_only"
         )
+    if not is_there:
+        _try_making(path, folder)
     _check_room(disk, folder, _occupied_bytes(folder) if is_there else 0)
+
+
+def _try_making(path: str, above: str) -> None:
+    """Some filesystems, such as /proc, take no folders, whatever their permissions say."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".penstock-", dir=above))
+    except OSError as error:
+        raise ConfigError(
+            f"disk.path {path} cannot be made: no folder can be made in {above} "
+            f"({error.strerror}); choose another path"
+        ) from None
 
 
 def _check_room(disk: DiskConfig, folder: str, occupied_bytes: int) -> None:

@@ -94,3 +94,8 @@ def _scale(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str]
     while abs(value) >= base - 0.05 and index < len(units) - 1:
         value, index = value / base, index + 1
     return value, units[index]
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """ "1 session", "2 sessions", "12,000 blocks": the number and the noun that goes with it."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -21,7 +21,7 @@ EXECUTABLE = str(_BESIDE) if _BESIDE.exists() else shutil.which("mooncake_master
 def why_not() -> str | None:
     """What is missing to test Mooncake here."""
     if EXECUTABLE is None:
-        return "mooncake_master is not installed: pip install 'penstock[mooncake]'"
+        return "mooncake_master is not installed: pip install '.[mooncake]'"
     try:
         MooncakeClient("mooncake://127.0.0.1:50051", timeout_seconds=1)
     except ConfigError as error:

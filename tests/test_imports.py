@@ -8,7 +8,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "penstock"
 
 # Floors from the ground up: a module imports from its own floor's rooms it is allowed to, or below.
-BASE = {"errors", "types", "units", "keys", "clock", "events", "config", "machine", "hints"}
+BASE = {
+    "errors",
+    "types",
+    "units",
+    "keys",
+    "clock",
+    "events",
+    "config",
+    "machine",
+    "hints",
+    "urls",
+    "install",
+}
 BOOKS = {
     "ledger",
     "policies",
@@ -38,7 +50,7 @@ FLOORS = [
     BASE,
     BOOKS | STORES,
     {"transfer", "metrics"},
-    {"offload", "build"},
+    {"offload", "build", "preflight"},
     {"engine", "connectors", "sim", "plan", "watch"},
     {"server", "commands"},
     {"cli", "__main__", "__init__"},

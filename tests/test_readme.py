@@ -10,7 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
+import pytest
+
+from penstock.stores.disk import DiskStore
+from penstock.types import BlockSpec
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 
 
 def commands() -> str:
@@ -44,3 +50,17 @@ def test_a_newcomer_serves_a_model_whose_kv_survives_a_kill(cache: Path, tmp_pat
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_python_runs_again_and_where_a_server_kept_other_kv(
+    page: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: list[str] = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    (code,) = [block for block in blocks if "import LLM" in block]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.chdir(tmp_path)
+    # The folder of the shell example, as another dtype or model would have left it.
+    DiskStore(tmp_path / "kv", BlockSpec(bytes(32), 4096, 16), 1 << 20).close()
+    for _ in range(2):
+        exec(compile(code, page, "exec"), {"__name__": "docs"})

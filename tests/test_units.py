@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.units import format_bytes, format_rate, format_seconds, parse_bytes
+from penstock.units import counted, format_bytes, format_rate, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -125,3 +125,10 @@ def test_rates_are_written(rate: float, text: str) -> None:
 )
 def test_durations_are_written(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_one_is_singular() -> None:
+    assert counted(1, "session") == "1 session"
+    assert counted(0, "session") == "0 sessions"
+    assert counted(12000, "block") == "12,000 blocks"
+    assert counted(2, "copy", "copies") == "2 copies"

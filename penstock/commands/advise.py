@@ -13,7 +13,7 @@ from penstock.watch.advice import Advice, Urgency, block_bytes, hit_rate, reused
 from penstock.watch.adviser import advise
 from penstock.watch.elsewhere import Elsewhere
 from penstock.watch.samples import Samples
-from penstock.watch.scrape import metrics_url
+from penstock.watch.scrape import metrics_url, shown_url
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,7 +71,7 @@ def _as_data(
     parts: SplitResult, seconds: float, seen: Samples, found: list[Advice]
 ) -> dict[str, object]:
     return {
-        "url": parts.geturl(),
+        "url": shown_url(parts),
         "watched_seconds": seconds or None,
         "hit_rate": hit_rate(seen),
         "reused_share": reused_share(seen),
@@ -92,7 +92,7 @@ def _as_data(
 def _draw(parts: SplitResult, seconds: float, found: list[Advice]) -> None:
     console = stdout_console()
     span = f"in the last {seconds:g} s" if seconds else "since its start"
-    console.print(_table(f"{parts.geturl()}, {span}", found))
+    console.print(_table(f"{shown_url(parts)}, {span}", found))
     if all(advice.urgency is Urgency.WELL for advice in found):
         console.print("Nothing to change.")
 

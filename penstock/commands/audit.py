@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -160,23 +159,6 @@ def clear_records(store: DiskStore, damages: list[Damage]) -> int:
         entry = _read_entry(store.directory, damage.slot)
         num_cleared += entry.record is not None and not entry.record.held
     return num_cleared
-
-
-def find_writer(directory: Path) -> str | None:
-    """The live process that has the store open for writing, in the words of its LOCK file."""
-    try:
-        descriptor = os.open(directory / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        # Asked with a shared lock, let go at once: there is no way to only look.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        name = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-        return name or "another process"
-    finally:
-        os.close(descriptor)
-    return None
 
 
 def shelves(directory: Path) -> list[Shelf]:

@@ -19,6 +19,7 @@ from penstock.commands.speakers import Embedded, Figures, Remote, Speaker, Wishe
 from penstock.config import ENV_API_KEY
 from penstock.engine.options import EMBEDDED
 from penstock.errors import ConfigError, PenstockError
+from penstock.units import counted
 
 EXAMPLE = (
     "Example: penstock chat --disk-path kv\n\nExample: penstock chat --url http://127.0.0.1:8000"
@@ -150,8 +151,9 @@ class _Conversation:
             tell("the answer was stopped")
         else:
             tell(
-                f"{figures.num_new_tokens} tokens in {seconds:.1f} s; {figures.num_cached_tokens} "
-                f"of {figures.num_prompt_tokens} prompt tokens were cached"
+                f"{counted(figures.num_new_tokens, 'token')} in {seconds:.1f} s; "
+                f"{figures.num_cached_tokens:,} of "
+                f"{counted(figures.num_prompt_tokens, 'prompt token')} from the cache"
             )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +12,13 @@ import typer
 
 from penstock.commands import JsonFlag, new_table, print_json, stdout_console
 from penstock.config import Config, describe, load_config
-from penstock.errors import ConfigError
-from penstock.machine import check_machine
+from penstock.engine.options import OPTIONS
+from penstock.errors import ConfigError, PenstockError
 from penstock.units import format_bytes
+from penstock.urls import shown_value
 
+# Settings that have an option of their own in other commands, as it is typed there.
+OPTIONS_TYPED = {setting: f"--{option.replace('_', '-')}" for setting, option in OPTIONS.items()}
 EXAMPLE = "Example: penstock config --config penstock.toml --set host.size=8GiB"
 
 
@@ -32,12 +37,19 @@ def config(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print the settings in effect, after checking that this machine can hold them.
+    """Print the settings in effect, after checking that the tiers could be opened here.
+
+    What a server would refuse is refused here: too much memory, a folder that another process
+    writes, a URL that no store has. Nothing is left behind, and no store is connected to.
 
     Later sources win: defaults, the TOML file, the environment (PENSTOCK_HOST_SIZE=8GiB), --set.
     """
     loaded = load_config(file, overrides=parse_settings(settings or ()))
-    check_machine(loaded)
+    from penstock.preflight import check_tiers, warnings
+
+    check_tiers(loaded)
+    for sentence in warnings(loaded):
+        typer.echo(f"penstock: warning: {sentence}", err=True)
     sections = describe(loaded)
     if as_json:
         print_json(sections)
@@ -65,11 +77,26 @@ def parse_settings(settings: Iterable[str]) -> dict[str, object]:
         name, equals, value = setting.partition("=")
         if not (equals and name.strip()):
             raise ConfigError(
-                f"--set {setting[:80]!r} is not a setting: expected a name, '=' and a value; "
+                f"--set {shown_value(setting)} is not a setting: expected a name, '=' and a value; "
                 "write it like --set host.size=8GiB"
             )
         parsed[name.strip()] = value
     return parsed
+
+
+@contextmanager
+def options_as_typed(names: Iterable[str]) -> Iterator[None]:
+    """Errors from within name options as Python does: here they are typed with dashes."""
+    # Those of one word are left alone: they may be just that.
+    options = "|".join(name for name in names if "_" in name)
+    try:
+        yield
+    except PenstockError as error:
+        pattern = rf"(?<![\w./-])({options})(?![\w/.-]*[\w/-])"
+        text = re.sub(pattern, lambda match: f"--{match[1].replace('_', '-')}", str(error))
+        if text == str(error):
+            raise
+        raise type(error)(text) from None
 
 
 def _show(key: str, value: object) -> str:

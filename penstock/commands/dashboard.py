@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from penstock.commands.engine_arguments import require_extra
 from penstock.commands.until_stopped import check_key, is_loopback, stop_on_signals, tell
 from penstock.config import ENV_API_KEY
+from penstock.install import SERVER, require
 from penstock.watch.scrape import metrics_url
 
 EXAMPLE = (
@@ -55,7 +55,7 @@ def dashboard(
     A server that does not answer is no error: the page says so, and goes on when it does. Stop it
     with Ctrl-C or SIGTERM.
     """
-    require_extra("server", "fastapi", "uvicorn", "pydantic")
+    require("server", SERVER)
     parts = metrics_url(metrics)
     check_key(api_key)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +16,7 @@ from penstock.commands import (
     progress_bar,
     stdout_console,
 )
+from penstock.commands.config import OPTIONS_TYPED
 from penstock.commands.vllm_config import (
     ConfigFile,
     DiskPath,
@@ -25,7 +26,9 @@ from penstock.commands.vllm_config import (
     Settings,
     read_settings,
 )
+from penstock.engine.options import OPTIONS
 from penstock.errors import ConfigError
+from penstock.units import counted
 
 if TYPE_CHECKING:
     from penstock.commands.settings_checks import Examined
@@ -69,6 +72,7 @@ def check_vllm_installation(
     from penstock.commands.settings_checks import examine_options, examine_transfer_config
     from penstock.commands.vllm_checks import Status
 
+    names = OPTIONS_TYPED if kv_transfer_config is None else OPTIONS
     options = (kv_offloading_size, disk_path, disk_size, remote, config, settings or None)
     if kv_transfer_config is None:
         examined = examine_options(
@@ -84,7 +88,7 @@ def check_vllm_installation(
     else:
         examined = examine_transfer_config(kv_transfer_config)
     with progress_bar() as tick:
-        checks = _check_all(examined, tick)
+        checks = _check_all(examined, names, tick)
     num_failed = sum(check.status is Status.FAILED for check in checks)
     if as_json:
         print_json(
@@ -100,7 +104,7 @@ def check_vllm_installation(
         raise typer.Exit(1)
 
 
-def _check_all(examined: Examined, tick: Tick) -> list[Check]:
+def _check_all(examined: Examined, names: Mapping[str, str], tick: Tick) -> list[Check]:
     """Every check, but those that mean nothing because an earlier one failed."""
     from penstock.commands import settings_checks, vllm_checks
     from penstock.commands.vllm_checks import Status
@@ -117,16 +121,17 @@ def _check_all(examined: Examined, tick: Tick) -> list[Check]:
     if settings is None:
         return checks
     tick("looking at memory and disk", 0.9)
-    check, tiers = settings_checks.check_tiers(settings)
+    check, tiers = settings_checks.check_tiers(settings, names)
     checks.append(check)
     if tiers is None:
         return checks
     room = settings_checks.check_room(tiers)
     checks += [room, vllm_checks.check_locked_memory(tiers.host.size_bytes)]
     if hashes.status is Status.OK:  # a store cannot be read without
+        refusal = settings_checks.check_anywhere(tiers)
         store = settings_checks.check_disk(tiers.disk, has_room=room.status is Status.OK)
         remote = settings_checks.check_remote(tiers.remote)
-        checks += [check for check in (store, remote) if check is not None]
+        checks += [check for check in (refusal, store, remote) if check is not None]
     return checks
 
 
@@ -143,6 +148,7 @@ def _draw(checks: Sequence[Check], num_failed: int) -> None:
     console = stdout_console()
     console.print(table)
     if num_failed:
-        console.print(f"{num_failed} of {len(checks)} checks failed: vLLM cannot use Penstock yet.")
+        total = counted(len(checks), "check")
+        console.print(f"{num_failed} of {total} failed: vLLM cannot use Penstock yet.")
     else:
         console.print("Nothing failed: vLLM can use Penstock.")

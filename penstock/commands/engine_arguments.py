@@ -6,22 +6,19 @@ in it as options, and the command is called with them as one `engine`.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from penstock.commands.config import parse_settings
+from penstock.commands.config import OPTIONS_TYPED, options_as_typed, parse_settings
 from penstock.config import Config
 from penstock.engine.options import EngineOptions, tiers_config
-from penstock.errors import ConfigError
-from penstock.machine import check_machine
 
 _PANEL = "Engine"
 _TIERS_PANEL = "KV tiers"
@@ -69,7 +66,7 @@ class EngineArguments:
             help="A store that instances share: redis://host, s3://bucket/prefix, mooncake://host.",
             rich_help_panel=_TIERS_PANEL,
         ),
-    ] = None
+    ] = field(default=None, repr=False)
     config: Annotated[
         Path | None,
         typer.Option(
@@ -85,7 +82,7 @@ class EngineArguments:
             help="A setting that overrules all others; may be repeated.",
             rich_help_panel=_TIERS_PANEL,
         ),
-    ] = None
+    ] = field(default=None, repr=False)
     device_kv_gib: Annotated[
         float | None,
         typer.Option(
@@ -230,9 +227,12 @@ class EngineArguments:
 
         Later sources win: the file, the environment, the options, --set.
         """
-        config = tiers_config(self.options(model), self.config, parse_settings(self.set or ()))
+        settings = parse_settings(self.set or ())
+        config = tiers_config(self.options(model), self.config, settings, OPTIONS_TYPED)
         if config is not None:
-            check_machine(config)
+            from penstock.preflight import check_tiers
+
+            check_tiers(config)
         return config
 
 
@@ -246,7 +246,8 @@ def with_engine(command: Callable[..., None]) -> Callable[..., None]:
         # Idle threads that spin take the processor from others; torch reads this when it loads.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         engine = EngineArguments(**{name: given.pop(name) for name in names})
-        command(**given, engine=engine)
+        with options_as_typed(names):
+            command(**given, engine=engine)
 
     own = inspect.signature(command, eval_str=True)
     parameters = [
@@ -266,13 +267,3 @@ def with_engine(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-def require_extra(extra: str, *modules: str) -> None:
-    """Raise ConfigError where an optional part of Penstock is not installed."""
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} is not installed, which this command needs; run "
-            f"`pip install 'penstock[{extra}]'`"
-        )

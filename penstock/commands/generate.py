@@ -12,11 +12,12 @@ from penstock.commands import JsonFlag, print_json
 from penstock.commands.engine_arguments import (
     EngineArguments,
     Model,
-    require_extra,
     with_engine,
 )
 from penstock.engine.options import EMBEDDED
 from penstock.errors import ConfigError
+from penstock.install import ENGINE, require
+from penstock.units import counted
 
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
@@ -90,16 +91,16 @@ def generate(
         return
     sys.stdout.write("\n")
     tell(
-        f"{len(completion.token_ids)} tokens in {seconds:.2f} s "
+        f"{counted(len(completion.token_ids), 'token')} in {seconds:.2f} s "
         f"({len(completion.token_ids) / max(seconds, 1e-9):.1f}/s), the first after "
-        f"{first or 0.0:.2f} s; {output.num_cached_tokens} of {len(output.prompt_token_ids)} "
-        "prompt tokens were cached"
+        f"{first or 0.0:.2f} s; {output.num_cached_tokens:,} of "
+        f"{counted(len(output.prompt_token_ids), 'prompt token')} from the cache"
     )
 
 
 def open_llm(model: str, engine: EngineArguments) -> LLM:
     """The embedded engine, with every block from before at hand."""
-    require_extra("engine", "torch", "transformers")
+    require("engine", ENGINE)
     tiers = engine.tiers(model)
     tell("starting the engine")
     from penstock.engine.llm import LLM

@@ -17,7 +17,7 @@ from penstock.plan.sizing import (
     shape_from_config,
     suggest_block_tokens,
 )
-from penstock.units import format_bytes
+from penstock.units import counted, format_bytes
 
 EXAMPLE = (
     "Example: penstock kv-size llama-3.1-8b --tokens 8192 --batch 16\n\n"
@@ -96,7 +96,10 @@ def kv_size(
             ("per token", _exact(sizes["kv_bytes_per_token"])),
             (f"sequence of {tokens:,}", _exact(sizes["kv_bytes_per_sequence"])),
             (f"batch of {batch:,}", _exact(sizes["kv_bytes_total"])),
-            ("suggested block", f"{block_tokens:,} tokens, {_exact(sizes['block_bytes'])}"),
+            (
+                "suggested block",
+                f"{counted(block_tokens, 'token')}, {_exact(sizes['block_bytes'])}",
+            ),
         ],
     )
 

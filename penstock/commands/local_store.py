@@ -35,7 +35,7 @@ def list_local(directory: Path, *, blocks: bool, as_json: bool) -> None:
     shelves = audit.shelves(directory)
     with progress_bar() as tick:
         listed = [_list_store(shelf, tick, blocks=blocks) for shelf in shelves]
-    writer = audit.find_writer(directory)
+    writer = folder.find_writer(directory)
     num_disk_bytes = sum(shelf.disk_bytes for shelf in shelves)
     if as_json:
         facts = {

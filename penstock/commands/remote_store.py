@@ -19,13 +19,14 @@ from penstock.commands import (
     remote_audit,
     stdout_console,
 )
-from penstock.config import ENV_REMOTE_SECRET, without_password
+from penstock.config import ENV_REMOTE_SECRET
 from penstock.errors import ConfigError, StoreError
 from penstock.stores.envelope import Envelope, HeadFacts
 from penstock.stores.remote import Client
 from penstock.stores.remotes import open_client
 from penstock.types import BlockSpec
 from penstock.units import format_bytes
+from penstock.urls import without_password
 
 # Of one batch. More than a server grants: nobody waits for this one, and lines may be slow.
 _TIMEOUT_SECONDS = 15.0

@@ -16,13 +16,13 @@ import typer
 
 from penstock.commands.engine_arguments import (
     EngineArguments,
-    require_extra,
     with_engine,
 )
 from penstock.commands.until_stopped import check_key, is_loopback, stop_on_signals, tell
 from penstock.config import ENV_API_KEY
 from penstock.engine.options import EMBEDDED
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NotInstalled
+from penstock.install import ENGINE, SERVER, how_to_install, require
 
 if TYPE_CHECKING:
     from penstock.server.backend import Serving
@@ -114,8 +114,8 @@ def serve(
     SIGTERM: running requests finish, KV on disk is complete; a second time it stops at once.
     An engine that fails and cannot recover ends it with 70: have it started again.
     """
-    require_extra("server", "fastapi", "uvicorn", "pydantic")
-    require_extra("engine", "torch", "transformers")
+    require("server", SERVER)
+    require("engine", ENGINE)
     tiers = engine.tiers(model)
     check_key(api_key)
     names = tuple(served_model_name or ())
@@ -200,9 +200,9 @@ def _open_tracer(option: str | None) -> Tracer | None:
     try:
         from penstock.server.tracing import Tracer
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{collector.source} asks for spans, and {error.name} is not installed; run "
-            f"`pip install 'penstock[otel]'`, or set {ENV_DISABLED}=true."
+        raise NotInstalled(
+            f"{collector.source} asks for spans, and {error.name} is not installed; "
+            f"{how_to_install('otel')}, or set {ENV_DISABLED}=true."
         ) from None
     tracer = Tracer(collector.url)
     tell(f"spans of requests go to {collector.url}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -10,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.commands.vllm_checks import Check, Status
-from penstock.config import Config, DiskConfig, RemoteConfig, without_password
+from penstock.config import Config, DiskConfig, RemoteConfig, as_typed
 from penstock.connectors.vllm.settings import CONNECTOR, MODULE, POLICY, VllmSettings
+from penstock.engine.options import OPTIONS
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.machine import check_machine
-from penstock.types import PAGE_BYTES
 from penstock.units import format_bytes
+from penstock.urls import shown_value, without_password
 
 _HALF_ROLES = {"kv_producer": "saves and never loads", "kv_consumer": "loads and never saves"}
 _MAX_SHOWN = 80
@@ -91,13 +91,20 @@ def _check_policy(fields: Mapping[str, Any]) -> Check:
 
 def _show(value: object) -> str:
     text = json.dumps(value)
+    if "://" in text or "@" in text:  # there may be a password in it
+        return shown_value(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
-def check_tiers(settings: VllmSettings) -> tuple[Check, Config | None]:
-    """Whether the settings are valid; and the tiers they ask for, if so."""
+def check_tiers(
+    settings: VllmSettings, names: Mapping[str, str] = OPTIONS
+) -> tuple[Check, Config | None]:
+    """Whether the settings are valid; and the tiers they ask for, if so.
+
+    `names` has what the user calls the options.
+    """
     try:
-        tiers = settings.tiers()
+        tiers = settings.tiers(names)
     except PenstockError as error:
         return Check("settings", Status.FAILED, str(error)), None
     found = f"{format_bytes(tiers.host.size_bytes)} of DRAM"
@@ -112,9 +119,22 @@ def check_tiers(settings: VllmSettings) -> tuple[Check, Config | None]:
     return Check("settings", Status.OK, found), tiers
 
 
+def check_anywhere(tiers: Config) -> Check | None:
+    """What vLLM would refuse on any machine; None if that is nothing."""
+    from penstock import preflight
+
+    try:
+        preflight.check_anywhere(tiers)
+        preflight.check_delegated(tiers)
+    except PenstockError as error:
+        return Check("settings", Status.FAILED, str(error))
+    return None
+
+
 def check_room(tiers: Config) -> Check:
     try:
-        check_machine(tiers)
+        with as_typed(tiers):
+            check_machine(tiers)
     except PenstockError as error:
         return Check("room", Status.FAILED, str(error))
     return Check("room", Status.OK, "this machine can hold that")
@@ -170,6 +190,7 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
     """What lies there. Raises PenstockError or OSError where it would keep vLLM from starting."""
     # Here, because they need xxhash, which may be what is missing.
     from penstock.commands import audit
+    from penstock.preflight import check_access, try_writing
     from penstock.stores import folder, slab
     from penstock.stores.directory import refuse_strangers_index
 
@@ -179,15 +200,15 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
         if not readable:
             raise Foreign(f"{directory} holds no store to read; check the path.")
     else:
-        if (writer := audit.find_writer(directory)) is not None:
+        if (writer := folder.find_writer(directory)) is not None:
             raise Locked(
                 f"{directory} is being written by {writer}; unless that is the vLLM you ask about, "
                 "stop it, choose another disk.path, or set disk.read_only."
             )
         for path in (directory, *(shelf.path for shelf in shelves or ())):
-            _check_access([path / "LOCK", path / "index"])
-            _check_access([found for _, found in slab.slab_paths(path)])
-        _try_writing(directory)
+            check_access([path / "LOCK", path / "index"])
+            check_access([found for _, found in slab.slab_paths(path)])
+        try_writing(directory)
         if shelves is None:
             refuse_strangers_index(directory)
             return f"a store will be made in {directory}"
@@ -195,24 +216,3 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
         return f"{directory} holds no KV yet"
     held = "; ".join(f"{s.title}, {format_bytes(s.disk_bytes)}" for s in shelves)
     return f"{directory} holds KV for {held}"
-
-
-def _check_access(paths: list[Path]) -> None:
-    for path in paths:
-        if path.exists() and not os.access(path, os.R_OK | os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-
-def _try_writing(directory: Path) -> None:
-    """Write a page to a file without a name, which is gone when it is closed."""
-    try:
-        file = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # no such files on this filesystem
-            return
-        raise
-    try:
-        os.pwrite(file, bytes(PAGE_BYTES), 0)
-        os.fsync(file)  # some filesystems notice only now that they are full
-    finally:
-        os.close(file)

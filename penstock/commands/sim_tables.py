@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands import new_table, stdout_console
-from penstock.units import format_bytes, format_seconds
+from penstock.units import counted, format_bytes, format_seconds
 
 Sizes = dict[str, float]
 _TIERS = ("device", "host", "disk")
@@ -18,8 +18,9 @@ def draw(told: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
     for number, trace in enumerate(told["traces"]):
         pairs = [(p, s) for p, s in zip(told["points"], sizes, strict=True) if p["trace"] == number]
         console.print(
-            f"{trace['name']}: {trace['num_requests']:,} requests, {trace['num_blocks']:,} prompt "
-            f"blocks of {trace['block_tokens']} tokens, {format_seconds(trace['seconds'])}"
+            f"{trace['name']}: {counted(trace['num_requests'], 'request')}, "
+            f"{counted(trace['num_blocks'], 'prompt block')} of "
+            f"{counted(trace['block_tokens'], 'token')}, {format_seconds(trace['seconds'])}"
         )
         fixed, shown = _fixed_and_shown(pairs)
         if fixed:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.urls import shown_value, without_password
 
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
@@ -70,6 +71,7 @@ class Remote:
     def __init__(self, url: str, api_key: str | None, model: str | None = None) -> None:
         """Asks the server for its model where none is named; raises NoAnswer or ConfigError."""
         self._url = _parse(url)
+        self._shown = without_password(self._url.geturl())
         # Close: then whoever stops reading an answer has hung up, and the server stops as well.
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if api_key is not None:
@@ -108,7 +110,7 @@ class Remote:
                 return str(json.loads(response.read())["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
                 raise NoAnswer(
-                    f"{self._url.geturl()} does not list its models as OpenAI's API does; check "
+                    f"{self._shown} does not list its models as OpenAI's API does; check "
                     "the URL, or name the model"
                 ) from None
 
@@ -138,7 +140,7 @@ class Remote:
             answer = response.read(1 << 20)
         except (OSError, HTTPException) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
-            raise NoAnswer(f"{self._url.geturl()} does not answer: {reason}") from None
+            raise NoAnswer(f"{self._shown} does not answer: {reason}") from None
         raise NoAnswer(f"the server answers {response.status}: {_message(answer)}")
 
 
@@ -150,7 +152,7 @@ def _parse(url: str) -> SplitResult:
     except ValueError:
         is_right = False
     if not is_right:
-        raise ConfigError(f"the URL is {url[:200]!r}: {advice}")
+        raise ConfigError(f"the URL is {shown_value(url)}: {advice}")
     path = parts.path.rstrip("/")
     return parts._replace(path=path if path.endswith("/v1") else f"{path}/v1", query="")
 

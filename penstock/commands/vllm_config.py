@@ -13,10 +13,12 @@ from typing import Annotated
 import typer
 
 from penstock.commands import print_json
-from penstock.commands.config import parse_settings
-from penstock.config import describe
+from penstock.commands.config import OPTIONS_TYPED, options_as_typed, parse_settings
+from penstock.config import Config, describe
 from penstock.connectors.vllm.settings import VllmSettings, transfer_config
-from penstock.machine import check_machine
+from penstock.engine.options import OPTIONS
+from penstock.errors import PenstockError
+from penstock.urls import may_hold_secret
 
 EXAMPLE = (
     'Example: vllm serve MODEL --kv-transfer-config "$(penstock vllm-config '
@@ -80,7 +82,7 @@ def vllm_config(
     no_check: Annotated[
         bool,
         typer.Option(
-            "--no-check", help="For another machine: do not ask whether this one can hold it."
+            "--no-check", help="For another machine: do not warn of what this one cannot hold."
         ),
     ] = False,
     as_json: Annotated[
@@ -91,7 +93,8 @@ def vllm_config(
     """Print what vLLM wants as --kv-transfer-config, on one line.
 
     FILE and the environment (PENSTOCK_HOST_SIZE=8GiB) are not copied into it: vLLM reads them
-    where it runs. Paths become absolute, since that may be in another folder.
+    where it runs. Paths become absolute, since that may be in another folder. What this machine
+    cannot hold is a warning: it may be for another.
     """
     chosen = read_settings(
         kv_offloading_size,
@@ -103,9 +106,14 @@ def vllm_config(
         always_load=always_load,
         allow_untested_vllm=allow_untested_vllm,
     )
-    transfer, tiers = transfer_config(chosen), chosen.tiers()
+    # Here, because it needs what `penstock doctor` may find missing.
+    from penstock.preflight import check_anywhere, check_delegated
+
+    transfer, tiers = transfer_config(chosen, OPTIONS_TYPED), chosen.tiers(OPTIONS_TYPED)
+    check_anywhere(tiers)
+    check_delegated(tiers)
     if not no_check:
-        check_machine(tiers)
+        _warn(tiers, remote)
     line = json.dumps(transfer, allow_nan=False)
     if not as_json:
         sys.stdout.write(f"{line}\n")
@@ -118,6 +126,24 @@ def vllm_config(
             "command": shlex.join(command),
         }
     )
+
+
+def _warn(tiers: Config, remote: str | None) -> None:
+    from penstock.preflight import check_here, warnings
+
+    sentences = warnings(tiers)
+    try:
+        check_here(tiers)
+    except PenstockError as error:
+        text = str(error).rstrip(".")
+        sentences.insert(0, f"{text}. Unless vLLM is to run elsewhere, it will not start like this")
+    if remote is not None and may_hold_secret(remote):
+        sentences.append(
+            "--remote has a login or an option that may be a secret, and it is printed here; "
+            "leave it out, and set PENSTOCK_REMOTE_URL where vLLM runs"
+        )
+    for sentence in sentences:
+        typer.echo(f"penstock: warning: {' '.join(sentence.split())}", err=True)
 
 
 def read_settings(
@@ -136,16 +162,17 @@ def read_settings(
     folder = overrides.get("disk.path")
     if isinstance(folder, str) and folder.strip().lower() != "none":
         overrides["disk.path"] = _absolute(folder)
-    return VllmSettings(
-        kv_offloading_size=_plain(kv_offloading_size),
-        disk_path=None if disk_path is None else _absolute(disk_path),
-        disk_size=_plain(disk_size),
-        remote=remote,
-        config=None if config is None else _absolute(str(config)),
-        set=overrides or None,
-        always_load=always_load,
-        allow_untested_vllm=allow_untested_vllm,
-    )
+    with options_as_typed(OPTIONS.values()):
+        return VllmSettings(
+            kv_offloading_size=_plain(kv_offloading_size),
+            disk_path=None if disk_path is None else _absolute(disk_path),
+            disk_size=_plain(disk_size),
+            remote=remote,
+            config=None if config is None else _absolute(str(config)),
+            set=overrides or None,
+            always_load=always_load,
+            allow_untested_vllm=allow_untested_vllm,
+        )
 
 
 def _absolute(path: str) -> str:

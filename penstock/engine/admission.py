@@ -12,6 +12,7 @@ below. So:
 from __future__ import annotations
 
 from penstock.errors import PenstockError
+from penstock.units import counted
 
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 60.0
@@ -91,8 +92,9 @@ class Admission:
             )
         if num_waiting >= self._max_waiting:
             seconds = self.retry_seconds(num_waiting)
+            waiting = f"{counted(num_waiting, 'request')} {'is' if num_waiting == 1 else 'are'}"
             raise Busy(
-                f"{num_waiting} requests are waiting, and no more than {self._max_waiting} may; "
+                f"{waiting} waiting, and no more than {self._max_waiting} may; "
                 f"ask again in {seconds:.0f} s.",
                 seconds,
             )

@@ -46,10 +46,12 @@ def load_model(
     dtype: str = "bfloat16",
     device: str = "cpu",
     progress: Callable[[str], None] | None = None,
+    before_weights: Callable[[int], None] = lambda _: None,
 ) -> LoadedModel:
     """Load `name`: `smollm2-135m`, a folder, a .gguf file, or else a name on the Hugging Face hub.
 
-    Raises ConfigError for whatever cannot be found, read or restored whole.
+    `before_weights` is told how many bytes of KV a token has, before the weights are read, and may
+    raise. Raises ConfigError for whatever cannot be found, read or restored whole.
     """
     if dtype not in _DTYPES:
         raise ConfigError(
@@ -59,14 +61,25 @@ def load_model(
     tell = progress or weights.say_nothing
     gguf = _find_gguf(name)
     if gguf is None:
-        return _load(name, _find_source(name), _DTYPES[dtype], device, tell)
+        return _load(name, _find_source(name), _DTYPES[dtype], device, tell, before_weights)
     folder = weights.gguf_folder(gguf, _DTYPES[dtype], check_supported, tell)
+    refusals: list[ConfigError] = []
+
+    def ask(token_bytes: int) -> None:
+        try:
+            before_weights(token_bytes)
+        except ConfigError as error:
+            refusals.append(error)
+            raise
+
     try:
-        return _load(name, str(folder), _DTYPES[dtype], device, tell)
-    except ConfigError:
+        return _load(name, str(folder), _DTYPES[dtype], device, tell, ask)
+    except ConfigError as error:
+        if error in refusals:
+            raise
         # What we wrote ourselves went bad: make it again.
         folder = weights.gguf_folder(gguf, _DTYPES[dtype], check_supported, tell, rebuild=True)
-        return _load(name, str(folder), _DTYPES[dtype], device, tell)
+        return _load(name, str(folder), _DTYPES[dtype], device, tell, before_weights)
 
 
 def _find_gguf(name: str) -> Path | None:
@@ -99,10 +112,17 @@ def _check_device(device: str) -> None:
 
 
 def _load(
-    name: str, source: str, dtype: torch.dtype, device: str, tell: Callable[[str], None]
+    name: str,
+    source: str,
+    dtype: torch.dtype,
+    device: str,
+    tell: Callable[[str], None],
+    before_weights: Callable[[int], None],
 ) -> LoadedModel:
     config = weights.read_config(source)
     attention = inspect_attention(config)
+    num_values = 2 * config.num_hidden_layers * attention.num_kv_heads * attention.head_dim
+    before_weights(num_values * dtype.itemsize)
     if attention.window is not None:
         config.sliding_window = None  # wider than the longest context: it never cuts
     tell(f"loading {name}")

@@ -14,7 +14,9 @@ from penstock.engine.residency import ResidencyConfig
 from penstock.engine.weights import first_line
 from penstock.errors import ConfigError
 from penstock.events import Observer
-from penstock.machine import check_machine
+from penstock.plan.sizing import suggest_block_tokens
+from penstock.preflight import check_block, check_tiers
+from penstock.types import BlockSpec
 from penstock.units import GiB, format_bytes
 
 
@@ -32,10 +34,30 @@ def open_engine(
     tell = progress or (lambda _: None)
     tiers = config if config is not None else tiers_config(options)
     if tiers is not None:
-        check_machine(tiers)  # before the weights: it may save the wait for them
+        check_tiers(tiers)  # before the weights: it may save the wait for them
+    residency = _residency(options)
     device = _device(options.device)
     dtype = default_dtype(device) if options.dtype == "auto" else options.dtype
-    loaded = load_model(options.model, dtype=dtype, device=device, progress=progress)
+
+    def check_blocks(token_bytes: int) -> None:
+        block_tokens = options.block_tokens or suggest_block_tokens(token_bytes)
+        spec = BlockSpec(bytes(32), token_bytes * block_tokens, block_tokens)
+        if tiers is not None:
+            check_block(tiers, spec)
+        if options.device_kv_gib is not None and options.device_kv_gib * GiB < spec.block_bytes:
+            raise ConfigError(
+                f"device_kv_gib is {options.device_kv_gib}, less than one block of "
+                f"{format_bytes(spec.block_bytes)}: expected room for many; raise it, or choose "
+                "a smaller block_tokens."
+            )
+
+    loaded = load_model(
+        options.model,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        before_weights=check_blocks,
+    )
     if loaded.tokenizer is None:
         raise ConfigError(
             f"{options.model} came without a tokenizer: expected one beside the weights "
@@ -47,7 +69,7 @@ def open_engine(
         options.max_num_batched_tokens,
         options.max_num_seqs,
         options.max_waiting,
-        _residency(options),
+        residency,
     )
     tell("taking memory for KV")
     try:

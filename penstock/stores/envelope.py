@@ -37,7 +37,9 @@ import xxhash
 from blake3 import blake3
 
 from penstock.errors import ConfigError, Corrupt, Missing, StoreError
+from penstock.install import not_installed
 from penstock.types import BlockKey, BlockSpec
+from penstock.units import counted
 
 HEAD_BYTES = 192
 MIN_SECRET_BYTES = 16
@@ -90,7 +92,7 @@ class Envelope:
     ) -> None:
         if secret and len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(
-                f"the fleet's secret has {len(secret)} bytes: expected at least "
+                f"the fleet's secret has {counted(len(secret), 'byte')}: expected at least "
                 f"{MIN_SECRET_BYTES}; make one with: openssl rand -hex 32"
             )
         if encrypt and not secret:
@@ -195,10 +197,7 @@ def _cipher_maker(secret: bytes) -> Callable[[BlockKey, str], Any]:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError:
-        raise ConfigError(
-            "remote.encrypt needs a cipher that is not installed: "
-            "pip install 'penstock[encryption]'"
-        ) from None
+        raise not_installed(["cryptography"], "encryption", "remote.encrypt") from None
 
     def make(key: BlockKey, tenant: str) -> Any:
         name = tenant.encode()

@@ -10,7 +10,9 @@ Functions here only look, except `claim`; the class that reads and writes is `di
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,6 +115,21 @@ def read_version(directory: Path) -> int | None:
             "it."
         )
     return FORMAT_VERSION
+
+
+def find_writer(directory: Path) -> str | None:
+    """The live process that has the folder open for writing, in the words of its LOCK file."""
+    with suppress(OSError):  # no such file; or a filesystem that knows no locks
+        descriptor = os.open(directory / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # Asked with a shared lock, let go at once: there is no way to only look.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            words = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            return words or "another process"
+        finally:
+            os.close(descriptor)
+    return None
 
 
 def claim(directory: Path) -> None:

@@ -134,6 +134,16 @@ class HostArena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
+def check_numa_node(node: int) -> None:
+    """Raise ConfigError if memory cannot be bound to it here: tried with one page."""
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+        held = ctypes.c_char.from_buffer(page)
+        try:
+            _bind_to_node(ctypes.addressof(held), mmap.PAGESIZE, node)
+        finally:
+            del held  # or the page could not be given back
+
+
 def _bind_to_node(address: int, num_bytes: int, node: int) -> None:
     if not os.path.isdir(f"/sys/devices/system/node/node{node}"):
         raise ConfigError(

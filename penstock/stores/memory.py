@@ -20,6 +20,7 @@ from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
 from penstock.stores.remote import Item, Listed
 from penstock.types import BlockKey, BlockSpec, Slot
+from penstock.urls import without_password
 
 
 @dataclass(slots=True)
@@ -120,8 +121,8 @@ def open_shared(url: str, *, timeout_seconds: float) -> MemoryClient:
         rate = 0.0
     if given or not parts.netloc or not rate > 0:
         raise ConfigError(
-            f"remote.url is {url!r}: expected memory://name or memory://name?gb_per_second=0.5; "
-            "correct it."
+            f"remote.url is {without_password(url)!r}: expected memory://name or "
+            "memory://name?gb_per_second=0.5; correct it."
         )
     store = _shared.setdefault(parts.netloc, MemoryClient())
     store.bytes_per_second = rate * 1e9

@@ -8,6 +8,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from penstock.errors import ConfigError
+from penstock.install import not_installed
+from penstock.urls import shown_option
 
 NO_SERVER = "P2PHANDSHAKE"
 MIN_SEGMENT_BYTES = 16 << 20  # the library takes no less
@@ -41,18 +43,19 @@ def load_library() -> Any:
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         return importlib.import_module("mooncake.store").MooncakeDistributedStore
+    except ModuleNotFoundError:
+        raise not_installed(["mooncake"], "mooncake", "this remote.url") from None
     except ImportError as error:
         raise ConfigError(
-            f"Mooncake cannot be loaded ({error}): expected its Python package and the shared "
-            "library libibverbs; run pip install 'penstock[mooncake]' and, on Debian, "
-            "apt-get install libibverbs1"
+            f"Mooncake cannot be loaded ({error}): expected the shared libraries that it needs; on "
+            "Debian, run apt-get install libibverbs1 libnuma1 libcurl4"
         ) from None
 
 
 def read_url(url: str) -> tuple[tuple[str, int], dict[str, str]]:
     """Where the master is, and the options."""
 
-    def unreadable(why: object) -> ConfigError:
+    def unreadable(why: str) -> ConfigError:
         return ConfigError(
             f"the remote URL cannot be read ({why}): expected mooncake://master:50051, "
             f"with options ?segment=4GiB&...; they are {', '.join(_DEFAULTS)}"
@@ -64,12 +67,13 @@ def read_url(url: str) -> tuple[tuple[str, int], dict[str, str]]:
         given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         options = {**_DEFAULTS, **dict(given)}
         int(options["metrics"])
-    except ValueError as error:
-        raise unreadable(error) from None
+    except ValueError:  # whose words may quote a secret
+        raise unreadable("a port or an option is wrong") from None
     if parts.scheme != "mooncake" or not master[0] or parts.username or parts.path.strip("/"):
         raise unreadable("it is not a scheme, a host and a port")
     if options.keys() != _DEFAULTS.keys():
-        raise unreadable(f"unknown: {', '.join(sorted(options.keys() - _DEFAULTS.keys()))}")
+        unknown = sorted(options.keys() - _DEFAULTS.keys())
+        raise unreadable(f"unknown: {', '.join(map(shown_option, unknown))}")
     if options["protocol"] not in ("tcp", "rdma"):
         raise unreadable("its protocol is neither tcp nor rdma")
     return master, options

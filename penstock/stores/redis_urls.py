@@ -12,6 +12,7 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
 from redis.connection import ConnectionPool
+from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from penstock.errors import ConfigError
@@ -39,11 +40,25 @@ def connector(url: str, timeout_seconds: float) -> Callable[[], Redis | RedisClu
         return _cluster(scheme, rest, options)
     try:
         pool = ConnectionPool.from_url(f"{scheme}://{rest}", **options)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"the remote URL cannot be read ({error}): expected redis://host:6379/0"
-        ) from None
+        pool.connection_class(**pool.connection_kwargs)  # connects to nothing; knows its options
+    except (ValueError, TypeError, RedisError):
+        raise _unreadable("redis://host:6379/0") from None
     return lambda: Redis.from_pool(pool)
+
+
+def _unreadable(expected: str) -> ConfigError:
+    # Not in the library's words: they quote what may be a part of the password.
+    return ConfigError(
+        f"the remote URL cannot be read: expected {expected}, ports from 1 to 65535, and after a "
+        '"?" only options of redis-py; correct it'
+    )
+
+
+def _check_options(login: dict[str, Any]) -> None:
+    try:
+        Redis(**login)  # connects to nothing
+    except (ValueError, TypeError, RedisError):
+        raise _unreadable("host:port,host:port and what follows it") from None
 
 
 def _sentinel(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], Redis]:
@@ -60,6 +75,8 @@ def _sentinel(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], R
         if f"sentinel_{name}" in login:
             guards[name] = login.pop(f"sentinel_{name}")
     login = {**login, "db": int(number or 0), "ssl": is_tls}
+    _check_options(login)
+    _check_options(guards)
 
     def connect() -> Redis:
         places = [(host, port or 26379) for host, port in hosts]
@@ -75,6 +92,7 @@ def _cluster(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], Re
     login, hosts, _ = _parts(rest)
     if scheme.startswith("rediss"):
         login = {**login, "ssl": True}
+    _check_options(login)
     options = {name: value for name, value in options.items() if name != "retry"}
 
     def connect() -> RedisCluster:
@@ -86,21 +104,19 @@ def _cluster(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], Re
 
 def _parts(rest: str) -> tuple[dict[str, Any], list[tuple[str, int | None]], str]:
     """Who, where and what of a URL with several hosts."""
+    rest, _, query = rest.partition("?")
     netloc, _, path = rest.partition("/")
     who, _, where = netloc.rpartition("@")
     name, _, password = who.partition(":")
     login: dict[str, Any] = {}
     if who:
         login = {"username": unquote(name) or None, "password": unquote(password) or None}
-    path, _, query = path.partition("?")
     login |= {key: values[-1] for key, values in parse_qs(query).items()}
     try:
         places = [urlsplit(f"//{place}") for place in where.split(",")]
         hosts = [(place.hostname or "", place.port) for place in places]
-    except ValueError as error:
-        raise ConfigError(
-            f"the remote URL cannot be read ({error}): expected host:port,host:port"
-        ) from None
+    except ValueError:
+        raise _unreadable("host:port,host:port") from None
     if not all(host for host, _ in hosts):
         raise ConfigError("the remote URL names no host: expected host:port,host:port")
     return login, hosts, path

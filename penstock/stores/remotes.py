@@ -6,13 +6,15 @@ import mmap
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
-from penstock.config import RemoteConfig, without_password
+from penstock.config import RemoteConfig
 from penstock.errors import ConfigError
+from penstock.install import not_installed
 from penstock.machine import num_cores
 from penstock.stores.envelope import Envelope
 from penstock.stores.packs import PackedStore
 from penstock.stores.remote import Client, RemoteStore
 from penstock.types import BlockSpec
+from penstock.urls import check_url, without_password
 
 
 class _Kind(NamedTuple):
@@ -66,26 +68,28 @@ def _is_mooncake(url: str) -> bool:
     return url.lower().startswith("mooncake://")
 
 
-def open_client(url: str, timeout_seconds: float) -> Client:
-    """Connects to nothing yet. Raises ConfigError for a URL that nobody here understands."""
+def check_scheme(url: str) -> _Kind:
+    """Raise ConfigError for a URL that no store here has. Imports no client library."""
+    check_url(url)
     scheme = url.partition("://")[0].lower()
     for kind in _KINDS:
         if scheme in kind.schemes:
-            break
-    else:
-        raise ConfigError(
-            f"remote.url is {without_password(url)!r}: expected one that begins with "
-            f"{', '.join(f'{known}://' for known in SCHEMES)}; correct it."
-        )
+            return kind
+    raise ConfigError(
+        f"remote.url is {without_password(url)!r}: expected one that begins with "
+        f"{', '.join(f'{known}://' for known in SCHEMES)}; correct it."
+    )
+
+
+def open_client(url: str, timeout_seconds: float) -> Client:
+    """Connects to nothing yet. Raises ConfigError for a URL that nobody here understands."""
+    kind = check_scheme(url)
     try:
         module = import_module(kind.module)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != kind.library:
             raise
-        raise ConfigError(
-            f"remote.url needs the package {kind.library!r}, which is not installed: "
-            f"pip install 'penstock[{kind.extra}]'"
-        ) from None
+        raise not_installed([kind.library], kind.extra, "this remote.url") from None
     client: Client = getattr(module, kind.client)(url, timeout_seconds=timeout_seconds)
     return client
 

@@ -36,6 +36,7 @@ from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena
 from penstock.stores.packs import Stretch
 from penstock.stores.remote import Item, Listed
+from penstock.urls import shown_option
 
 SCHEMES = ("s3", "gs", "az", "file")
 
@@ -254,8 +255,10 @@ def _parts(url: str) -> tuple[SplitResult, dict[str, str]]:
     try:
         parts = urlsplit(url)
         options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True))
-    except ValueError as error:
-        raise ConfigError(f"the remote URL cannot be read ({error}): {_EXPECTED}") from None
+    except ValueError:  # whose words may quote a secret
+        raise ConfigError(
+            f"the remote URL cannot be read: {_EXPECTED}, and options such as ?region=us-east-1"
+        ) from None
     named: object = re.fullmatch(r"[\w$][\w.-]*", parts.netloc, re.ASCII)
     if parts.scheme == "file":
         named = not parts.netloc and parts.path.strip("/")
@@ -268,7 +271,7 @@ def _parts(url: str) -> tuple[SplitResult, dict[str, str]]:
     for name, value in options.items():
         if name not in known:
             raise ConfigError(
-                f"the remote URL has an unknown option {name!r}: expected "
+                f"the remote URL has an unknown option {shown_option(name)!r}: expected "
                 f"{', '.join(known) or 'none'}; credentials belong in the environment"
             )
         shape, example = _SHAPES[name]

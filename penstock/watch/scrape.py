@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.urls import shown_value
 from penstock.watch.samples import PREFIX, Samples, read_samples
 
 _TIMEOUT_SECONDS = 10.0
@@ -93,7 +94,7 @@ def metrics_url(url: str) -> SplitResult:
         is_right = False
     if not is_right or not whole.isprintable() or " " in whole:
         raise ConfigError(
-            f"the URL is {url[:200]!r}: expected one such as http://127.0.0.1:8000; correct it"
+            f"the URL is {shown_value(url)}: expected one such as http://127.0.0.1:8000; correct it"
         )
     path = parts.path.rstrip("/").removesuffix("/v1")
     if not path.endswith("/metrics"):

@@ -53,7 +53,7 @@ def test_a_conversation_with_a_server(chat: Callable[..., Any], server: Local) -
     assert ran.code == 0
     assert ran.stdout == f"{first}\n{second}\n"
     assert ran.stderr.count("5 tokens in ") == 2
-    assert "prompt tokens were cached" in ran.stderr
+    assert "prompt tokens from the cache" in ran.stderr
     told = chat("Hello there\n", *where, "--json", "--system", "Be brief.").stdout
     assert json.loads(told)["content"] != first
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ def test_paths_are_not_markup(run: Run, tmp_path: Path) -> None:
         (["disk.path={file}"], "is a file"),
         (["host.size"], "--set 'host.size' is not a setting"),
         (["=8GiB"], "is not a setting"),
+        (["remote.url=http://foo"], "remote.url is 'http://foo': expected one that begins with"),
+        (["disk.path=/proc/x"], "disk.path /proc/x cannot be made"),
+        (["host.size=1"], "host.size is 1 B, less than one block"),
+        (["host.numa_node=1023"], "no such node"),
+        (["remote.url=memory://x", "remote.encrypt=true"], "without a secret"),
     ],
 )
 def test_refusals_write_nothing(run: Run, tmp_path: Path, settings: list[str], words: str) -> None:
@@ -79,3 +85,26 @@ def test_bad_files(run: Run, tmp_path: Path, text: str, words: str) -> None:
 
 def test_a_missing_file(run: Run, tmp_path: Path) -> None:
     assert "there is no file" in run("config", "--config", tmp_path / "none.toml").refusal
+
+
+def test_a_folder_that_another_process_writes(run: Run, tmp_path: Path) -> None:
+    with (tmp_path / "LOCK").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "is being written by" in run("config", "--set", f"disk.path={tmp_path}").refusal
+
+
+def test_a_variable_of_the_environment_is_named_by_its_own_name(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOST_SIZE", "7EiB")
+    refusal = run("config").refusal
+    assert refusal.startswith("PENSTOCK_HOST_SIZE is ")
+    assert "host.size" not in refusal
+
+
+def test_a_remote_store_without_a_secret_is_warned_of(run: Run) -> None:
+    ran = run("config", "--set", "remote.url=redis://user:hush@h", "--json")
+    assert ran.code == 0
+    assert ran.json["remote"]["url"] == "redis://…@h"
+    assert ran.stderr.startswith("penstock: warning: the remote store is used without a secret")
+    assert "hush" not in ran.stderr

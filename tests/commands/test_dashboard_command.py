@@ -253,7 +253,7 @@ def test_a_port_that_is_taken(run: Run) -> None:
 
 def test_parts_that_are_not_installed_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'penstock[server]'" in run("dashboard", "--metrics", "http://h").refusal
+    assert "pip install '.[server]'" in run("dashboard", "--metrics", "http://h").refusal
 
 
 def test_it_needs_nothing_of_the_engine() -> None:

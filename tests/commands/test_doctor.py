@@ -227,7 +227,7 @@ def test_locked_memory(
         (["--set", "host.size"], "settings", "is not a setting"),
         (["--config", "/nowhere.toml"], "settings", "there is no file"),
         (["--kv-offloading-size", "1e9"], "room", "the machine's memory"),
-        (["--disk-path", "{folder}/kv", "--disk-size", "1e9"], "room", "lower disk.size"),
+        (["--disk-path", "{folder}/kv", "--disk-size", "1e9"], "room", "lower --disk-size"),
         (["--disk-path", "{folder}/file"], "room", "is a file"),
         (["--disk-path", "{folder}/file/kv"], "room", "lies below the file"),
         (["--disk-path", "{folder}/kv", "--set", "disk.read_only=1"], "room", "does not exist"),

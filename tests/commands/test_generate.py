@@ -35,7 +35,7 @@ def test_text_on_stdout_and_figures_on_stderr(
     assert ran.code == 0
     assert ran.stdout.endswith("\n")
     assert "5 tokens in " in ran.stderr
-    assert "0 of 3 prompt tokens were cached" in ran.stderr
+    assert "0 of 3 prompt tokens from the cache" in ran.stderr
     feed(monkeypatch, b"One two three")
     facts = generate("-", "--kv-offloading-size", 0, "--json").json
     assert facts["text"] == ran.stdout.removesuffix("\n")

@@ -59,7 +59,11 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         (["--set", "nonsense"], "--set 'nonsense' is not a setting"),
         (["--config", "/nowhere.toml"], "there is no file /nowhere.toml"),
         (["--kv-offloading-size", "0", "--disk-path", "kv"], "passes through DRAM"),
-        (["--disk-path", "/dev/null/kv"], "lies below the file /dev/null"),
+        (["--disk-path", "/dev/null/kv"], "--disk-path /dev/null/kv lies below the file /dev/null"),
+        (["--disk-path", "/proc/x"], "--disk-path /proc/x cannot be made"),
+        (["--disk-size", "4"], "--disk-size is given and --disk-path is not"),
+        (["--remote", "http://foo"], "--remote is 'http://foo': expected one that begins with"),
+        (["--set", "host.size=1"], "host.size is 1 B, less than one block"),
         (["--host", "no.such.host.invalid"], "has no address"),
         (["--api-key", ""], "API key is empty"),
         (["--api-key", "a\nb"], "no header can carry"),
@@ -108,7 +112,9 @@ def test_parts_that_are_not_installed_are_named(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'penstock[server]'" in serve()
+    said = serve()
+    assert said.startswith("fastapi, uvicorn and pydantic are not installed, which this command")
+    assert "pip install '.[server]'" in said
 
 
 @pytest.mark.parametrize("by_option", [True, False], ids=["option", "environment"])
@@ -123,7 +129,7 @@ def test_spans_without_their_extra(
     said = serve(*(("--otlp-traces-endpoint", url) if by_option else ()))
     assert said.startswith("--otlp-traces-endpoint asks" if by_option else f"{name} asks")
     assert "opentelemetry.exporter.otlp.proto.http.trace_exporter is not installed" in said
-    assert "pip install 'penstock[otel]'" in said
+    assert "pip install '.[otel]'" in said
 
 
 def test_a_url_for_spans_that_is_wrong_in_the_environment(

@@ -45,21 +45,21 @@ def test_every_option_arrives(run: Run, tmp_path: Path) -> None:
         disk_path=str(tmp_path / "kv"),
         disk_size=0.5,
         config=str(file),
-        set={"host.verify": "true", "disk.size": "8MiB"},
+        set={"host.huge_pages": "false", "disk.size": "8MiB"},
         always_load=True,
         allow_untested_vllm=True,
     )
     ran = run(
         "vllm-config",
         *("--kv-offloading-size", 0.25, "--disk-path", tmp_path / "kv", "--disk-size", 0.5),
-        *("--config", file, "--set", "host.verify=true", "--set", "disk.size=8MiB"),
+        *("--config", file, "--set", "host.huge_pages=false", "--set", "disk.size=8MiB"),
         *("--always-load", "--allow-untested-vllm"),
     )
     assert settings_in(ran) == given
     assert ran.json == transfer_config(given)
     tiers = given.tiers()
     assert (tiers.host.size_bytes, tiers.disk.size_bytes) == (256 * MIB, 8 * MIB)
-    assert (tiers.host.verify, tiers.disk.threads) == (True, 3)
+    assert (tiers.host.huge_pages, tiers.disk.threads) == (False, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["penstock.toml"]
 
 
@@ -106,16 +106,20 @@ def test_a_shell_hands_it_over_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--kv-offloading-size", "0"], "kv_offloading_size is 0: expected more than 0 GiB"),
+        (["--kv-offloading-size", "0"], "--kv-offloading-size is 0: expected more than 0 GiB"),
         (["--kv-offloading-size", "-1"], "expected more than 0 GiB"),
         (["--kv-offloading-size", "nan"], "expected more than 0 GiB"),
         (["--kv-offloading-size", "inf"], "expected more than 0 GiB"),
-        (["--disk-size", "0"], "disk_size is 0"),
-        (["--disk-path", " "], "disk_path is ' ': expected a path"),
+        (["--disk-size", "0"], "--disk-size is 0"),
+        (["--disk-path", " "], "--disk-path is ' ': expected a path"),
         (["--config", "/nowhere.toml"], "there is no file /nowhere.toml"),
         (["--set", "host.sise=8GiB"], "did you mean host.size?"),
         (["--set", "host.size"], "--set 'host.size' is not a setting"),
         (["--kv-offloading-size", "much"], "--kv-offloading-size"),
+        (["--disk-size", "4"], "--disk-size is given and --disk-path is not"),
+        (["--remote", "http://foo"], "--remote is 'http://foo': expected one that begins with"),
+        (["--set", "host.verify=true"], "where other processes write"),
+        (["--set", "host.size=1"], "host.size is 1 B, less than one block"),
     ],
 )
 @pytest.mark.parametrize("more", [[], ["--json"], ["--no-check"]])
@@ -126,15 +130,28 @@ def test_wrong_settings_are_refused(run: Run, argv: list[str], words: str, more:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--kv-offloading-size", "1e9"], "the machine's memory"),
+        (["--kv-offloading-size", "1e9"], "lower --kv-offloading-size"),
         (["--disk-path", "/dev/null"], "is a file"),
-        (["--disk-path", "kv", "--disk-size", "1e9"], "lower disk.size"),
+        (["--disk-path", "kv", "--disk-size", "1e9"], "lower --disk-size"),
     ],
 )
 def test_what_does_not_fit_is_for_another_machine(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert words in run("vllm-config", *argv).refusal
-    settings_in(run("vllm-config", *argv, "--no-check"))
+    warned, quiet = run("vllm-config", *argv), run("vllm-config", *argv, "--no-check")
+    settings_in(quiet)
+    assert (warned.code, warned.stdout) == (0, quiet.stdout)
+    assert warned.stderr.startswith("penstock: warning: --")
+    assert warned.stderr.count("\n") == 1
+    assert words in warned.stderr
+    assert "Unless vLLM is to run elsewhere" in warned.stderr
     assert os.listdir(tmp_path) == []
+
+
+def test_a_password_is_printed_only_with_a_warning(run: Run) -> None:
+    ran = run("vllm-config", "--remote", "redis://user:hush@cache")
+    assert ran.code == 0
+    assert "PENSTOCK_REMOTE_URL" in ran.stderr
+    assert "without a secret" in ran.stderr
+    assert "hush" not in ran.stderr

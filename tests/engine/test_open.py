@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from server.running import make_tiny, wait_until
 
 from penstock.engine import engine as engines
+from penstock.engine import weights
 from penstock.engine.open import open_engine
 from penstock.engine.options import EngineOptions
 from penstock.engine.runner import TorchRunner
 from penstock.errors import ConfigError
+from penstock.units import GiB
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -53,3 +56,33 @@ def test_no_room_to_compute_in(
     assert "More." not in str(refusal.value)
     wait_until(lambda: before.issuperset(threading.enumerate()), "its threads end")
     open_engine(options).close()  # the disk's folder is not locked
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kv_offloading_size": 5000 / GiB}, "kv_offloading_size is 4.9 KiB, less than one block"),
+        ({"disk_size": 30000 / GiB}, "disk_size is 29.3 KiB, too little for one block"),
+        ({"device_kv_gib": 5000 / GiB}, "less than one block"),
+        ({"remote": "http://foo"}, "remote is 'http://foo': expected one that begins with"),
+        ({"disk_path": "/proc/x"}, "disk_path /proc/x cannot be made"),
+        ({"device_low_watermark": 1.0}, "the watermarks are"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_weights_are_read(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    words: str,
+) -> None:
+    tiers = {"kv_offloading_size": 0.05, "disk_path": str(tmp_path / "kv"), "disk_size": 0.05}
+    options = EngineOptions(str(make_tiny(cache)), device="cpu", **{**tiers, **given})
+
+    def read(*_: Any) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(weights, "read_weights", read)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        open_engine(options)
+    assert list(tmp_path.iterdir()) == []

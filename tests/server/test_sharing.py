@@ -74,7 +74,7 @@ def test_a_full_queue_says_when_to_come_again(busy: tuple[Local, Client]) -> Non
             ai.completions.create(model="tiny", prompt="Hello")
         assert int(refused.value.response.headers["retry-after"]) >= 1
         assert refused.value.code == "rate_limit_exceeded"
-        assert "1 requests are waiting" in refused.value.message
+        assert "1 request is waiting" in refused.value.message
         several = client.post("/v1/completions", json={"prompt": "x", "n": 2})
         assert several.status_code == 400  # it could never be taken, however long one waits
         assert "at most 1 in one request" in several.json()["error"]["message"]

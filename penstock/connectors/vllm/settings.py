@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Config, load_config
+from penstock.config import Config
+from penstock.engine.options import OPTIONS, load_tiers
 from penstock.errors import ConfigError
 from penstock.units import GiB
+from penstock.urls import shown_value
 
 CONNECTOR = "PenstockConnector"
 MODULE = "penstock.connectors.vllm"
@@ -24,9 +26,10 @@ class VllmSettings:
     kv_offloading_size: float | None = None  # DRAM, for all workers together
     disk_path: str | None = None
     disk_size: float | None = None
-    remote: str | None = None  # the URL of a store that instances share
+    remote: str | None = field(default=None, repr=False)  # the URL of a store that instances share
     config: str | None = None  # a TOML file of settings
-    set: Mapping[str, object] | None = None  # single settings, which overrule all others
+    # Single settings, which overrule all others.
+    set: Mapping[str, object] | None = field(default=None, repr=False)
     always_load: bool = False  # also what would be computed sooner
     allow_untested_vllm: bool = False
 
@@ -41,7 +44,7 @@ class VllmSettings:
         for name, what in (("disk_path", "path"), ("config", "path"), ("remote", "URL")):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value.strip()):
-                raise ConfigError(f"{name} is {value!r}: expected a {what}; correct it.")
+                raise ConfigError(f"{name} is {shown_value(value)}: expected a {what}; correct it.")
         for name in ("always_load", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
@@ -49,7 +52,8 @@ class VllmSettings:
                 )
         if self.set is not None and not isinstance(self.set, Mapping):
             raise ConfigError(
-                f'set is {self.set!r}: expected settings by name, such as {{"disk.threads": 8}}.'
+                f"set is {shown_value(self.set)}: expected settings by name, such as "
+                '{"disk.threads": 8}.'
             )
 
     @classmethod
@@ -65,8 +69,11 @@ class VllmSettings:
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config: {advice}")
         return cls(**extra)
 
-    def tiers(self) -> Config:
-        """Later sources win: the file, the environment, the names above, `set`."""
+    def tiers(self, names: Mapping[str, str] = OPTIONS) -> Config:
+        """Later sources win: the file, the environment, the names above, `set`.
+
+        Errors name the options as `names` has them.
+        """
         overrides: dict[str, object] = {}
         if self.kv_offloading_size is not None:
             overrides["host.size"] = int(self.kv_offloading_size * GiB)
@@ -77,7 +84,7 @@ class VllmSettings:
         if self.remote is not None:
             overrides["remote.url"] = self.remote
         path = None if self.config is None else Path(self.config)
-        return load_config(path, overrides={**overrides, **(self.set or {})})
+        return load_tiers(overrides, path, self.set or {}, names)
 
     def extra(self) -> dict[str, Any]:
         """As `kv_connector_extra_config`: only what differs from the defaults."""
@@ -88,9 +95,9 @@ class VllmSettings:
         }
 
 
-def transfer_config(settings: VllmSettings) -> dict[str, Any]:
+def transfer_config(settings: VllmSettings, names: Mapping[str, str] = OPTIONS) -> dict[str, Any]:
     """The whole of `--kv-transfer-config`. Raises ConfigError where the settings are wrong."""
-    settings.tiers()
+    settings.tiers(names)
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,
