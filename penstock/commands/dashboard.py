@@ -11,7 +11,13 @@ from typing import Annotated
 import typer
 
 from penstock.commands.engine_arguments import require_extra
-from penstock.commands.until_stopped import check_key, is_loopback, stop_on_signals, tell
+from penstock.commands.until_stopped import (
+    AllowedHosts,
+    check_key,
+    names_of,
+    stop_on_signals,
+    tell,
+)
 from penstock.config import ENV_API_KEY
 from penstock.watch.scrape import metrics_url
 
@@ -45,6 +51,7 @@ def dashboard(
             show_default=False,
         ),
     ] = None,
+    allowed_host: AllowedHosts = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="When ready, print one line of JSON on stdout.")
     ] = False,
@@ -59,6 +66,7 @@ def dashboard(
     parts = metrics_url(metrics)
     check_key(api_key)
 
+    from penstock.server.hosts import listens_on_loopback
     from penstock.server.listening import bind, url_of
     from penstock.server.remote_dashboard import RemoteDashboard
     from penstock.watch.elsewhere import Elsewhere
@@ -67,7 +75,7 @@ def dashboard(
 
     listener = bind(host, port)
     url = url_of(listener)
-    if api_key is None and not is_loopback(listener):
+    if api_key is None and not listens_on_loopback(listener):
         tell(
             f"warning: everybody who reaches {url} sees these numbers; give an --api-key, or "
             "listen on 127.0.0.1"
@@ -80,7 +88,8 @@ def dashboard(
             typer.echo(json.dumps(facts))
             sys.stdout.flush()
 
-    process = RemoteDashboard(listener, server, api_key, announce)
+    names = names_of(host, allowed_host)
+    process = RemoteDashboard(listener, server, api_key, announce, names)
     with stop_on_signals(process.stop, first="stopping", second="stopped at once"):
         asyncio.run(process.run())
     tell("stopped")
