@@ -396,7 +396,6 @@ class ChatRequest(GenerationRequest, ChatFields):
     tools: list[Any] | None = None
     verbosity: Refused = None
     web_search_options: Refused = None
-    echo: Refused = None
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
