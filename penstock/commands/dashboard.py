@@ -72,7 +72,7 @@ def dashboard(
     from penstock.watch.elsewhere import Elsewhere
 
     server = Elsewhere(parts)
-
+    names = names_of(host, allowed_host)
     listener = bind(host, port)
     url = url_of(listener)
     if api_key is None and not listens_on_loopback(listener):
@@ -88,7 +88,6 @@ def dashboard(
             typer.echo(json.dumps(facts))
             sys.stdout.flush()
 
-    names = names_of(host, allowed_host)
     process = RemoteDashboard(listener, server, api_key, announce, names)
     with stop_on_signals(process.stop, first="stopping", second="stopped at once"):
         asyncio.run(process.run())

@@ -148,6 +148,7 @@ def serve(
     names = tuple(served_model_name or ())
     if not all(name.strip() for name in names):
         raise ConfigError("a --served-model-name is empty; clients need something to call it.")
+    hosts = names_of(host, allowed_host)
     template = None if chat_template is None else _read_template(chat_template)
     _set_logging(log_level)
 
@@ -194,9 +195,7 @@ def serve(
             typer.echo(_ready_text(url, serving.names[0], seconds, has_key=api_key is not None))
         sys.stdout.flush()
 
-    app = AppSettings(
-        api_key, max_body_bytes, names_of(host, allowed_host), TenantSource(tenant_from.value)
-    )
+    app = AppSettings(api_key, max_body_bytes, hosts, TenantSource(tenant_from.value))
     settings = ProcessSettings(app, grace_seconds)
     process = Process(listener, backend, load, settings, announce)
     with stop_on_signals(

@@ -27,9 +27,14 @@ AllowedHosts = Annotated[
 
 
 def names_of(host: str, allowed: list[str] | None) -> tuple[str, ...]:
-    """The names to be asked under: those allowed, and the one that is listened on."""
+    """The names to be asked under: those allowed, and the one that is listened on.
+
+    Raises ConfigError for what can be no name.
+    """
+    from penstock.server.hosts import check_name  # an extra
+
     is_name = any(character.isalpha() for character in host) and ":" not in host
-    return (*(allowed or ()), *([host] if is_name else []))
+    return tuple(check_name(name) for name in (*(allowed or ()), *([host] if is_name else [])))
 
 
 def tell(text: str) -> None:
