@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, model_validator
+from server.running import Client
 from starlette.requests import Request
 
 from penstock.server.body import parse_body, read_body
@@ -59,6 +60,15 @@ def test_one_fault_is_told_in_few_words(model: type[BaseModel], name: str) -> No
         parse_body(HOSTILE[name], model)
     assert refused.value.status == 400
     assert len(refused.value.envelope()) < 1000
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_a_server_refuses_it_and_goes_on(client: Client, path: str) -> None:
+    for name in ("empty messages", "wrong roles", "deep", "a long name"):
+        headers = {"Content-Type": "application/json"}
+        answer = client.post(path, content=HOSTILE[name], headers=headers)
+        assert (answer.status_code, len(answer.text) < 1000) == (400, True)
+    client.check_serves()
 
 
 MEASURE = """
