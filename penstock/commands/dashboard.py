@@ -10,7 +10,13 @@ from typing import Annotated
 
 import typer
 
-from penstock.commands.until_stopped import check_key, is_loopback, stop_on_signals, tell
+from penstock.commands.until_stopped import (
+    AllowedHosts,
+    check_key,
+    names_of,
+    stop_on_signals,
+    tell,
+)
 from penstock.config import ENV_API_KEY
 from penstock.install import SERVER, require
 from penstock.watch.scrape import metrics_url
@@ -45,6 +51,7 @@ def dashboard(
             show_default=False,
         ),
     ] = None,
+    allowed_host: AllowedHosts = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="When ready, print one line of JSON on stdout.")
     ] = False,
@@ -59,15 +66,16 @@ def dashboard(
     parts = metrics_url(metrics)
     check_key(api_key)
 
+    from penstock.server.hosts import listens_on_loopback
     from penstock.server.listening import bind, url_of
     from penstock.server.remote_dashboard import RemoteDashboard
     from penstock.watch.elsewhere import Elsewhere
 
     server = Elsewhere(parts)
-
+    names = names_of(host, allowed_host)
     listener = bind(host, port)
     url = url_of(listener)
-    if api_key is None and not is_loopback(listener):
+    if api_key is None and not listens_on_loopback(listener):
         tell(
             f"warning: everybody who reaches {url} sees these numbers; give an --api-key, or "
             "listen on 127.0.0.1"
@@ -80,7 +88,7 @@ def dashboard(
             typer.echo(json.dumps(facts))
             sys.stdout.flush()
 
-    process = RemoteDashboard(listener, server, api_key, announce)
+    process = RemoteDashboard(listener, server, api_key, announce, names)
     with stop_on_signals(process.stop, first="stopping", second="stopped at once"):
         asyncio.run(process.run())
     tell("stopped")

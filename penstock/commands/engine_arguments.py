@@ -129,6 +129,15 @@ class EngineArguments:
             min=1, metavar="N", help="Sequences that run at once.", rich_help_panel=_PANEL
         ),
     ] = 64
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="The longest context, of prompt and answer together. By default the model's own.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
     max_waiting: Annotated[
         int,
         typer.Option(

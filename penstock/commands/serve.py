@@ -18,7 +18,13 @@ from penstock.commands.engine_arguments import (
     EngineArguments,
     with_engine,
 )
-from penstock.commands.until_stopped import check_key, is_loopback, stop_on_signals, tell
+from penstock.commands.until_stopped import (
+    AllowedHosts,
+    check_key,
+    names_of,
+    stop_on_signals,
+    tell,
+)
 from penstock.config import ENV_API_KEY
 from penstock.engine.options import EMBEDDED
 from penstock.errors import ConfigError, NotInstalled
@@ -34,6 +40,11 @@ EXAMPLE = (
 
 
 EXIT_LOST = 70  # the engine failed and could not recover: whoever supervises starts another
+
+
+class TenantFrom(StrEnum):
+    HEADER = "header"
+    USER = "user"
 
 
 class LogLevel(StrEnum):
@@ -67,10 +78,26 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    allowed_host: AllowedHosts = None,
+    tenant_from: Annotated[
+        TenantFrom,
+        typer.Option(
+            help="What names the tenant, whose KV no other finds: the header X-Penstock-Tenant, or "
+            "else (user) OpenAI's field user."
+        ),
+    ] = TenantFrom.HEADER,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME", help="What clients call the model; may be repeated.", show_default=False
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A Jinja template for chats, or the template itself; by default the model's own.",
+            show_default=False,
         ),
     ] = None,
     max_body_bytes: Annotated[
@@ -100,7 +127,11 @@ def serve(
         ),
     ] = None,
     log_level: Annotated[
-        LogLevel, typer.Option(help="debug: also each request's story.")
+        LogLevel,
+        typer.Option(
+            help="info: a line for each request, and the throughput; debug: also probes, and each "
+            "request's story."
+        ),
     ] = LogLevel.INFO,
     as_json: Annotated[
         bool, typer.Option("--json", help="When ready, print one line of JSON on stdout.")
@@ -121,22 +152,26 @@ def serve(
     names = tuple(served_model_name or ())
     if not all(name.strip() for name in names):
         raise ConfigError("a --served-model-name is empty; clients need something to call it.")
+    hosts = names_of(host, allowed_host)
+    template = None if chat_template is None else _read_template(chat_template)
     _set_logging(log_level)
 
     from penstock.metrics import Metrics
     from penstock.server.app import AppSettings
     from penstock.server.backend import Backend, Phase
+    from penstock.server.hosts import listens_on_loopback
     from penstock.server.listening import bind, url_of
     from penstock.server.load import load_serving
     from penstock.server.process import Process, ProcessSettings
     from penstock.server.record import Recorder
+    from penstock.server.tenants import TenantSource
 
     tracer = _open_tracer(otlp_traces_endpoint)
     recorder = None if record is None else Recorder(record)
     listener = bind(host, port)
     started, url = time.monotonic(), url_of(listener)
     tell(f"listening on {url}")
-    if api_key is None and not is_loopback(listener):
+    if api_key is None and not listens_on_loopback(listener):
         tell(
             f"warning: everybody who reaches {url} may use it; give an --api-key, or listen on "
             "127.0.0.1"
@@ -152,6 +187,7 @@ def serve(
             tell=tell,
             recorder=recorder,
             tracer=tracer,
+            chat_template=template,
         )
 
     def announce(serving: Serving) -> None:
@@ -163,9 +199,8 @@ def serve(
             typer.echo(_ready_text(url, serving.names[0], seconds, has_key=api_key is not None))
         sys.stdout.flush()
 
-    settings = ProcessSettings(
-        AppSettings(api_key, max_body_bytes), grace_seconds, log_level is LogLevel.DEBUG
-    )
+    app = AppSettings(api_key, max_body_bytes, hosts, TenantSource(tenant_from.value))
+    settings = ProcessSettings(app, grace_seconds)
     process = Process(listener, backend, load, settings, announce)
     with stop_on_signals(
         process.stop,
@@ -186,6 +221,23 @@ def serve(
         sys.stdout.flush()
         os._exit(EXIT_LOST)  # at once: a device that is gone may hold up an orderly end for ever
     tell("stopped")
+
+
+def _read_template(given: str) -> str:
+    """A file's content, or what is given if that can be no file's name, as vLLM tells them apart.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and any(mark in given for mark in "{}\n"):
+            return given
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--chat-template {given[:200]!r} cannot be read ({reason}): expected a Jinja template "
+            "in a file, in UTF-8; name one."
+        ) from None
 
 
 def _open_tracer(option: str | None) -> Tracer | None:

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Annotated
 
 import typer
 
 from penstock.errors import ConfigError
+
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        metavar="NAME",
+        help="A name under which clients may ask, beside localhost and, beyond loopback, addresses "
+        "and this machine's own name; .example.com for all names below it, * for any. May be "
+        "repeated.",
+        show_default=False,
+    ),
+]
+
+
+def names_of(host: str, allowed: list[str] | None) -> tuple[str, ...]:
+    """The names to be asked under: those allowed, and the one that is listened on.
+
+    Raises ConfigError for what can be no name.
+    """
+    from penstock.server.hosts import check_name  # an extra
+
+    is_name = any(character.isalpha() for character in host) and ":" not in host
+    return tuple(check_name(name) for name in (*(allowed or ()), *([host] if is_name else [])))
 
 
 def tell(text: str) -> None:
@@ -24,10 +46,6 @@ def check_key(api_key: str | None) -> None:
         raise ConfigError(
             "the API key is empty or has characters that no header can carry; choose another."
         )
-
-
-def is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 @contextmanager

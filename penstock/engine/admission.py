@@ -84,11 +84,13 @@ class Admission:
             has = "the device pool and DRAM hold"
             if room == self._num_device_blocks:
                 has = "the device pool holds"
+            # OpenAI's words, which clients look for before they shorten a prompt by themselves.
             raise NoRoom(
-                f"the request needs {need} blocks of {self._block_tokens} tokens (its prompt has "
-                f"{num_prompt} tokens, and it may add {max_new}), and {has} "
-                f"{room} ({room * self._block_tokens} tokens); shorten the prompt or max_tokens, "
-                "or enlarge the pool."
+                f"This model's maximum context length is {room * self._block_tokens} tokens here, "
+                f"since {has} {room} blocks of {self._block_tokens}. However, you requested "
+                f"{num_prompt + max_new} tokens ({num_prompt} in the prompt, {max_new} in the "
+                f"completion), which need {need} blocks. Please reduce the length of the prompt or "
+                "max_tokens, or enlarge the pool."
             )
         if num_waiting >= self._max_waiting:
             seconds = self.retry_seconds(num_waiting)

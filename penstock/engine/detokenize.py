@@ -73,7 +73,8 @@ class _Stop:
 class Detokenizer:
     """The text of one sequence. Whole characters only, and nothing that a stop string will cut.
 
-    Give it every token that belongs to the text: not the end or stop token that ended it.
+    Give it every token that belongs to the text: not the end or stop token that ended it, unless
+    `include_stop_str_in_output` makes that part of the text.
     A stop string counts where it is complete first; of two complete at the same character, the
     longer. So the text does not depend on how it was cut into tokens. As in vLLM, one that is
     complete within the first `min_tokens` tokens does not count.
@@ -86,6 +87,7 @@ class Detokenizer:
         self._decode = _decoder(tokenizer, skip_special=params.skip_special_tokens)
         self._silent = _special_ids(tokenizer) if params.skip_special_tokens else frozenset()
         self._min_tokens = params.min_tokens
+        self._shows_stop = params.include_stop_str_in_output
         self._stops = [_Stop(string) for string in params.stop_strings]
         self._num_tokens = 0
         self._held = ""  # decoded, and perhaps the start of a stop string
@@ -176,11 +178,12 @@ class Detokenizer:
             complete = [stop.string for stop in self._stops if stop.feed(char)]
             if complete and armed:
                 self.stopped_by = max(complete, key=len)
-                before = (self._held + new[: place + 1])[: -len(self.stopped_by)]
+                text = self._held + new[: place + 1]
                 self._held = ""
-                return self._note(before)
+                return self._note(text if self._shows_stop else text[: -len(self.stopped_by)])
         known = self._held + new
-        keep = len(known) - max(stop.matched for stop in self._stops)
+        held = 0 if self._shows_stop else max(stop.matched for stop in self._stops)
+        keep = len(known) - held
         self._held = known[keep:]
         return self._note(known[:keep])
 

@@ -594,13 +594,13 @@ class Engine:
     def _judge(self, live: _Live, token_id: int) -> Callable[[], str]:
         """Whether the request ends with this token; what is returned makes the text it adds."""
         request, params, detokenizer = live.request, live.request.params, live.detokenizer
-        if not params.ignore_eos and token_id in self.loaded.eos_token_ids:
-            request.finish_reason = "stop"
-            return detokenizer.finish
-        if token_id in live.stop_ids:
-            request.finish_reason, request.stop_reason = "stop", token_id
-            return detokenizer.finish
         read = partial(detokenizer.append, token_id)
+        is_end = not params.ignore_eos and token_id in self.loaded.eos_token_ids
+        if is_end or token_id in live.stop_ids:
+            request.finish_reason, request.stop_reason = "stop", None if is_end else token_id
+            if params.include_stop_str_in_output:
+                return lambda: read() + detokenizer.finish()
+            return detokenizer.finish
         if params.stop_strings:  # the text decides: it cannot wait
             read = partial(str, read())
             if detokenizer.stopped_by is not None:
@@ -638,9 +638,11 @@ class Engine:
         """How many tokens the request may add; raises TooLong or Busy if it cannot be queued."""
         room = self.loaded.max_tokens - num_prompt
         if room < 1:
+            # OpenAI's words, which clients look for before they shorten a prompt by themselves.
             raise TooLong(
-                f"the prompt has {num_prompt} tokens, and the model reads at most "
-                f"{self.loaded.max_tokens - 1} and answers with one; shorten it."
+                f"This model's maximum context length is {self.loaded.max_tokens} tokens. However, "
+                f"you requested {num_prompt + 1} tokens ({num_prompt} in the prompt, at least 1 in "
+                "the completion). Please reduce the length of the prompt."
             )
         if params.max_tokens is None:
             # Asked for as much as there is room for: the pool is part of what there is.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from penstock.config import Config
 from penstock.engine.engine import Engine, EngineConfig
-from penstock.engine.models import load_model
+from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.options import EngineOptions, tiers_config
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.weights import first_line
@@ -63,6 +64,7 @@ def open_engine(
             f"{options.model} came without a tokenizer: expected one beside the weights "
             "(tokenizer.json); add it, or choose another model."
         )
+    loaded = _shortened(loaded, options.max_model_len)
     settings = EngineConfig(
         _pool_bytes(options, device),
         options.block_tokens,
@@ -87,6 +89,18 @@ def open_engine(
             "gpu_memory_utilization, or free its memory."
         ) from None
     return engine
+
+
+def _shortened(loaded: LoadedModel, max_model_len: int | None) -> LoadedModel:
+    """With a shorter context. It changes no KV: rotary embeddings follow the model's own."""
+    if max_model_len is None:
+        return loaded
+    if max_model_len > loaded.max_tokens:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, and {loaded.name} reads {loaded.max_tokens} "
+            "tokens: expected no more than that; lower it, or leave it out."
+        )
+    return replace(loaded, max_tokens=max_model_len)
 
 
 def _device(name: str) -> str:

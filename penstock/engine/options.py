@@ -39,6 +39,9 @@ class EngineOptions:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     max_waiting: int = 256
+    max_model_len: int | None = (
+        None  # prompt and answer together; None: what the model was made for
+    )
     cold_kv: bool = True  # part of a running sequence's KV may lie in DRAM and be read there
     resident_prefix_tokens: int = 1024  # what stays on the device as long as it can: the first ...
     resident_tail_tokens: int = 512  # ... and the last of every sequence
@@ -60,6 +63,7 @@ class EngineOptions:
         self._check("gpu_memory_utilization", low=0.01, high=1.0, expected="a share up to 1")
         for name in ("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             self._check(name, low=1, expected="a whole number of at least 1", whole=True)
+        self._check("max_model_len", low=2, expected="a whole number of at least 2", whole=True)
         self._check("session_device_tokens", low=1, expected="at least 1 token", whole=True)
         for name in ("resident_prefix_tokens", "resident_tail_tokens"):
             self._check(name, low=0, expected="0 or more tokens", whole=True)

@@ -16,6 +16,8 @@ from penstock.hints import Hints
 
 MAX_LOGPROBS = 20
 MAX_N = 16_384  # vLLM's
+MAX_BIASES = 1024
+_MAX_BIAS = 100.0  # beyond it a token is as good as certain, or banned
 
 
 def _refuse(name: str, value: object, expected: str) -> ConfigError:
@@ -67,6 +69,24 @@ def _ids(value: object) -> tuple[int, ...]:
     return tuple(listed)
 
 
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """As pairs, by token id; in vLLM's way a bias beyond 100 is taken as 100."""
+    pairs = () if value is None else value
+    if isinstance(pairs, Mapping):
+        pairs = tuple(pairs.items())
+    expected = f"at most {MAX_BIASES} token ids of at least 0, each with a number"
+    if not isinstance(pairs, tuple) or len(pairs) > MAX_BIASES:
+        raise _refuse("logit_bias", value, expected)
+    found: dict[int, float] = {}
+    for token_id, bias in pairs:
+        if not (_is_whole(token_id) and token_id >= 0):
+            raise _refuse("logit_bias", value, expected)
+        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or bias != bias:
+            raise _refuse("logit_bias", value, expected)
+        found[token_id] = float(min(_MAX_BIAS, max(-_MAX_BIAS, bias)))
+    return tuple(sorted(found.items()))
+
+
 @dataclass(frozen=True, slots=True)
 class KvResidency:
     """Where one request wants its KV while it runs. None: as the engine is set."""
@@ -99,7 +119,8 @@ class KvResidency:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's wishes. `stop` and `stop_token_ids` are held as tuples, whatever was given."""
+    """One request's wishes. `stop`, `stop_token_ids` and `logit_bias` are held as tuples, whatever
+    was given."""
 
     n: int = 1  # answers to one prompt
     temperature: float = 1.0  # 0: greedy
@@ -117,6 +138,8 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted once for what the answer has had
     frequency_penalty: float = 0.0  # subtracted for each time
     skip_special_tokens: bool = True  # in the text
+    include_stop_str_in_output: bool = False  # the text ends with what stopped it
+    logit_bias: Mapping[int, float] | None = None  # added to a token's logit, from -100 to 100
     kv_residency: KvResidency | Mapping[str, object] | None = None  # where its KV lies meanwhile
     kv_hints: Hints | Mapping[str, object] | None = None  # what becomes of its KV: docs/hints.md
 
@@ -132,11 +155,12 @@ class SamplingParams:
             ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2, where 0 is off"),
         ):
             self._set(name, _number(name, getattr(self, name), low, high, expected))
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true or false")
         self._set("stop", _strings(self.stop))
         self._set("stop_token_ids", _ids(self.stop_token_ids))
+        self._set("logit_bias", _biases(self.logit_bias))
         self._set("kv_residency", KvResidency.of(self.kv_residency))
         self._set("kv_hints", Hints.of(self.kv_hints))
 
@@ -159,6 +183,11 @@ class SamplingParams:
         return _strings(self.stop)
 
     @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias`, always as pairs of token id and bias."""
+        return _biases(self.logit_bias)
+
+    @property
     def residency(self) -> KvResidency:
         """`kv_residency`, always one."""
         return KvResidency.of(self.kv_residency)
@@ -171,7 +200,10 @@ class SamplingParams:
     @property
     def named_token_ids(self) -> Mapping[str, tuple[int, ...]]:
         """Every token id that a request names, by field: an engine knows which there are."""
-        return {"stop_token_ids": self.stop_ids}
+        return {
+            "stop_token_ids": self.stop_ids,
+            "logit_bias": tuple(token_id for token_id, _ in self.biases),
+        }
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

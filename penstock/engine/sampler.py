@@ -4,8 +4,8 @@ A random row is drawn alone, from its own copy of its logits and its own generat
 else is in the batch cannot change it. Probabilities become whole numbers before they are summed:
 whole numbers add up to the same in any order, floats on a device do not.
 
-The order is vLLM's: penalties, temperature, min_p, top_k, top_p. Log probabilities are of the
-logits as the model gave them, before all of these.
+The order is vLLM's: logit_bias, penalties, temperature, min_p, top_k, top_p. Log probabilities are
+of the logits as the model gave them, before all of these.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def begin_sampling(
 
 
 def _is_plain(row: Row) -> bool:
-    return row.params.greedy and not row.params.penalised and not row.banned_ids
+    params = row.params
+    return params.greedy and not params.penalised and not params.logit_bias and not row.banned_ids
 
 
 def _own(row: Tensor) -> Tensor:
@@ -116,6 +117,10 @@ def _own(row: Tensor) -> Tensor:
 
 def _choose(logits: Tensor, row: Row) -> Tensor:
     scores = _own(logits)
+    if row.params.logit_bias:
+        ids, biases = zip(*row.params.biases, strict=True)
+        # Each id stands there once: nothing is added in an order that a device chooses.
+        scores[_indices(ids, scores)] += torch.tensor(biases, device=scores.device)
     if row.params.penalised:
         _penalise(scores, row)
     if row.banned_ids:

@@ -114,6 +114,17 @@ class HintAnswer(BaseModel):
     tokens: int  # whose KV these hold
 
 
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
 class Model(BaseModel):
     id: str
     object: Literal["model"]

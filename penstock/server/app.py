@@ -1,4 +1,5 @@
-"""The endpoints. Those under /v1 want the key, where there is one; the others serve operators."""
+"""The endpoints. Those under /v1 and those of the tokenizer want the key, where there is one; the
+others serve operators."""
 
 from __future__ import annotations
 
@@ -10,13 +11,17 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
+from penstock import __version__
+from penstock.server.access import access_of
 from penstock.server.answers import (
     ChatCompletion,
     Completion,
+    Detokenized,
     ErrorEnvelope,
     HintAnswer,
     Model,
     ModelList,
+    Tokenized,
 )
 from penstock.server.backend import Backend, Phase, Serving
 from penstock.server.body import read_body
@@ -25,15 +30,20 @@ from penstock.server.completions import Completions
 from penstock.server.dashboard import data_routes, page_routes, watch_backend
 from penstock.server.guards import guarded_app, key_check
 from penstock.server.hinting import follow_hint
+from penstock.server.hosts import Hosts
 from penstock.server.origins import origin_of
 from penstock.server.schema import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     HintRequest,
+    TokenizeRequest,
 )
 from penstock.server.sse import ClientGone, unless_gone
-from penstock.server.tenants import tenant_of
+from penstock.server.tenants import TenantSource, tenant_of
+from penstock.server.tokens import detokenize, tokenize
+from penstock.server.unknown import UnknownFields
 from penstock.server.watching import Watch
 from penstock.units import MiB
 
@@ -44,16 +54,26 @@ log = logging.getLogger("penstock.server")
 class AppSettings:
     api_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = 32 * MiB
+    allowed_hosts: tuple[str, ...] = ()  # beside this machine's own: see hosts
+    tenant_from: TenantSource = TenantSource.HEADER
 
 
-def make_app(backend: Backend, settings: AppSettings, watch: Watch | None = None) -> FastAPI:
+def make_app(
+    backend: Backend,
+    settings: AppSettings,
+    watch: Watch | None = None,
+    hosts: Hosts | None = None,
+) -> FastAPI:
+    """Without `hosts`, it listens on loopback."""
     watch = watch or watch_backend(backend)
-    app = guarded_app("OpenAI's chat and text completions over tiered KV.")
+    hosts = hosts or Hosts(settings.allowed_hosts)
+    app = guarded_app("OpenAI's chat and text completions over tiered KV.", hosts, settings.api_key)
     wants_key = Depends(key_check(settings.api_key))
     app.include_router(page_routes())
     app.include_router(_operator_routes(backend))
     app.include_router(data_routes(watch, [wants_key]))
     app.include_router(_openai_routes(backend, settings, wants_key))
+    app.include_router(_tokenizer_routes(backend, settings, wants_key))
     _describe_bodies(app)
     return app
 
@@ -75,6 +95,11 @@ def _operator_routes(backend: Backend) -> APIRouter:
         backend.require()
         return JSONResponse({"status": "ready"})
 
+    @router.get("/version")
+    async def version() -> Response:
+        """Penstock's own."""
+        return JSONResponse({"version": __version__})
+
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """For Prometheus."""
@@ -82,25 +107,55 @@ def _operator_routes(backend: Backend) -> APIRouter:
 
     for path, endpoint in (("/health", health), ("/ready", ready)):  # some balancers ask so
         router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+    # Some platforms ask for the same under this name, and so does who comes from vLLM.
+    router.add_api_route("/ping", health, methods=["GET", "POST"], include_in_schema=False)
+    return router
+
+
+def _errors() -> dict[int | str, dict[str, Any]]:
+    refusals = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+    return {status: {"model": ErrorEnvelope} for status in refusals}
+
+
+def _tokenizer_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> APIRouter:
+    router = APIRouter(tags=["vLLM"], dependencies=[wants_key], responses=_errors())
+
+    @router.post("/tokenize", response_model=Tokenized)
+    async def to_tokens(request: Request) -> Tokenized:
+        """The token ids of a text, or of a conversation as the chat template writes it."""
+        serving = backend.require()
+        body = await read_body(request, TokenizeRequest, settings.max_body_bytes)
+        return await tokenize(body, serving)
+
+    @router.post("/detokenize", response_model=Detokenized)
+    async def to_text(request: Request) -> Detokenized:
+        """The text of token ids."""
+        serving = backend.require()
+        body = await read_body(request, DetokenizeRequest, settings.max_body_bytes)
+        return await detokenize(body, serving)
+
     return router
 
 
 def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> APIRouter:
-    refusals = (400, 401, 404, 408, 413, 415, 429, 500, 503)
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorEnvelope} for status in refusals
-    }
     router = APIRouter(
         prefix="/v1",
         tags=["OpenAI"],
         dependencies=[wants_key],
-        responses=errors,
+        responses=_errors(),
     )
+    unknown = UnknownFields()
 
     async def answer(request: Request, body: GenerationRequest, work: Chat | Completions) -> Any:
+        unknown.note(body)
+        access = access_of(request.scope)
+
         async def run() -> Response:
             origin = origin_of(request, work.OPERATION)
-            generation = await work.start(tenant_of(request, body), origin)
+            tenant = tenant_of(request, body, settings.tenant_from)
+            generation = await work.start(tenant, origin)
+            if access is not None:
+                access.usage = generation.usage
             names = ", ".join(generation.request_ids)
             log.debug("request %s is %s of the engine", request.state.request_id, names)
             if body.stream:
@@ -113,6 +168,8 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
         try:
             return await unless_gone(request.receive, run())
         except ClientGone:
+            if access is not None:
+                access.is_gone = True
             log.debug("request %s: the client is gone", request.state.request_id)
             return Response(status_code=408)  # to nobody
 
@@ -133,7 +190,8 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
         """What a client knows of a session's KV, or of a prefix's, between its requests."""
         serving = backend.require()
         body = await read_body(request, HintRequest, settings.max_body_bytes)
-        return await follow_hint(body, serving, tenant_of(request, body))
+        tenant = tenant_of(request, body, settings.tenant_from)
+        return await follow_hint(body, serving, tenant)
 
     @router.get("/models", response_model=ModelList)
     async def models() -> ModelList:
@@ -155,7 +213,7 @@ def _model(serving: Serving, name: str) -> Model:
         object="model",
         created=serving.created,
         owned_by="penstock",
-        max_model_len=serving.service.engine.loaded.max_tokens,
+        max_model_len=serving.max_tokens,
     )
 
 
@@ -170,6 +228,8 @@ def _describe_bodies(app: FastAPI) -> None:
                 ("/v1/chat/completions", ChatRequest),
                 ("/v1/completions", CompletionRequest),
                 ("/v1/penstock/hints", HintRequest),
+                ("/tokenize", TokenizeRequest),
+                ("/detokenize", DetokenizeRequest),
             ):
                 body = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 schema["components"]["schemas"].update(body.pop("$defs", {}))

@@ -27,6 +27,13 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
+@dataclass(slots=True)
+class Spoken:
+    """How many tokens have gone out to clients; the loop's."""
+
+    num_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Serving:
     """A loaded model: its service, its names, and the way to its tokens."""
@@ -37,6 +44,12 @@ class Serving:
     max_choices: int  # sequences that one request may ask for
     settings: dict[str, dict[str, object]] = field(default_factory=dict)  # in force, to be seen
     created: int = field(default_factory=lambda: int(time.time()))
+    spoken: Spoken = field(default_factory=Spoken)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest context, of prompt and answer together."""
+        return self.service.engine.loaded.max_tokens
 
     @property
     def fingerprint(self) -> str:

@@ -1,22 +1,31 @@
-"""A request's body: its size is bounded while it is read, and what is wrong with it is said."""
+"""A request's body: its size is bounded while it is read, and what is wrong with it is said.
+
+Only the first fault is looked for and told: a list of a million wrong items has a million faults.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import difflib
 import reprlib
-from collections.abc import Iterator
-from typing import Any, TypeVar, get_args
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
+from penstock.server.bounds import check_structure
 from penstock.server.errors import ApiError
-from penstock.units import format_bytes
+from penstock.server.unknown import field_names
+from penstock.units import KiB, format_bytes
 
 READ_SECONDS = 120.0
 _JSON = "application/json"
+_LARGE_BYTES = 64 * KiB
+# Of one thread: several large bodies at once would take their memory at once.
+_LARGE_BODIES = ThreadPoolExecutor(1, "penstock-bodies")
+_NEEDS_NO_INPUT = ("json_invalid", "refused", "extra_forbidden", "missing", "too_long", "too_short")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -38,6 +47,15 @@ async def read_body(request: Request, model: type[_Model], max_bytes: int) -> _M
         ) from None
     except ClientDisconnect:
         raise ApiError(400, "the body ended early; send it again.") from None
+    if len(data) < _LARGE_BYTES:
+        return parse_body(data, model)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_LARGE_BODIES, parse_body, data, model)
+
+
+def parse_body(data: bytes, model: type[_Model]) -> _Model:
+    """Raises ApiError, for the first fault alone. May take a while: large bodies have a thread."""
+    check_structure(data)
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
@@ -70,7 +88,8 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
 
 
 def _explain(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    detail = error.errors(include_url=False)[0]
+    # Without the input, which may be the whole body: for most faults it is not shown.
+    detail = error.errors(include_url=False, include_input=False)[0]
     context, kind = detail.get("ctx", {}), detail["type"]
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON ({context['error']}); correct it.")
@@ -80,16 +99,18 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> ApiError:
         return ApiError(400, context["text"], param=param, code=context["code"])
     if kind == "extra_forbidden":
         name = str(detail["loc"][-1])[:80]
-        close = difflib.get_close_matches(name, _field_names(model), n=1)
+        close = difflib.get_close_matches(name, list(field_names(model)), n=1)
         advice = f"did you mean {close[0]}?" if close else "leave it out."
         message = f"Unrecognized request argument supplied: {param!r}; {advice}"
         return ApiError(400, message, param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is missing; give it.", param=param, code="missing_parameter")
     expected = detail["msg"].replace("Input should be", "expected")
-    shown = reprlib.repr(detail["input"])
-    what = f"{param} is" if param else "the body is"
-    return ApiError(400, f"{what} {shown}: {expected}; correct it.", param=param)
+    what = param or "the body"
+    if kind in _NEEDS_NO_INPUT:
+        return ApiError(400, f"{what}: {expected}; correct it.", param=param)
+    shown = reprlib.repr(error.errors(include_url=False)[0]["input"])
+    return ApiError(400, f"{what} is {shown}: {expected}; correct it.", param=param)
 
 
 def _path(detail: ErrorDetails) -> str | None:
@@ -101,14 +122,3 @@ def _path(detail: ErrorDetails) -> str | None:
         elif part.isidentifier() or detail["type"] == "extra_forbidden":
             path += f".{part[:80]}" if path else part[:80]
     return path or None
-
-
-def _field_names(model: Any) -> Iterator[str]:
-    """Of the model and of all models inside it."""
-    for name, field in getattr(model, "model_fields", {}).items():
-        yield name
-        pending = [field.annotation]
-        while pending:
-            kind = pending.pop()
-            pending.extend(get_args(kind))
-            yield from _field_names(kind)

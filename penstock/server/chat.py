@@ -19,15 +19,26 @@ from penstock.server.answers import (
     ChatLogprobs,
     ChatMessage,
 )
-from penstock.server.generation import Generation, sampling_params
+from penstock.server.generation import Generation, prompt_cut, sampling_params
 from penstock.server.logprobs import chat_logprobs
-from penstock.server.schema import ChatRequest
+from penstock.server.prompts import ChatStyle
+from penstock.server.schema import ChatFields, ChatRequest
 from penstock.server.sse import EventStream
 from penstock.types import Origin
 
 if TYPE_CHECKING:
     from penstock.engine.sampler import Sampled
     from penstock.server.backend import Serving
+
+
+def chat_style(request: ChatFields) -> ChatStyle:
+    goes_on = bool(request.continue_final_message)
+    begins = request.add_generation_prompt
+    return ChatStyle(
+        add_generation_prompt=not goes_on if begins is None else begins,
+        continue_final_message=goes_on,
+        template_values=request.chat_template_kwargs or {},
+    )
 
 
 class Chat:
@@ -39,9 +50,11 @@ class Chat:
         """Raises ApiError for all that can be refused before the prompt is read."""
         self._request = request
         self._serving = serving
+        max_new = request.max_completion_tokens or request.max_tokens
+        self._cut = prompt_cut(request, max_new, serving.max_tokens)
         self._params = sampling_params(
             request,
-            max_tokens=request.max_completion_tokens or request.max_tokens,
+            max_tokens=max_new,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
         self._head: dict[str, Any] = {
@@ -53,7 +66,12 @@ class Chat:
 
     async def start(self, tenant: str, origin: Origin) -> Generation:
         messages = [message.plain() for message in self._request.messages]
-        ids = await self._serving.prompts.encode_chat(messages)
+        ids = await self._serving.prompts.encode_chat(
+            messages,
+            chat_style(self._request),
+            add_special_tokens=bool(self._request.add_special_tokens),
+            cut=self._cut,
+        )
         return await Generation.start(
             self._serving,
             [ids],

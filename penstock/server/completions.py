@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from starlette.responses import Response
 
 from penstock.server.answers import Completion, CompletionChoice, CompletionLogprobs
-from penstock.server.generation import Generation, sampling_params
+from penstock.server.generation import Generation, prompt_cut, sampling_params
 from penstock.server.logprobs import completion_logprobs
 from penstock.server.schema import CompletionRequest
 from penstock.server.sse import EventStream
@@ -33,9 +33,11 @@ class Completions:
         """Raises ApiError for all that can be refused before the prompt is read."""
         self._request = request
         self._serving = serving
+        max_new = request.max_tokens or _DEFAULT_MAX_TOKENS
+        self._cut = prompt_cut(request, max_new, serving.max_tokens)
         self._params = sampling_params(
             request,
-            max_tokens=request.max_tokens or _DEFAULT_MAX_TOKENS,
+            max_tokens=max_new,
             logprobs=request.logprobs,
         )
         self._echoes: list[str] = []  # one a prompt
@@ -49,11 +51,19 @@ class Completions:
 
     async def start(self, tenant: str, origin: Origin) -> Generation:
         prompts = []
+        special = self._request.add_special_tokens
         for prompt in self._prompts():
             if isinstance(prompt, str):
-                ids, text = await self._serving.prompts.encode(prompt), prompt
+                ids, text = (
+                    await self._serving.prompts.encode(
+                        prompt,
+                        add_special_tokens=True if special is None else special,
+                        cut=self._cut,
+                    ),
+                    prompt,
+                )
             else:
-                ids = prompt
+                ids = prompt if self._cut is None else self._cut.of(prompt)
                 text = await self._serving.prompts.decode(ids) if self._request.echo else ""
             prompts.append(ids)
             self._echoes.append(text if self._request.echo else "")

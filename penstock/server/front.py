@@ -15,6 +15,7 @@ from contextlib import suppress
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.server.access import Access
 from penstock.server.errors import internal, stopped
 
 log = logging.getLogger("penstock.server")
@@ -43,7 +44,8 @@ class Front:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(Headers(scope=scope).get(HEADER, ""))
-        scope.setdefault("state", {})["request_id"] = request_id
+        access = Access(scope, request_id)
+        scope.setdefault("state", {}).update(request_id=request_id, access=access)
         started = False
         body = _Body(scope, receive)
 
@@ -52,6 +54,7 @@ class Front:
             if message["type"] == "http.response.start":
                 await body.drain()
                 started = True
+                access.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = request_id
                 for name, value in SAFETY.items():
@@ -73,6 +76,8 @@ class Front:
                 # Cut off: a connection that ends well would make half an answer look whole.
                 raise ConnectionError("the answer was cut off") from None
             await internal().response()(scope, receive, send_with_id)
+        finally:
+            access.write()
 
 
 class _Body:

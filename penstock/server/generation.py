@@ -11,12 +11,13 @@ from penstock.engine.params import SamplingParams
 from penstock.errors import PenstockError
 from penstock.server.answers import PromptTokensDetails, Usage
 from penstock.server.errors import ApiError, from_engine
+from penstock.server.prompts import Cut
 from penstock.server.schema import GenerationRequest
 from penstock.types import NO_ORIGIN, Origin
 
 if TYPE_CHECKING:
     from penstock.engine.service import Delta, Stream
-    from penstock.server.backend import Serving
+    from penstock.server.backend import Serving, Spoken
 
 # Fields that mean here what they mean to the engine.
 _SAMPLING = (
@@ -28,6 +29,7 @@ _SAMPLING = (
     "seed",
     "stop",
     "stop_token_ids",
+    "include_stop_str_in_output",
     "min_tokens",
     "ignore_eos",
     "skip_special_tokens",
@@ -42,6 +44,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Raises ApiError where fields that are right one by one do not go together."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
+    if request.logit_bias is not None:
+        given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
     if request.kv_residency is not None:
         given["kv_residency"] = request.kv_residency.model_dump()
     if request.penstock is not None:
@@ -56,14 +60,37 @@ def sampling_params(
         raise from_engine(error) from None
 
 
+def prompt_cut(request: GenerationRequest, max_new: int | None, max_tokens: int) -> Cut | None:
+    """What is kept of a prompt, as `truncate_prompt_tokens` says; raises ApiError for too much.
+
+    -1 stands for what fits the context of `max_tokens` beside an answer of `max_new`.
+    """
+    wanted = request.truncate_prompt_tokens
+    if wanted is None:
+        return None
+    if wanted > max_tokens - 1:
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens is {wanted}: expected at most {max_tokens - 1}, which is the "
+            "model's context less one token for the answer; lower it, or give -1 for what fits.",
+            param="truncate_prompt_tokens",
+        )
+    if wanted < 0:
+        wanted = max(1, max_tokens - max(1, max_new or 1))
+    return Cut(wanted, keeps_end=request.truncation_side != "right")
+
+
 class Piece(NamedTuple):
     choice: int  # prompts in their order, and of each its n sequences
     delta: Delta
 
 
 class Generation:
-    def __init__(self, streams: Sequence[Stream], prompts: Sequence[list[int]], n: int) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], prompts: Sequence[list[int]], n: int, spoken: Spoken
+    ) -> None:
         self._streams = streams
+        self._spoken = spoken
         self._n = n
         self._num_prompt_tokens = sum(len(ids) for ids in prompts)
         self._num_new_tokens = 0
@@ -102,7 +129,7 @@ class Generation:
         except BaseException:
             _close(streams)
             raise
-        return cls(streams, prompts, params.n)
+        return cls(streams, prompts, params.n, serving.spoken)
 
     @property
     def request_ids(self) -> list[str]:
@@ -159,6 +186,7 @@ class Generation:
 
     def _count(self, piece: Piece) -> None:
         self._num_new_tokens += 1
+        self._spoken.num_tokens += 1
         prompt, index = divmod(piece.choice, self._n)
         if index == 0:  # the others of the n find what the first has computed
             self._num_cached[prompt] = piece.delta.num_cached_tokens

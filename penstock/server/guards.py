@@ -1,8 +1,8 @@
-"""What stands before the endpoints of a server of ours: the key, and an answer to every fault."""
+"""What stands before the endpoints of a server of ours: known names, the key, and an answer to
+every fault."""
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request
@@ -12,9 +12,10 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.server.errors import ApiError
 from penstock.server.front import Front
+from penstock.server.hosts import HostCheck, Hosts, has_key
 
 
-def guarded_app(description: str) -> FastAPI:
+def guarded_app(description: str, hosts: Hosts, api_key: str | None) -> FastAPI:
     """Without endpoints yet. Whatever goes wrong behind it is answered in OpenAI's envelope."""
     app = FastAPI(
         title="Penstock",
@@ -24,7 +25,8 @@ def guarded_app(description: str) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(Front)
+    app.add_middleware(HostCheck, hosts=hosts, api_key=api_key)
+    app.add_middleware(Front)  # added last: the outermost
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     return app
@@ -34,11 +36,7 @@ def key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
     """A dependency: 401 for whoever lacks the key, where there is one."""
 
     async def check(request: Request) -> None:
-        if api_key is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
-        if scheme.lower() != "bearer" or not is_right:
+        if api_key is not None and not has_key(request.headers, api_key):
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY.",

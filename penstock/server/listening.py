@@ -53,11 +53,11 @@ def url_of(listener: socket.socket) -> str:
 class Listener(uvicorn.Server):
     """Answers on a socket until `finish`, from within the running loop."""
 
-    def __init__(self, app: Any, bound: socket.socket, *, access_log: bool = False) -> None:
+    def __init__(self, app: Any, bound: socket.socket) -> None:
         config = uvicorn.Config(
             app,
             log_config=None,
-            access_log=access_log,
+            access_log=False,  # ours says more: see access
             lifespan="off",
             ws="none",
             server_header=False,

@@ -45,6 +45,7 @@ def load_serving(
     tell: Callable[[str], None],
     recorder: Recorder | None = None,
     tracer: Tracer | None = None,
+    chat_template: str | None = None,
 ) -> Serving:
     """Open the engine and start it.
 
@@ -70,7 +71,7 @@ def load_serving(
             "--kv-offloading-size, or choose a smaller model."
         ) from error
     try:
-        prompts = Prompts(engine.loaded.tokenizer, engine.loaded.max_tokens)
+        prompts = Prompts(engine.loaded.tokenizer, engine.loaded.max_tokens, chat_template)
         names = names or (default_name(options.model),)
         if recorder is not None:
             recorder.begin(engine.block_tokens, names[0], _settings(engine, options))

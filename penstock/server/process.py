@@ -17,14 +17,15 @@ from typing import Any
 from penstock.server.app import AppSettings, make_app
 from penstock.server.backend import Backend, Serving
 from penstock.server.dashboard import watch_backend
+from penstock.server.hosts import Hosts, listens_on_loopback
 from penstock.server.listening import Listener, Stop, first
+from penstock.server.pace import Pace
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
     app: AppSettings = field(default_factory=AppSettings)
     grace_seconds: float = 30.0
-    access_log: bool = False
 
 
 class Process:
@@ -38,7 +39,12 @@ class Process:
         settings: ProcessSettings,
         on_ready: Callable[[Serving], None] = lambda _: None,
     ) -> None:
-        """`load` runs on a thread of its own, and what it raises ends `run`."""
+        """`load` runs on a thread of its own, and what it raises ends `run`.
+
+        Raises ConfigError for an allowed host that can be none.
+        """
+        beyond_loopback = not listens_on_loopback(listener)
+        self._hosts = Hosts(settings.app.allowed_hosts, beyond_loopback=beyond_loopback)
         self._listener = listener
         self._backend = backend
         self._load = load
@@ -55,8 +61,10 @@ class Process:
         stopping = self._stop.wait()
         watch = watch_backend(self._backend)
         watch.start()
-        app = make_app(self._backend, self._settings.app, watch)
-        server = Listener(app, self._listener, access_log=self._settings.access_log)
+        pace = Pace(self._backend)
+        pace.start()
+        app = make_app(self._backend, self._settings.app, watch, self._hosts)
+        server = Listener(app, self._listener)
         loading = self._start_loading()
         try:
             await first(loading, stopping, server.task)
@@ -67,6 +75,7 @@ class Process:
         finally:
             stopping.cancel()
             await watch.close()
+            await pace.close()
             await server.finish()
 
     async def _serve(

@@ -4,41 +4,83 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from penstock.errors import ConfigError
 from penstock.server.errors import ApiError
 
 _Result = TypeVar("_Result")
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is kept of a prompt that is too long: its first tokens, or its last."""
+
+    max_tokens: int
+    keeps_end: bool = True
+
+    def of(self, ids: list[int]) -> list[int]:
+        if len(ids) <= self.max_tokens:
+            return ids
+        return ids[len(ids) - self.max_tokens :] if self.keeps_end else ids[: self.max_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    """How a conversation becomes text, in vLLM's words."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Prompts:
     """Works on a thread of its own, one prompt at a time, so that a long one delays no answer."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int) -> None:
+    def __init__(self, tokenizer: Any, max_tokens: int, chat_template: str | None = None) -> None:
+        """Raises ConfigError for a chat template that cannot be one."""
         # The engine's thread decodes with the original: changing its state here could break that.
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
+        if chat_template is not None:
+            self._tokenizer.chat_template = chat_template
+            self._check_template()
         longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._max_chars = max_tokens * longest
         self._thread = ThreadPoolExecutor(1, "penstock-prompts")
         self.token_text = lru_cache(1 << 16)(self._token_text)
 
-    async def encode(self, text: str) -> list[int]:
-        """A prompt's ids, with the special tokens that the tokenizer puts before a text."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, cut: Cut | None = None
+    ) -> list[int]:
+        """A prompt's ids, by default with what the tokenizer puts before a text."""
         if not text:
             raise ApiError(400, "the prompt is empty; expected some text.", param="prompt")
-        return await self._run(lambda: self._ids(text, add_special_tokens=True))
+        return await self._run(lambda: self._ids(text, add_special_tokens, cut))
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        style: ChatStyle | None = None,
+        *,
+        add_special_tokens: bool = False,
+        cut: Cut | None = None,
+    ) -> list[int]:
         """A conversation's ids, up to where the answer begins."""
 
         def render_and_encode() -> list[int]:
-            return self._ids(self._render(messages), add_special_tokens=False)
+            text = self._render(messages, style or ChatStyle())
+            return self._ids(text, add_special_tokens, cut)
 
         return await self._run(render_and_encode)
+
+    async def token_names(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary writes them."""
+        return await self._run(lambda: list(self._tokenizer.convert_ids_to_tokens(list(ids))))
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await self._run(lambda: self._decode(list(ids)))
@@ -49,34 +91,55 @@ class Prompts:
     async def _run(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _ids(self, text: str, add_special_tokens: bool, cut: Cut | None) -> list[int]:
         if len(text) > self._max_chars:  # a bound on what a prompt can cost before it is refused
-            raise ApiError(
-                400,
-                f"the prompt has {len(text)} characters, more than fit in the model's "
-                f"{self._max_tokens} tokens, whatever they are; shorten it.",
-                code="context_length_exceeded",
-            )
+            if cut is None:
+                raise ApiError(
+                    400,
+                    f"This model's maximum context length is {self.max_tokens} tokens. However, "
+                    f"your prompt has {len(text)} characters, more than that many tokens hold, "
+                    "whatever they are. Please reduce the length of the prompt.",
+                    code="context_length_exceeded",
+                )
+            text = text[-self._max_chars :] if cut.keeps_end else text[: self._max_chars]
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         ids: list[int] = encoded["input_ids"]
+        if cut is not None:
+            ids = cut.of(ids)
         if not ids:
             raise ApiError(400, "the prompt is empty; expected at least one token.", param="prompt")
         return ids
 
-    def _render(self, messages: Sequence[dict[str, str]]) -> str:
+    def _check_template(self) -> None:
+        try:
+            self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:
+            # Others may come from what this conversation lacks; that is said when one is asked.
+            if type(error).__name__ == "TemplateSyntaxError":
+                raise ConfigError(
+                    f"--chat-template is no Jinja template ({_first_line(error)}); correct it."
+                ) from None
+
+    def _render(self, messages: Sequence[dict[str, str]], style: ChatStyle) -> str:
         if self._tokenizer.chat_template is None:
             raise ApiError(
                 400, "the model has no chat template; use /v1/completions, and write the prompt."
             )
         try:
             rendered = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
+                list(messages),
+                add_generation_prompt=style.add_generation_prompt,
+                continue_final_message=style.continue_final_message,
+                tokenize=False,
+                **style.template_values,
             )
         except Exception as error:  # a template is a program, and refuses in any way it likes
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise ApiError(
                 400,
-                f"the model's chat template does not take these messages ({reason}); correct them.",
+                "the model's chat template does not take these messages "
+                f"({_first_line(error)}); correct them.",
                 param="messages",
             ) from None
         assert isinstance(rendered, str)  # a list only where several conversations were given
@@ -91,3 +154,7 @@ class Prompts:
         )
         assert isinstance(text, str)
         return text
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from fastapi import Depends, FastAPI
 from penstock import __version__
 from penstock.server.dashboard import data_routes, page_routes
 from penstock.server.guards import guarded_app, key_check
+from penstock.server.hosts import Hosts, listens_on_loopback
 from penstock.server.listening import Listener, Stop, first
 from penstock.server.watching import Watch, Watched
 from penstock.watch.elsewhere import Elsewhere
@@ -35,11 +36,14 @@ class RemoteDashboard:
         server: Elsewhere,
         api_key: str | None = None,
         on_ready: Callable[[], None] = lambda: None,
+        allowed_hosts: Sequence[str] = (),
     ) -> None:
+        """Raises ConfigError for an allowed host that can be none."""
         self._bound = bound
         self._server = server
         self._api_key = api_key
         self._on_ready = on_ready
+        self._hosts = Hosts(allowed_hosts, beyond_loopback=not listens_on_loopback(bound))
         self._stop = Stop()
 
     def stop(self) -> None:
@@ -50,7 +54,7 @@ class RemoteDashboard:
         stopping = self._stop.wait()
         watch = watch_elsewhere(self._server)
         watch.start()
-        listener = Listener(make_dashboard(watch, self._api_key), self._bound)
+        listener = Listener(make_dashboard(watch, self._api_key, self._hosts), self._bound)
         try:
             self._on_ready()
             await first(stopping, listener.task)
@@ -60,8 +64,8 @@ class RemoteDashboard:
             await listener.finish()
 
 
-def make_dashboard(watch: Watch, api_key: str | None) -> FastAPI:
-    app = guarded_app("The dashboard of a server elsewhere.")
+def make_dashboard(watch: Watch, api_key: str | None, hosts: Hosts) -> FastAPI:
+    app = guarded_app("The dashboard of a server elsewhere.", hosts, api_key)
     app.include_router(page_routes())
     app.include_router(data_routes(watch, [Depends(key_check(api_key))]))
     return app

@@ -1,8 +1,11 @@
 """The requests: OpenAI's fields, vLLM's extensions, and what becomes of each.
 
 A field is honoured, or ignored because it changes no answer (`Ignored`), or refused because it
-would change the answer and cannot be honoured (`Refused`). A name nobody knows is refused too: a
-misspelt parameter must not silently be none. Types are strict: "1" is no number, 1 is not true.
+would change the answer and cannot be honoured (`Refused`). A name nobody knows is ignored, as vLLM
+does it, because routers and clients send fields of their own; `unknown` logs it. In objects that
+only Penstock has, a misspelt name is refused. Types are strict: "1" is no number, 1 is not true.
+
+Every list is bounded and fails at its first fault: a body must not cost more than it weighs.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.engine.params import MAX_LOGPROBS
+from penstock.engine.params import MAX_BIASES, MAX_LOGPROBS
 from penstock.errors import ConfigError
 from penstock.hints import (
     ACTIONS,
@@ -34,10 +37,25 @@ from penstock.hints import (
     Hint,
     Hints,
 )
+from penstock.server.bounds import MAX_VALUES
 
 MAX_CHOICES = 128
+MAX_MESSAGES = 1 << 14
+MAX_SALT_CHARS = 1024  # vLLM's
+_MAX_PARTS = 1 << 14
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
+_MAX_ID_DIGITS = 10
+_MAX_TEMPLATE_VALUES = 256
+# What transformers' apply_chat_template takes itself, and what a template finds the chat under.
+RESERVED_TEMPLATE_NAMES = frozenset(
+    (
+        *("conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "self", "kwargs"),
+    )
+)
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -54,7 +72,7 @@ def _unsupported(message: str, param: str | None = None) -> PydanticCustomError:
 
 
 def _refuse_unless_empty(value: object, info: ValidationInfo) -> object:
-    if value is None or value in ("", [], {}, False):
+    if value is None or value is False or value in ("", [], {}):
         return value
     raise _unsupported(f"{info.field_name} is not supported by this server; leave it out.")
 
@@ -66,7 +84,7 @@ def _expected(text: str) -> WrapValidator:
         try:
             return inner(value)
         except ValidationError as error:
-            for detail in error.errors(include_url=False):
+            for detail in error.errors(include_url=False, include_input=False):
                 if detail["type"] == "refused":
                     raise _refused(detail["ctx"]["text"], code=detail["ctx"]["code"]) from None
             raise PydanticCustomError("shape", "expected {text}", {"text": text}) from None
@@ -92,7 +110,7 @@ _Stop = Annotated[
     ),
 ]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_VALUES, fail_fast=True)]
 Prompt = Annotated[
     str
     | _TokenIds
@@ -105,7 +123,32 @@ Prompt = Annotated[
 ]
 
 
+def _check_bias(given: dict[str, float]) -> dict[str, float]:
+    for name in given:
+        if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_ID_DIGITS):
+            raise _refused(
+                f"logit_bias names {name[:40]!r}: expected token ids, as decimal numbers; correct "
+                "it."
+            )
+    return given
+
+
+_Bias = Annotated[
+    dict[str, float],
+    Field(max_length=MAX_BIASES, fail_fast=True),
+    AfterValidator(_check_bias),
+]
+
+
+class _Open(BaseModel):
+    """OpenAI's: others put fields of their own beside ours."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
 class _Strict(BaseModel):
+    """Penstock's own: nobody else sends it, and a misspelt name must not silently be none."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
@@ -136,16 +179,35 @@ if TYPE_CHECKING:
     _Text = str
     _OnEnd = str
     _Action = str
+    _Side = str
 else:
     _Role = _one_of(*_ROLES, advice="there are no tools here")
     _Text = _one_of("text", advice="this model reads and writes text only")
     _OnEnd = _one_of(*ON_END, advice="see docs/hints.md")
     _Action = _one_of(*ACTIONS, advice="see docs/hints.md")
+    _Side = _one_of("left", "right", advice="left keeps the prompt's end, right its beginning")
 
 
-class StreamOptions(_Strict):
+class StreamOptions(_Open):
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
+
+
+def _check_template_values(given: dict[str, Any]) -> dict[str, Any]:
+    reserved = sorted(RESERVED_TEMPLATE_NAMES & set(given))
+    if reserved:
+        raise _refused(
+            f"chat_template_kwargs sets {reserved[0]!r}, which is no variable of the template: "
+            "expected others; leave it out."
+        )
+    return given
+
+
+_TemplateValues = Annotated[
+    dict[str, Any],
+    Field(max_length=_MAX_TEMPLATE_VALUES, fail_fast=True),
+    AfterValidator(_check_template_values),
+]
 
 
 class Residency(_Strict):
@@ -167,7 +229,9 @@ class RequestHints(_Strict):
     session: _Name | None = None
     retain_seconds: _RetainSeconds | None = None
     on_end: _OnEnd = "keep"
-    prefetch: Annotated[list[_Name], Field(max_length=MAX_PREFETCHED_SESSIONS)] | None = None
+    prefetch: (
+        Annotated[list[_Name], Field(max_length=MAX_PREFETCHED_SESSIONS, fail_fast=True)] | None
+    ) = None
 
     @model_validator(mode="after")
     def _check_together(self) -> RequestHints:
@@ -178,14 +242,18 @@ class RequestHints(_Strict):
         return Hints(self.session, self.retain_seconds, self.on_end, self.prefetch or ())
 
 
-class TenantFields(_Strict):
-    """Who asks, where no header says it: see tenants."""
+_Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+
+
+class TenantFields(BaseModel):
+    """Who asks, and who may share: see tenants."""
 
     user: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: _Salt | None = None
 
 
-class GenerationRequest(TenantFields):
+class GenerationRequest(TenantFields, _Open):
     """What chats and completions share."""
 
     model: str | None = None
@@ -201,15 +269,32 @@ class GenerationRequest(TenantFields):
     seed: _Int64 | None = None
     stop: _Stop = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=128, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    logit_bias: _Bias | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    truncation_side: _Side | None = None
+    add_special_tokens: bool | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     kv_residency: Residency | None = None
     penstock: RequestHints | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    logit_bias: Refused = None
+
+    spaces_between_special_tokens: Ignored = None
+    length_penalty: Ignored = None
+
+    use_beam_search: Refused = None
+    allowed_token_ids: Refused = None
+    bad_words: Refused = None
+    prompt_logprobs: Refused = None
+    structured_outputs: Refused = None
+    guided_json: Refused = None
+    guided_regex: Refused = None
+    guided_choice: Refused = None
+    guided_grammar: Refused = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -229,11 +314,11 @@ class TextPart(BaseModel):
     text: str
 
 
-class Message(_Strict):
+class Message(_Open):
     role: _Role
     content: Annotated[
-        str | Annotated[list[TextPart], Field(fail_fast=True)] | None,
-        _expected("a string or a list of parts of type text"),
+        str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None,
+        _expected(f"a string or a list of up to {_MAX_PARTS} parts of type text"),
     ] = None
     name: str | None = None
     refusal: Ignored = None
@@ -254,12 +339,39 @@ class Message(_Strict):
         return plain if self.name is None else {**plain, "name": self.name}
 
 
-class TextFormat(_Strict):
+_Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class TextFormat(_Open):
     type: _Text
 
 
-class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
+class ChatFields(_Open):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: _TemplateValues | None = None
+    chat_template: Refused = None
+    documents: Refused = None
+
+    def _check_style(self, messages: list[Message]) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _refused(
+                "continue_final_message and add_generation_prompt are both true: expected one of "
+                "them, since an answer either goes on or begins; leave the other out.",
+                "continue_final_message",
+            )
+        if self.continue_final_message and messages[-1].role != "assistant":
+            raise _refused(
+                "continue_final_message is true and the last message is not the assistant's: "
+                "expected the beginning of its answer there; add it, or leave the field out.",
+                "continue_final_message",
+            )
+
+
+class ChatRequest(GenerationRequest, ChatFields):
+    messages: _Messages
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -275,7 +387,7 @@ class ChatRequest(GenerationRequest):
 
     audio: Refused = None
     functions: Refused = None
-    modalities: list[_Text] | None = None
+    modalities: Annotated[list[_Text], Field(max_length=16, fail_fast=True)] | None = None
     moderation: Refused = None
     reasoning_effort: Refused = None
     response_format: TextFormat | None = None
@@ -287,6 +399,7 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
+        self._check_style(self.messages)
         if self.tools and self.tool_choice != "none":
             raise _unsupported(
                 'tools are not supported; leave them out, or set tool_choice to "none".', "tools"
@@ -327,14 +440,14 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class HintRequest(TenantFields):
+class HintRequest(TenantFields, _Strict):
     """A hint between requests: for a session, or for the prefix that a prompt makes."""
 
     model: str | None = None
     action: _Action
     session: _Name | None = None
     prompt: Annotated[str | _TokenIds, _expected("a string or a list of token ids")] | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: _Messages | None = None
     retain_seconds: _RetainSeconds | None = None
 
     @model_validator(mode="after")
@@ -351,3 +464,31 @@ class HintRequest(TenantFields):
 
     def plain(self) -> Hint:
         return Hint(self.action, self.session, self.retain_seconds)
+
+
+class TokenizeRequest(ChatFields):
+    """vLLM's /tokenize: of a text, or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: _Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise _refused(
+                "expected prompt or messages, and not both: one of them is made into tokens.",
+                "prompt",
+            )
+        if self.messages is not None:
+            self._check_style(self.messages)
+        return self
+
+
+class DetokenizeRequest(_Open):
+    """vLLM's /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[_TokenId], Field(max_length=MAX_VALUES, fail_fast=True)]

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.server.access import access_of
 from penstock.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
@@ -61,6 +62,8 @@ class ByteStream(Response):
         try:
             await unless_gone(receive, self._write(send))
         except ClientGone:
+            if (access := access_of(scope)) is not None:
+                access.is_gone = True
             return
         finally:
             self._close()

@@ -1,12 +1,15 @@
 """Whose cache a request may find. Two tenants never share a block, and so learn nothing of each
 other from what is cached and what is not.
 
-The first of these that is given names the tenant: the header X-Penstock-Tenant, which a gateway
-can set for all its clients, the field prompt_cache_key, the field user. The same name from two
-places is two tenants, so that no client takes the place of one that a gateway has named.
+A tenant is named by the header X-Penstock-Tenant, which a gateway can set for all its clients, or,
+where the operator says so, by the field `user`. The same name from two places is two tenants, so
+that no client takes the place of one that a gateway has named. `cache_salt` divides a tenant
+further. `prompt_cache_key` names no tenant: it is there to find more, not less.
 """
 
 from __future__ import annotations
+
+from enum import StrEnum
 
 from starlette.requests import Request
 
@@ -17,20 +20,33 @@ HEADER = "X-Penstock-Tenant"
 MAX_CHARS = 256
 
 
-def tenant_of(request: Request, body: TenantFields) -> str:
+class TenantSource(StrEnum):
+    """What may name a tenant."""
+
+    HEADER = "header"
+    USER = "user"  # the header, or else the field `user`
+
+
+def tenant_of(
+    request: Request, body: TenantFields, source: TenantSource = TenantSource.HEADER
+) -> str:
     """The salt of the request's keys; "" is the tenant of all who give no name."""
-    for source, name in (
-        (HEADER, request.headers.get(HEADER)),
-        ("prompt_cache_key", body.prompt_cache_key),
-        ("user", body.user),
-    ):
-        if not name:
-            continue
-        if len(name) > MAX_CHARS:
-            raise ApiError(
-                400,
-                f"{source} has {len(name)} characters: expected at most {MAX_CHARS}; shorten it.",
-                param=source,
-            )
-        return f"{source}:{name}"
-    return ""
+    tenant = _name(HEADER, request.headers.get(HEADER))
+    if not tenant and source is TenantSource.USER:
+        tenant = _name("user", body.user)
+    if body.cache_salt is None:
+        return tenant
+    # The length keeps a name that ends like a salt apart from one that has it.
+    return f"{len(tenant)}:{tenant} cache_salt:{body.cache_salt}"
+
+
+def _name(source: str, name: str | None) -> str:
+    if not name:
+        return ""
+    if len(name) > MAX_CHARS:
+        raise ApiError(
+            400,
+            f"{source} has {len(name)} characters: expected at most {MAX_CHARS}; shorten it.",
+            param=source,
+        )
+    return f"{source}:{name}"

@@ -32,7 +32,7 @@ def load(server: Local) -> Iterator[None]:
                 # By turns one that is known, and one that is new: something is always saved.
                 name = turn if turn % 2 else turn % 10
                 text = f"{name} {number} " + "the river and the gate " * 30
-                body = {"prompt": text, "max_tokens": 8, "user": f"user {number}"}
+                body = {"prompt": text, "max_tokens": 8, "cache_salt": f"user {number}"}
                 client.post("/v1/completions", json=body)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
@@ -169,7 +169,7 @@ def test_a_chat_can_be_stopped(model: Path, pages: Pages) -> None:
 
 def test_what_is_said_is_never_markup(server: Local, pages: Pages) -> None:
     with server.client() as client:  # an id may hold little, and a name anything
-        body = {"prompt": HOSTILE, "max_tokens": 2, "user": HOSTILE}
+        body = {"prompt": HOSTILE, "max_tokens": 2, "cache_salt": HOSTILE}
         client.post("/v1/completions", json=body, headers={"X-Request-Id": HOSTILE})
     page = pages(server.url)
     is_serving(page)

@@ -222,6 +222,16 @@ def test_the_numbers_want_the_key_and_the_page_does_not(start: Start, stand: Sta
         assert "s3cret" not in dashboard.end()[1]
 
 
+def test_a_page_whose_name_leads_here_is_refused(start: Start, stand: Stand) -> None:
+    dashboard = start(stand.url, "--allowed-host", "board.example")
+    with dashboard.client() as client:
+        for path in ("/", STATE, LIVE, "/openapi.json"):
+            answer = client.get(path, headers={"Host": "evil.example"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
+        assert client.get(STATE, headers={"Host": "board.example:8100"}).status_code == 200
+    dashboard.end()
+
+
 def test_whoever_listens_to_all_without_a_key_is_warned(start: Start, stand: Stand) -> None:
     warning = "everybody who reaches http://0.0.0.0:"
     assert warning in start(stand.url, "--host", "0.0.0.0").end()[1]
@@ -238,6 +248,7 @@ def test_whoever_listens_to_all_without_a_key_is_warned(start: Start, stand: Sta
         (["--metrics", "http://h", "--port", "70000"], "--port"),
         (["--metrics", "http://h", "--host", "no.such.host.invalid"], "has no address"),
         (["--metrics", "http://h", "--api-key", ""], "API key is empty"),
+        (["--metrics", "http://h", "--allowed-host", "a/b"], "--allowed-host is 'a/b'"),
     ],
 )
 def test_what_cannot_be(run: Run, argv: list[str], words: str) -> None:

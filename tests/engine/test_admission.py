@@ -16,7 +16,7 @@ def test_what_the_device_cannot_hold_is_refused_with_the_numbers() -> None:
     book = admission()
     book.check(100, 60, num_waiting=0)
     with pytest.raises(
-        TooLong, match=r"needs 11 blocks of 16 tokens .*101 tokens.*add 60.*10 \(160"
+        TooLong, match=r"is 160 tokens here.* 10 blocks of 16\..*161 tokens \(101 .*60 .*11 blocks"
     ):
         book.check(101, 60, num_waiting=0)
 

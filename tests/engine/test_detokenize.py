@@ -204,6 +204,15 @@ def test_the_start_of_a_stop_string_is_held_until_decided(
     assert stopped_by is None
 
 
+def test_a_stop_string_that_is_shown_ends_the_text_and_holds_nothing_back(
+    tokenizer: Any, bytes_of: dict[int, int]
+) -> None:
+    ids = [bytes_of[byte] for byte in b"aENxEND!"]
+    found, stopped_by = pieces(tokenizer, ids, stop="END", include_stop_str_in_output=True)
+    assert found == ["a", "E", "N", "x", "E", "N", "D", "", ""]
+    assert stopped_by == "END"
+
+
 def test_a_stop_string_inside_the_flush_still_cuts(tokenizer: Any) -> None:
     ids = [*tokenizer.encode("ok"), *tokenizer.encode("😀")[:1]]
     found, stopped_by = pieces(tokenizer, ids, stop="\ufffd")

@@ -30,6 +30,8 @@ def test_defaults_are_those_of_vllm() -> None:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "skip_special_tokens": True,
+        "include_stop_str_in_output": False,
+        "logit_bias": (),
     }
 
 
@@ -73,6 +75,15 @@ def test_defaults_are_those_of_vllm() -> None:
         {"logprobs": True},
         {"ignore_eos": 1},
         {"skip_special_tokens": None},
+        {"include_stop_str_in_output": 1},
+        {"logit_bias": [5]},
+        {"logit_bias": {"5": 1}},
+        {"logit_bias": {-1: 1}},
+        {"logit_bias": {True: 1}},
+        {"logit_bias": {5: "1"}},
+        {"logit_bias": {5: math.nan}},
+        {"logit_bias": {5: True}},
+        {"logit_bias": dict.fromkeys(range(1025), 1)},
         {"repetition_penalty": 0.0},
         {"repetition_penalty": math.nan},
         {"presence_penalty": 2.1},
@@ -124,3 +135,10 @@ def test_seed_minus_one_is_none() -> None:
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_biases_are_bounded_as_in_vllm() -> None:
+    params = SamplingParams(logit_bias={9: 1e9, 3: -math.inf, 4: 0.5})
+    assert params.biases == ((3, -100.0), (4, 0.5), (9, 100.0))
+    assert dataclasses.replace(params, n=2).biases == params.biases
+    assert hash(params)

@@ -205,6 +205,27 @@ def test_presence_counts_once_frequency_each_time_and_neither_the_prompt() -> No
     assert sample(logits, [Row(once, None, [0, 0])])[0].token_id == 0
 
 
+def test_a_bias_is_added_before_penalties() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+
+    def chosen(prior: list[int] | None = None, **wishes: Any) -> int:
+        params = SamplingParams(temperature=0, **wishes)
+        return sample(logits, [Row(GREEDY), Row(params, None, prior or [])])[1].token_id
+
+    logits = logits.repeat(2, 1)
+    assert chosen(logit_bias={1: 0.9}) == 0
+    assert chosen(logit_bias={1: 1.1}) == 1
+    assert chosen(logit_bias={0: -100, 1: -100}) == 2
+    # 3 times 0.5 is 1.5, less than 2; were the penalty first, 0.5 and 2 would make 2.5.
+    assert chosen([1], logit_bias={1: 2}, repetition_penalty=2) == 0
+    row = Row(SamplingParams(logit_bias={2: 100}), make_generator(1))
+    assert stream(logits[:1], row, 50) == [2] * 50
+    params = SamplingParams(temperature=0, logit_bias={2: 100}, logprobs=0)
+    plain = SamplingParams(temperature=0, logprobs=3)
+    biased, free = sample(logits, [Row(params), Row(plain)])
+    assert biased.logprob == pytest.approx(dict(free.top)[2])
+
+
 def test_banned_tokens_never_come() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     assert sample(logits, [Row(GREEDY, banned_ids=[0])])[0].token_id == 1

@@ -87,6 +87,7 @@ class Local:
         grace_seconds: float = 10.0,
         names: tuple[str, ...] = ("tiny",),
         port: int = 0,
+        chat_template: str | None = None,
         **options: Any,
     ) -> None:
         self.metrics = Metrics()
@@ -113,6 +114,7 @@ class Local:
                 observers=self.backend.observers,
                 names=names,
                 tell=self.told.append,
+                chat_template=chat_template,
             )
 
         def note(serving: Serving) -> None:

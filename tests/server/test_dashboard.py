@@ -153,9 +153,9 @@ class TestNumbers:
         assert answer.headers["content-type"] == "application/json"
 
     def test_names_and_texts_stay_out(self, client: Client) -> None:
-        ask(client, SECRET, user="alice@example.org")
-        ask(client, SECRET, user="alice@example.org")
-        ask(client, SECRET, user="bob@example.org")
+        ask(client, SECRET, cache_salt="alice@example.org")
+        ask(client, SECRET, cache_salt="alice@example.org")
+        ask(client, SECRET, cache_salt="bob@example.org")
         found = events(client, 3)
         everything = json.dumps(found) + client.get("/v1/penstock/state").text
         for hidden in (SECRET, "reservoir", "alice", "bob", "example.org"):
@@ -168,7 +168,7 @@ class TestNumbers:
     def test_who_is_in_the_engine(self, local: Callable[..., Local]) -> None:
         server = local().slow_down()
         with server.client() as client:
-            body = {"prompt": "One two", "max_tokens": 200, "ignore_eos": True, "user": "me"}
+            body = {"prompt": "One two", "max_tokens": 200, "ignore_eos": True, "cache_salt": "me"}
             headers = {"X-Request-Id": "long"}
             waiting = threading.Thread(
                 target=lambda: client.post("/v1/completions", json=body, headers=headers)

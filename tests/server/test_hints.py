@@ -102,9 +102,9 @@ def test_a_prefix_is_named_by_its_prompt_or_by_its_messages(asking: Client) -> N
 
 
 def test_tenants_do_not_reach_each_other(asking: Client) -> None:
-    ask(asking, user="a", penstock={"session": "s", "retain_seconds": 600})
+    ask(asking, cache_salt="a", penstock={"session": "s", "retain_seconds": 600})
     wait_until(lambda: asking.metric("penstock_retained_blocks") >= 10, "it is retained")
-    for other in ({}, {"user": "b"}, {"prompt_cache_key": "a"}):
+    for other in ({}, {"cache_salt": "b"}, {"user": "a"}, {"prompt_cache_key": "a"}):
         for action in ("release", "demote", "prefetch"):
             assert hint(asking, action, session="s", **other) == 0
             assert hint(asking, action, prompt=STORY, **other) == 0
@@ -112,7 +112,7 @@ def test_tenants_do_not_reach_each_other(asking: Client) -> None:
     answer = asking.post(HINTS, json={"action": "release", "session": "s"}, headers=header)
     assert answer.json()["blocks"] == 0
     assert asking.metric("penstock_retained_blocks") >= 10
-    assert hint(asking, "release", session="s", user="a") >= 10
+    assert hint(asking, "release", session="s", cache_salt="a") >= 10
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_wrong_hints_are_refused(client: Client, hints: Any, param: str) -> None
         {"action": "release", "messages": []},
         {"action": "release", "messages": [{"role": "nobody", "content": "x"}]},
         {"action": "release", "session": "s", "when": "now"},
-        {"action": "release", "session": "s", "user": "x" * 257},
+        {"action": "release", "session": "s", "cache_salt": "x" * 1025},
     ],
     ids=str,
 )

@@ -154,11 +154,8 @@ def test_errors_are_the_clients_own(ai: openai.OpenAI, served: Spawned) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         ai.completions.create(prompt=[5] * 9000, model=MODEL)
     assert long.value.code == "context_length_exceeded"
+    assert "maximum context length is 8192 tokens. However, you requested" in long.value.message
     assert "9000" in long.value.message
-    assert "8191" in long.value.message
-    with pytest.raises(openai.BadRequestError) as unknown:
-        ai.chat.completions.create(messages=QUESTION, model=MODEL, extra_body={"topp": 1})
-    assert "did you mean top_p?" in unknown.value.message
     with pytest.raises(openai.NotFoundError) as missing:
         ai.chat.completions.create(messages=QUESTION, model="gpt-5")
     assert missing.value.code == "model_not_found"

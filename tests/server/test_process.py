@@ -141,8 +141,8 @@ def test_an_upload_that_never_ends_does_not_keep_it(local: Callable[..., Local])
     address = server.url.removeprefix("http://").split(":")
     with socket.create_connection((address[0], int(address[1])), TIMEOUT_SECONDS) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 100\r\n\r\n{"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
         with server.client() as client:
             client.check_serves()
@@ -181,7 +181,7 @@ def test_a_failure_of_ours_is_an_envelope_and_keeps_prompts_out_of_the_log(
     server = local()
     assert server.serving is not None
 
-    async def fail(text: str) -> list[int]:
+    async def fail(text: str, **_: object) -> list[int]:
         raise RuntimeError(text)
 
     with server.client() as client:

@@ -45,7 +45,7 @@ def test_real_requests_are_recorded(spawn: Callable[..., Spawned], tmp_path: Pat
     with server.client() as client:
         answers = [ask(client, STORY), ask(client, STORY)]
         text = STORY + answers[0]["choices"][0]["text"] + " And then it went on to say more."
-        answers += [ask(client, text), ask(client, STORY, user="secret-name")]
+        answers += [ask(client, text), ask(client, STORY, cache_salt="secret-name")]
         wait_until(lambda: num_lines(path) == 5, "the lines are written while it serves")
     assert server.end() == 0
 
@@ -78,7 +78,7 @@ def test_real_requests_are_recorded(spawn: Callable[..., Spawned], tmp_path: Pat
     assert (first.request.session == "") != (other.request.session == "")
     assert read_trace(path) == record.trace
     written = path.read_text()
-    for secret in ("penstock carries", "turbine", "secret-name", "user:", str(tmp_path)):
+    for secret in ("penstock carries", "turbine", "secret-name", "cache_salt", str(tmp_path)):
         assert secret not in written
     assert path.stat().st_mode & 0o077 == 0
 

@@ -113,20 +113,37 @@ def test_bodies_that_are_no_request(client: Client, path: str, content: bytes) -
         ({"stop": 5}, "stop"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": MAX_TOKENS}, "truncate_prompt_tokens"),
+        ({"truncation_side": "middle"}, "truncation_side"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 1025}, "cache_salt"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"bad_words": ["a"]}, "bad_words"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"penstock": {"sesion": "a"}}, "penstock.sesion"),
+        ({"kv_residency": {"never": True}}, "kv_residency.never"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"repetition_penalty": 5e-324}, "repetition_penalty"),
         ({"priority": 1.5}, "priority"),
         ({"user": 5}, "user"),
-        ({"user": "x" * 257}, "user"),
-        ({"prompt_cache_key": "x" * 257}, "prompt_cache_key"),
+        ({"prompt_cache_key": 5}, "prompt_cache_key"),
         ({"model": 5}, "model"),
     ],
     ids=str,
@@ -145,7 +162,6 @@ def test_fields_that_are_wrong_are_named(client: Client, body: dict[str, Any], p
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "wizard"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "tools"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
-        ({"messages": [{"role": "user", "contnet": "x"}]}, "messages[0].contnet", "mean content?"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content",
@@ -166,7 +182,16 @@ def test_fields_that_are_wrong_are_named(client: Client, body: dict[str, Any], p
         ({"logprobs": 2}, "logprobs", "boolean"),
         ({"max_completion_tokens": 2}, "max_tokens", "differ"),
         ({"min_tokens": 3}, None, "max_tokens"),
-        ({"temprature": 0}, "temprature", "did you mean temperature?"),
+        ({"messages": HELLO * 16385}, "messages", "at most 16384"),
+        ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "no variable"),
+        ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs", "object"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "both true",
+        ),
+        ({"continue_final_message": True}, "continue_final_message", "not the assistant's"),
     ],
     ids=str,
 )
@@ -188,6 +213,10 @@ def test_wrong_chats_are_explained(
         {"messages": [*HELLO, {"role": "assistant", "content": None, "refusal": None}, *HELLO]},
         {"max_completion_tokens": 1},
         {"n": None, "temperature": None, "stop": None, "stream_options": None},
+        {"user": "x" * 1000, "prompt_cache_key": "x" * 1000},
+        {"guided_json": None, "use_beam_search": False, "bad_words": [], "echo": False},
+        {"messages": [{"role": "user", "content": "x", "contnet": "x", "id": {"a": [1]}}]},
+        {"stream_options": {"usage": 1}, "stream": True},
     ],
     ids=str,
 )
@@ -207,18 +236,27 @@ def test_an_empty_prompt(client: Client, prompt: Any) -> None:
 def test_a_prompt_longer_than_the_model(client: Client) -> None:
     error = refuse(client, prompt=[100] * 2 * MAX_TOKENS)
     assert error["code"] == "context_length_exceeded"
-    assert str(MAX_TOKENS - 1) in error["message"]
-    assert str(2 * MAX_TOKENS) in error["message"]
+    # As OpenAI says it: clients look for these words, and for the numbers in their places.
+    assert error["message"].startswith(
+        f"This model's maximum context length is {MAX_TOKENS} tokens. However, you requested "
+        f"{2 * MAX_TOKENS + 1} tokens ({2 * MAX_TOKENS} in the prompt, "
+    )
 
 
 def test_a_prompt_longer_than_is_worth_reading(client: Client) -> None:
     error = refuse(client, prompt="word " * 2_000_000)
     assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(
+        f"This model's maximum context length is {MAX_TOKENS} tokens. However, "
+    )
     assert "10000000 characters" in error["message"]
 
 
 def test_token_ids_that_the_model_does_not_have(client: Client) -> None:
     assert "49151" in refuse(client, prompt=[10**6])["message"]
+    assert "49151" in refuse(client, logit_bias={"49152": 1})["message"]
+    error = error_of(client.post("/detokenize", json={"tokens": [49152]}), 400)
+    assert (error["param"], "49151" in error["message"]) == ("tokens", True)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -329,7 +367,8 @@ def test_a_body_of_just_the_size(small: Client) -> None:
 def test_a_body_that_ends_early(server: Local, declared: bytes) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += b"Content-Type: application/json\r\n"
         connection.sendall(head + declared + b'\r\n\r\n5\r\n{"pro')
 
 
@@ -343,13 +382,14 @@ def test_the_key(local: Callable[..., Local]) -> None:
     with server.client() as client:
         for headers in wrong:
             encoded = {name: value.encode() for name, value in headers.items()}
-            for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("POST", COMPLETIONS)):
+            posts = (CHAT, COMPLETIONS, "/tokenize", "/detokenize")
+            for method, path in (("GET", "/v1/models"), *(("POST", path) for path in posts)):
                 response = client.request(method, path, headers=encoded, content=b"{}")
                 assert error_of(response, 401)["code"] == "invalid_api_key"
         for value in ("Bearer s3cret-é", "bearer  s3cret-é"):
             right = {"Authorization": value.encode()}
             assert client.get("/v1/models", headers=right).status_code == 200
-        for path in ("/health", "/ready", "/metrics", "/openapi.json"):
+        for path in ("/health", "/ready", "/ping", "/version", "/metrics", "/openapi.json"):
             assert client.get(path).status_code == 200
 
 

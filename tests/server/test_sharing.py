@@ -12,6 +12,9 @@ import openai
 import pytest
 from server.running import Client, Local, wait_until
 
+from penstock.server.app import AppSettings
+from penstock.server.tenants import TenantSource
+
 STORY = "A penstock carries water from the reservoir to the turbine. " * 4
 LONG = {"prompt": "Once", "max_tokens": 400, "n": 4}
 
@@ -33,19 +36,37 @@ def test_tenants_see_nothing_of_each_other(local: Callable[..., Local]) -> None:
             {},
             {"headers": header("a")},
             {"headers": header("b")},
-            {"prompt_cache_key": "a"},
-            {"user": "a"},
-            {"user": "b"},
             {"headers": header("caf\u00e9")},
+            {"cache_salt": "a"},
+            {"cache_salt": "b"},
+            {"headers": header("a"), "cache_salt": "a"},
+            {"headers": header("cache_salt:a")},
         ]
         assert [cached(client, **tenant) for tenant in tenants] == [0] * len(tenants)
         assert all(cached(client, **tenant) >= 32 for tenant in tenants)
-        # The header goes before the fields, and prompt_cache_key before user.
-        assert cached(client, header("a"), prompt_cache_key="new", user="new") >= 32
-        assert cached(client, prompt_cache_key="a", user="new") >= 32
-        assert cached(client, header(""), user="a") >= 32
+        assert cached(client, header(""), cache_salt="a") >= 32
+        # A gateway names the user of each request, and templates are shared all the same.
+        for name in ("alice", "bob"):
+            assert cached(client, user=name) >= 32
+            assert cached(client, prompt_cache_key=name) >= 32
+            assert cached(client, header("a"), prompt_cache_key=name, user=name) >= 32
         too_long = client.post("/v1/completions", json={"prompt": "x"}, headers=header("x" * 257))
         assert too_long.status_code == 400
+
+
+def test_an_operator_may_have_users_kept_apart(local: Callable[..., Local]) -> None:
+    server = local(settings=AppSettings(tenant_from=TenantSource.USER))
+    with server.client() as client:
+        tenants: list[dict[str, Any]] = [{}, {"user": "a"}, {"user": "b"}]
+        tenants.append({"headers": {"X-Penstock-Tenant": b"a"}})
+        assert [cached(client, **tenant) for tenant in tenants] == [0] * len(tenants)
+        assert all(cached(client, **tenant) >= 32 for tenant in tenants)
+        # The header goes before the field, and prompt_cache_key changes nothing.
+        assert cached(client, {"X-Penstock-Tenant": b"a"}, user="new") >= 32
+        assert cached(client, user="a", prompt_cache_key="new") >= 32
+        too_long = client.post("/v1/completions", json={"prompt": "x", "user": "x" * 257})
+        assert too_long.status_code == 400
+        assert too_long.json()["error"]["param"] == "user"
 
 
 @pytest.fixture
@@ -126,7 +147,7 @@ def _send_and_leave(server: Local, path: str, content: bytes, client: Client) ->
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content)}\r\n\r\n"
         )
         connection.sendall(head.encode() + content)

@@ -105,8 +105,12 @@ def test_a_request_with_a_caller(ai: openai.OpenAI, collector: Collecting) -> No
     before = time.time_ns()
     answer = ai.completions.create(
         prompt=STORY,
-        user=TENANT,
-        extra_headers={**parent(), "tracestate": "vendor=7", "X-Request-Id": "with-a-caller"},
+        extra_headers={
+            **parent(),
+            "tracestate": "vendor=7",
+            "X-Request-Id": "with-a-caller",
+            "X-Penstock-Tenant": TENANT,
+        },
         **GREEDY,
     )
     after = time.time_ns()

@@ -1,0 +1,68 @@
+"""Fields nobody knows: ignored, as vLLM does it, and logged once each.
+
+Routers and clients send fields of their own, and a server that refuses them serves nobody. Who has
+misspelt one finds it in the log, with the nearest name there is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+log = logging.getLogger("penstock.server")
+
+_MAX_REMEMBERED = 256  # fields; then nothing more is said, whatever is sent
+_MAX_NAME_CHARS = 80
+
+
+class UnknownFields:
+    """Remembers what has been logged."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def note(self, body: BaseModel) -> None:
+        """Log the body's unknown fields that no request has had before, in one line."""
+        if len(self._told) >= _MAX_REMEMBERED:
+            return
+        known: list[str] = []
+        new: dict[str, str] = {}
+        for path in unknown_fields(body):
+            if path in self._told:
+                continue
+            self._told.add(path)
+            known = known or list(field_names(type(body)))
+            close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
+            # As Python writes it: a name may hold line breaks, to look like lines of the log.
+            new[path] = ascii(path)[1:-1] + (f" (did you mean {close[0]}?)" if close else "")
+            if len(self._told) >= _MAX_REMEMBERED:
+                break
+        if new:
+            log.info("ignored fields that this server does not know: %s", ", ".join(new.values()))
+
+
+def unknown_fields(model: BaseModel, path: str = "") -> Iterator[str]:
+    """Their paths, without numbers: messages.contnet."""
+    for name in model.model_extra or ():
+        yield f"{path}{name[:_MAX_NAME_CHARS]}"
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        inner = value if isinstance(value, list) else [value]
+        if inner and isinstance(inner[0], BaseModel):
+            for each in inner:
+                yield from unknown_fields(each, f"{path}{name}.")
+
+
+def field_names(model: Any) -> Iterator[str]:
+    """Of the model and of all models inside it."""
+    for name, field in getattr(model, "model_fields", {}).items():
+        yield name
+        pending = [field.annotation]
+        while pending:
+            kind = pending.pop()
+            pending.extend(get_args(kind))
+            yield from field_names(kind)
