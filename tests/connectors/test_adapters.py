@@ -105,7 +105,7 @@ def remove(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite, overwrite_in_its_time, swap, remove])
-@pytest.mark.parametrize("started", [LATER, BEFORE])
+@pytest.mark.parametrize("started", [LATER, BEFORE], ids=["later", "before"])
 def test_an_adapter_whose_files_change_has_no_name_any_more(
     adapter: Path, started: float, change: Callable[[Path], None]
 ) -> None:
