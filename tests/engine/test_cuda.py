@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,8 +40,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = save_model(str(tmp_path_factory.mktemp("model")))
+    return load_model(folder, dtype=request.param, device="cuda")
+
+
+def save_model(folder: str) -> str:
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -54,7 +60,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
-    return load_model(str(folder), dtype=request.param, device="cuda")
+    return folder
 
 
 def make(
@@ -404,3 +410,83 @@ def test_dram_that_cannot_be_pinned_is_refused_with_a_sentence(
 def test_a_pool_larger_than_the_gpu_is_refused_with_a_sentence(loaded: LoadedModel) -> None:
     with pytest.raises(ConfigError, match="device pool"):
         make(loaded, 1 << 27)
+
+
+# A step that fails.
+
+
+@pytest.mark.parametrize("place", ["run", "wait", "post"])
+@pytest.mark.parametrize("at", [2, 9])
+def test_after_a_step_that_failed_the_tokens_are_those_of_a_fresh_engine(
+    loaded: LoadedModel, tmp_path: Path, place: str, at: int
+) -> None:
+    if loaded.dtype is torch.bfloat16:
+        pytest.skip("what is left of a prompt is computed in other batches: in bf16 logits tie")
+    whole = make(loaded, 256)
+    wanted = run(whole, one_by_one=True)
+    whole.close()
+    tiers = Config(
+        host=HostConfig(size_bytes=2 * MiB, huge_pages=False),
+        disk=DiskConfig(path=str(tmp_path / "kv"), size_bytes=64 * MiB),
+    )
+    engine = make(loaded, 24, tiers)
+    real, num_calls = getattr(engine.runner, place), 0
+
+    def broken(*args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == at:
+            raise RuntimeError("injected")
+        return real(*args, **options)
+
+    setattr(engine.runner, place, broken)
+    requests = [engine.add(f"first {n}", ids, GREEDY) for n, ids in enumerate(prompts())]
+    while engine.has_work:
+        engine.step()
+    failed = {request.id for request, _ in engine.take_failed()}
+    assert num_calls >= at
+    assert failed
+    for request, tokens in zip(requests, wanted, strict=True):
+        assert request.id in failed or request.output_ids == tokens
+    assert run(engine, one_by_one=True) == wanted
+    engine.close()
+
+
+_DEVICE_ASSERT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from engine import test_cuda as cuda
+from penstock.engine.faults import EngineLost
+
+folder = cuda.save_model(sys.argv[2])
+engine = cuda.make(cuda.load_model(folder, dtype="float32", device="cuda"), 64)
+real = engine.runner.run
+
+def broken(*args, **options):
+    torch.zeros(4, device="cuda")[torch.tensor([10], device="cuda")]
+    return real(*args, **options)
+
+engine.runner.run = broken
+engine.add("a", cuda.prompts()[0], cuda.GREEDY)
+try:
+    for _ in range(20):
+        engine.step()
+except EngineLost as lost:
+    print("lost:", lost)
+    sys.stdout.flush()
+    import os
+    os._exit(70)
+"""
+
+
+def test_a_device_side_assert_is_said_and_not_waited_for(tmp_path: Path) -> None:
+    """CUDA cannot be used again in that process: a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DEVICE_ASSERT, str(Path(__file__).parents[1]), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "lost: the engine failed and cannot recover" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 70
