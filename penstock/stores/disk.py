@@ -438,6 +438,7 @@ class DiskStore(WholeBlocks):
             opened = self._slabs.get(number)
             if opened is None:
                 descriptor = self._open_slab_file(number, create=grow_to > 0)
+                self._refuse_anothers(descriptor)
                 opened = self._slabs[number] = descriptor, os.fstat(descriptor).st_size
             descriptor, size = opened
             if size < grow_to:
@@ -448,6 +449,13 @@ class DiskStore(WholeBlocks):
                 os.posix_fallocate(descriptor, 0, size)
                 self._slabs[number] = descriptor, size
             return descriptor
+
+    def _refuse_anothers(self, descriptor: int) -> None:
+        """Since we were asked to write, the folder may have become another process's."""
+        held = self._lock_descriptor
+        if not self.read_only and (held is None or not is_at(self.directory / "LOCK", held)):
+            os.close(descriptor)
+            raise OSError(errno.ESTALE, "the folder was deleted or replaced meanwhile")
 
     def _open_slab_file(self, number: int, create: bool) -> int:
         path = slab.slab_path(self.directory, number)
