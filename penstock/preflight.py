@@ -76,10 +76,11 @@ def check_block(config: Config, spec: BlockSpec) -> None:
         if config.disk.path is None or config.disk.read_only:
             return
         geometry = slab.Geometry.of(spec)
-        if geometry.num_slots(config.disk.size_bytes) < 1:
+        if geometry.num_slots(config.disk.size_bytes - folder.FOLDER_BYTES) < 1:
+            need = geometry.min_cap_bytes + folder.FOLDER_BYTES
             raise ConfigError(
                 f"disk.size is {format_bytes(config.disk.size_bytes)}, too little for one block; "
-                f"give it at least {format_bytes(geometry.min_cap_bytes)}."
+                f"give it at least {format_bytes(need)}."
             )
 
 

@@ -84,9 +84,10 @@ def shown_value(value: object) -> str:
     short.maxstring = short.maxother = 80
     if isinstance(value, str) and "://" in value:
         return short.repr(without_password(value))
-    text = short.repr(value)
-    # What is no URL and has an "@" may have been meant as one.
-    return HIDDEN if "://" in text or "@" in text else text
+    # What is no URL and has an "@" may have been meant as one. Asked of the whole: in a long value
+    # just that may be cut out, and the password before it not.
+    whole = repr(value)
+    return HIDDEN if "://" in whole or "@" in whole else short.repr(value)
 
 
 def shown_option(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
 from urllib.parse import quote
 
 import pytest
@@ -15,7 +16,7 @@ from penstock.connectors.vllm.settings import VllmSettings
 from penstock.engine.options import EngineOptions
 from penstock.errors import ConfigError, PenstockError
 from penstock.stores.remotes import SCHEMES, open_client
-from penstock.urls import shown_value, without_password
+from penstock.urls import HIDDEN, shown_value, without_password
 
 # Letters and digits that occur nowhere else in the URLs below: each one seen is a leak.
 SECRET = "QZ"
@@ -198,3 +199,11 @@ def test_a_store_that_is_away_is_told_without_it(
     client.close()
     assert_hidden("".join(traceback.format_exception(caught.value, limit=0)))
     assert_hidden(caplog.text)
+
+
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: {"url": v}, str.encode])
+def test_what_is_cut_short_does_not_hide_that_it_was_a_url(wrap: Callable[[str], object]) -> None:
+    """Managed servers have long passwords: the "@" behind one may fall into the gap."""
+    mistyped = f"redis:/default:{SECRET * 30}@{'h' * 60}:6379/0"
+    assert_hidden(shown_value(wrap(mistyped)))
+    assert shown_value(wrap("x" * 200)) != HIDDEN

@@ -52,6 +52,7 @@ MAGIC = b"PKV1"
 RECORD_BYTES = 128
 SLAB_BYTES = 16 << 30
 EMPTY, HELD = 0, 1
+_MAX_EPOCH = 1 << 23  # a generation has 64 bits, 40 of them for the count
 NAMESPACE_DIGITS = 32  # of a namespace, that name its store within a folder
 NAMESPACE_NAME = rf"[0-9a-f]{{{NAMESPACE_DIGITS}}}"
 _BODY = struct.Struct("<4sIQ32s32sQ16s16x")
@@ -241,6 +242,8 @@ def read_manifest(directory: Path) -> Geometry | None:
         valid &= all(type(text) is str for text in geometry.description.values())
         if not valid or len(bytes.fromhex(geometry.namespace)) != 32:
             raise ValueError("a field is out of range")
+        if geometry.epoch >= _MAX_EPOCH or geometry.stride_bytes != geometry.spec.stride_bytes:
+            raise ValueError("a number cannot be right")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Foreign(
             f"{directory}/MANIFEST is damaged ({printable(str(error))}); nothing in the store "
