@@ -121,6 +121,8 @@ def _check_folder(disk: DiskConfig, directory: Path) -> None:
     if disk.read_only:
         if not shelves:
             raise Foreign(f"{directory} holds no store to read; check disk.path.")
+        if not any(shelf.geometry for shelf in shelves):
+            slab.read_manifest(shelves[0].path)  # says what is wrong with it
         return
     if (writer := folder.find_writer(directory)) is not None:
         raise Locked(

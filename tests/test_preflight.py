@@ -16,7 +16,7 @@ from penstock.config import Config, load_config
 from penstock.engine.options import EngineOptions, tiers_config
 from penstock.errors import ConfigError, PenstockError
 from penstock.preflight import check_anywhere, check_block, check_tiers, warnings
-from penstock.stores.folder import FOLDER_BYTES
+from penstock.stores.folder import FOLDER_BYTES, store_path
 from penstock.stores.host import HostArena
 from penstock.stores.slab import Geometry
 from penstock.types import BlockSpec
@@ -188,3 +188,11 @@ def test_the_least_disk_size_that_is_named_is_the_least_that_opens(
     else:
         check_block(config, SPEC)
         build(config)
+
+
+def test_a_folder_to_read_of_which_nothing_can_be_read(tmp_path: Path) -> None:
+    config = tiers(disk__path=str(tmp_path / "kv"))
+    build(config)
+    store_path(tmp_path / "kv", SPEC.namespace).joinpath("MANIFEST").write_text("{")
+    with pytest.raises(PenstockError, match="MANIFEST is damaged"):
+        check_tiers(tiers(disk__path=str(tmp_path / "kv"), disk__read_only=True))

@@ -207,3 +207,26 @@ def test_what_is_cut_short_does_not_hide_that_it_was_a_url(wrap: Callable[[str],
     mistyped = f"redis:/default:{SECRET * 30}@{'h' * 60}:6379/0"
     assert_hidden(shown_value(wrap(mistyped)))
     assert shown_value(wrap("x" * 200)) != HIDDEN
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"AWS_ENDPOINT_URL": f"http://user:{SECRET}@127.0.0.1:9"},
+        {"AWS_ENDPOINT_URL": f"http://127.0.0.1:9?sig={SECRET}"},
+        {"AWS_ENDPOINT_URL": f"http://u:{SECRET}:{SECRET}@{SECRET}@127.0.0.1:x"},
+        {"AWS_SECRET_ACCESS_KEY": SECRET, "AWS_SESSION_TOKEN": SECRET},
+    ],
+    ids=lambda variables: " ".join(variables),
+)
+def test_nor_does_what_the_environment_tells_an_object_store(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PenstockError) as caught:
+        open_client("s3://bucket?region=x", timeout_seconds=5).exists(["a"])
+    assert_hidden(str(caught.value))

@@ -92,8 +92,9 @@ def _clear_records(path: Path, first_slot: int) -> None:
         status = os.fstat(descriptor)
         for start in range(first_slot * RECORD_BYTES, status.st_size, _CLEAR_BYTES):
             num_bytes = min(_CLEAR_BYTES, status.st_size - start)
-            if any(os.pread(descriptor, num_bytes, start)):
-                os.pwrite(descriptor, bytes(num_bytes), start)
+            zeros = bytes(num_bytes)
+            if os.pread(descriptor, num_bytes, start) != zeros:
+                os.pwrite(descriptor, zeros, start)
         os.utime(descriptor, ns=(status.st_atime_ns, status.st_mtime_ns))
     finally:
         os.close(descriptor)

@@ -226,3 +226,45 @@ def test_what_gave_up_some_room_is_not_taken_for_just_used(tmp_path: Path) -> No
     after = folder.look_at(shelf.path)
     assert after.disk_bytes < shelf.disk_bytes
     assert after.last_used == shelf.last_used == 1.0
+
+
+def test_a_slab_that_cannot_be_opened_for_a_moment_does_not_lose_its_blocks_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_folder(tmp_path)
+    fill(store, NUM_SLOTS)
+    store.close()
+    honest = os.open
+
+    def too_many(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path).name == "slab-00001":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return honest(path, *arguments, **options)
+
+    for is_open, num_found in ((False, NUM_SLOTS - 8), (True, NUM_SLOTS)):
+        if not is_open:
+            monkeypatch.setattr(os, "open", too_many)
+        store = open_folder(tmp_path)
+        keys = [key for batch in store.scan() for _, key in batch if key is not None]
+        assert len(keys) == num_found
+        assert sum(one.num_damaged for one in store.take_incidents()) == NUM_SLOTS - num_found
+        store.close()
+        monkeypatch.undo()
+
+
+def test_a_lock_removed_while_the_index_is_read_loses_nothing_for_ever(tmp_path: Path) -> None:
+    """As an operator does who takes it for one that a dead process left."""
+    store = open_folder(tmp_path)
+    fill(store, NUM_SLOTS)
+    store.close()
+    store = open_folder(tmp_path)
+    scan = store.scan()
+    next(scan)
+    (store.store_directory / "LOCK").unlink()
+    desk = Desk(A, 1)
+    assert store.get(desk.blank(keys_of(1), range(1))) == [None]  # notices, and opens it again
+    list(scan)
+    store.close()
+    store = open_folder(tmp_path)
+    assert sum(key is not None for batch in store.scan() for _, key in batch) == NUM_SLOTS
+    store.close()
