@@ -221,7 +221,7 @@ class DiskFolder(WholeBlocks):
             self._refuse_other_device()
             self._store = self._open()
             self._store.is_replacement = True
-        except PenstockError as error:
+        except (PenstockError, OSError) as error:
             if str(error) != self._why_gone:
                 log.error(
                     "%s cannot be made anew, nothing is saved to it: %s", self.directory, error

@@ -268,3 +268,18 @@ def test_a_lock_removed_while_the_index_is_read_loses_nothing_for_ever(tmp_path:
     store = open_folder(tmp_path)
     assert sum(key is not None for batch in store.scan() for _, key in batch) == NUM_SLOTS
     store.close()
+
+
+def test_a_folder_that_vanishes_while_it_is_looked_for_is_answered_with_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = tmp_path / "kv"
+    store = open_folder(kv)
+    shutil.rmtree(kv)
+    monkeypatch.setattr(os.path, "exists", lambda path: True)  # as it was a moment ago
+    desk = Desk(A, 1)
+    (answer,) = store.put(desk.write(keys_of(1), range(1)))
+    assert isinstance(answer, StoreError)
+    monkeypatch.undo()
+    fill(store, 1)
+    store.close()
