@@ -116,6 +116,7 @@ def _split(url: str) -> _Parts | None:
 
 def _shown(option: str) -> str:
     name, equals, value = option.partition("=")
-    if not option or (name in _SHOWN_OPTIONS and _VALUE.fullmatch(value)):
+    is_plain = name in _SHOWN_OPTIONS and _VALUE.fullmatch(value)
+    if not option or (is_plain and ("://" not in value or without_password(value) == value)):
         return option
     return f"{shown_option(name)}={HIDDEN}" if equals else HIDDEN

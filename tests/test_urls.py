@@ -230,3 +230,9 @@ def test_nor_does_what_the_environment_tells_an_object_store(
     with pytest.raises(PenstockError) as caught:
         open_client("s3://bucket?region=x", timeout_seconds=5).exists(["a"])
     assert_hidden(str(caught.value))
+
+
+def test_a_url_in_a_url_is_judged_as_one() -> None:
+    assert_hidden(without_password("s3://b?endpoint=http://u:QZ"))  # its "@host" was forgotten
+    shown = "s3://b?endpoint=http://127.0.0.1:9000/x&region=eu"
+    assert without_password(shown) == shown
