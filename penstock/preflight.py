@@ -76,10 +76,11 @@ def check_block(config: Config, spec: BlockSpec) -> None:
         if config.disk.path is None or config.disk.read_only:
             return
         geometry = slab.Geometry.of(spec)
-        if geometry.num_slots(config.disk.size_bytes) < 1:
+        if geometry.num_slots(config.disk.size_bytes - folder.FOLDER_BYTES) < 1:
+            need = geometry.min_cap_bytes + folder.FOLDER_BYTES
             raise ConfigError(
                 f"disk.size is {format_bytes(config.disk.size_bytes)}, too little for one block; "
-                f"give it at least {format_bytes(geometry.min_cap_bytes)}."
+                f"give it at least {format_bytes(need)}."
             )
 
 
@@ -120,6 +121,8 @@ def _check_folder(disk: DiskConfig, directory: Path) -> None:
     if disk.read_only:
         if not shelves:
             raise Foreign(f"{directory} holds no store to read; check disk.path.")
+        if not any(shelf.geometry for shelf in shelves):
+            slab.read_manifest(shelves[0].path)  # says what is wrong with it
         return
     if (writer := folder.find_writer(directory)) is not None:
         raise Locked(

@@ -1,4 +1,4 @@
-"""Sizes, rates and durations: read from people, written for people."""
+"""Sizes, rates, durations and names: read from people, written for people."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", re.AS
 
 _EXPECTED = "expected a whole number of bytes or a number with a unit"
 _EXAMPLES = 'write it like "512MiB", "1.5TiB" or "32GB"'
+
+
+def printable(text: str) -> str:
+    """As it may be written to a terminal: what somebody left in a file may hold its commands."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def parse_bytes(value: object) -> int:

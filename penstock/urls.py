@@ -84,9 +84,10 @@ def shown_value(value: object) -> str:
     short.maxstring = short.maxother = 80
     if isinstance(value, str) and "://" in value:
         return short.repr(without_password(value))
-    text = short.repr(value)
-    # What is no URL and has an "@" may have been meant as one.
-    return HIDDEN if "://" in text or "@" in text else text
+    # What is no URL and has an "@" may have been meant as one. Asked of the whole: in a long value
+    # just that may be cut out, and the password before it not.
+    whole = repr(value)
+    return HIDDEN if "://" in whole or "@" in whole else short.repr(value)
 
 
 def shown_option(name: str) -> str:
@@ -115,6 +116,7 @@ def _split(url: str) -> _Parts | None:
 
 def _shown(option: str) -> str:
     name, equals, value = option.partition("=")
-    if not option or (name in _SHOWN_OPTIONS and _VALUE.fullmatch(value)):
+    is_plain = name in _SHOWN_OPTIONS and _VALUE.fullmatch(value)
+    if not option or (is_plain and ("://" not in value or without_password(value) == value)):
         return option
     return f"{shown_option(name)}={HIDDEN}" if equals else HIDDEN

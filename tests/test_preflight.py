@@ -15,8 +15,10 @@ from penstock.build import build_delegated, build_offloader
 from penstock.config import Config, load_config
 from penstock.engine.options import EngineOptions, tiers_config
 from penstock.errors import ConfigError, PenstockError
-from penstock.preflight import check_anywhere, check_tiers, warnings
+from penstock.preflight import check_anywhere, check_block, check_tiers, warnings
+from penstock.stores.folder import FOLDER_BYTES, store_path
 from penstock.stores.host import HostArena
+from penstock.stores.slab import Geometry
 from penstock.types import BlockSpec
 
 SPEC = BlockSpec(bytes(32), block_bytes=4096, block_tokens=16)
@@ -171,3 +173,26 @@ def test_a_disk_size_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiers_config(EngineOptions(disk_size=4))
     assert config is not None
     assert config.disk.path == "/kv"
+
+
+@pytest.mark.parametrize("num_bytes", range(-1, 1))
+def test_the_least_disk_size_that_is_named_is_the_least_that_opens(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    """The folder itself takes some room, besides its store."""
+    least = Geometry.of(SPEC).min_cap_bytes + FOLDER_BYTES
+    config = tiers(disk__path=str(tmp_path / "kv"), disk__size=least + num_bytes)
+    if num_bytes < 0:
+        with pytest.raises(ConfigError, match="too little for one block"):
+            check_block(config, SPEC)
+    else:
+        check_block(config, SPEC)
+        build(config)
+
+
+def test_a_folder_to_read_of_which_nothing_can_be_read(tmp_path: Path) -> None:
+    config = tiers(disk__path=str(tmp_path / "kv"))
+    build(config)
+    store_path(tmp_path / "kv", SPEC.namespace).joinpath("MANIFEST").write_text("{")
+    with pytest.raises(PenstockError, match="MANIFEST is damaged"):
+        check_tiers(tiers(disk__path=str(tmp_path / "kv"), disk__read_only=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
 from urllib.parse import quote
 
 import pytest
@@ -15,7 +16,7 @@ from penstock.connectors.vllm.settings import VllmSettings
 from penstock.engine.options import EngineOptions
 from penstock.errors import ConfigError, PenstockError
 from penstock.stores.remotes import SCHEMES, open_client
-from penstock.urls import shown_value, without_password
+from penstock.urls import HIDDEN, shown_value, without_password
 
 # Letters and digits that occur nowhere else in the URLs below: each one seen is a leak.
 SECRET = "QZ"
@@ -198,3 +199,40 @@ def test_a_store_that_is_away_is_told_without_it(
     client.close()
     assert_hidden("".join(traceback.format_exception(caught.value, limit=0)))
     assert_hidden(caplog.text)
+
+
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: {"url": v}, str.encode])
+def test_what_is_cut_short_does_not_hide_that_it_was_a_url(wrap: Callable[[str], object]) -> None:
+    """Managed servers have long passwords: the "@" behind one may fall into the gap."""
+    mistyped = f"redis:/default:{SECRET * 30}@{'h' * 60}:6379/0"
+    assert_hidden(shown_value(wrap(mistyped)))
+    assert shown_value(wrap("x" * 200)) != HIDDEN
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"AWS_ENDPOINT_URL": f"http://user:{SECRET}@127.0.0.1:9"},
+        {"AWS_ENDPOINT_URL": f"http://127.0.0.1:9?sig={SECRET}"},
+        {"AWS_ENDPOINT_URL": f"http://u:{SECRET}:{SECRET}@{SECRET}@127.0.0.1:x"},
+        {"AWS_SECRET_ACCESS_KEY": SECRET, "AWS_SESSION_TOKEN": SECRET},
+    ],
+    ids=lambda variables: " ".join(variables),
+)
+def test_nor_does_what_the_environment_tells_an_object_store(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PenstockError) as caught:
+        open_client("s3://bucket?region=x", timeout_seconds=5).exists(["a"])
+    assert_hidden(str(caught.value))
+
+
+def test_a_url_in_a_url_is_judged_as_one() -> None:
+    assert_hidden(without_password("s3://b?endpoint=http://u:QZ"))  # its "@host" was forgotten
+    shown = "s3://b?endpoint=http://127.0.0.1:9000/x&region=eu"
+    assert without_password(shown) == shown

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from penstock.errors import ConfigError, Corrupt, Foreign, StoreError
 from penstock.stores import folder, slab
 from penstock.stores.base import Block
+from penstock.stores.directory import has_our_lock
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import Shelf
 from penstock.stores.host import HostArena
@@ -196,15 +197,8 @@ def check_is_store(directory: Path) -> None:
         is_ours = isinstance(fields, dict) and "format_version" in fields
     except (ValueError, RecursionError):
         is_ours = False
-    if not is_ours and not _has_our_lock(directory):
+    if not is_ours and not has_our_lock(directory):
         raise _no_store(directory, "its MANIFEST is not Penstock's and no LOCK lies beside it")
-
-
-def _has_our_lock(directory: Path) -> bool:
-    try:
-        return (directory / "LOCK").read_bytes().startswith(b"process ")
-    except OSError:
-        return False
 
 
 def _no_store(directory: Path, reason: str) -> Foreign:

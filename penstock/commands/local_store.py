@@ -25,7 +25,7 @@ from penstock.stores.disk import DiskStore
 from penstock.stores.folder import Shelf
 from penstock.stores.shared_cap import remove_store
 from penstock.stores.slab import FORMAT_VERSION, Geometry
-from penstock.units import format_bytes
+from penstock.units import format_bytes, printable
 
 _MAX_SHOWN = 50
 _KEY_DIGITS = 16
@@ -115,7 +115,11 @@ def _rows(shelf: Shelf, found: dict[str, Any]) -> list[tuple[str, str]]:
     shown = ("model", "dtype", "block_tokens")  # above, and with the block's size
     return [
         *head,
-        *((name, text) for name, text in geometry.description.items() if name not in shown),
+        *(
+            (printable(name), printable(text))
+            for name, text in geometry.description.items()
+            if name not in shown
+        ),
         ("block", f"{geometry.block_tokens:,} tokens, {format_bytes(geometry.block_bytes)}"),
         ("room for", _count(num_slots, geometry)),
         ("used", f"{_count(num_used, geometry)} ({num_used / max(num_slots, 1):.0%})"),

@@ -6,12 +6,17 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from penstock.errors import ConfigError, Foreign, Locked
 from penstock.stores import slab
 from penstock.stores.slab import Geometry
+from penstock.units import printable
+
+_LOCK_WORD = "process"
+_LOCK_SECONDS = 10.0
 
 
 def lock_directory(directory: Path) -> int:
@@ -24,9 +29,9 @@ def lock_directory(directory: Path) -> int:
             "user may write, or open it with disk.read_only = true."
         ) from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
     except OSError:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+        holder = read_lock(descriptor)
         os.close(descriptor)
         raise Locked(
             f"{directory} is being written by {holder}; stop it, choose another disk.path, "
@@ -34,8 +39,42 @@ def lock_directory(directory: Path) -> int:
         ) from None
     with suppress(OSError):  # the text is for people; the lock holds without it
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        text = f"{_LOCK_WORD} {os.getpid()} on {socket.gethostname()}\n"
+        os.pwrite(descriptor, text.encode(), 0)
     return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Who only looks whether there is a writer shares the lock, and lets go at once."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a writer shares it with nobody
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        time.sleep(0.001)
+
+
+def read_lock(descriptor: int) -> str:
+    """Who holds a lock, in the words of its file."""
+    words = printable(os.pread(descriptor, 200, 0).decode(errors="replace").strip())
+    return words or "another process"
+
+
+def has_our_lock(directory: Path) -> bool:
+    try:
+        descriptor = os.open(directory / "LOCK", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return os.read(descriptor, 200).startswith(f"{_LOCK_WORD} ".encode())
+    except OSError:  # a folder, say
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def is_at(path: Path, descriptor: int) -> bool:
@@ -95,7 +134,7 @@ def refuse_foreign(directory: Path, found: Geometry, wanted: Geometry) -> None:
     for name in names:
         have, want = getattr(found, name), getattr(wanted, name)
         if have != want:
-            about = ", ".join(found.description.values())
+            about = printable(", ".join(found.description.values()))
             raise Foreign(
                 f"{directory} was made for another model or layout ({name} is {have}, expected "
                 f"{want}{f'; it is for {about}' if about else ''}); use another disk.path, or "

@@ -152,14 +152,18 @@ class DiskStore(WholeBlocks):
         per_slab = self._geometry.slots_per_slab
         for first in range(0, self.num_slots, per_slab):
             beyond = min(first + per_slab, self.num_slots)
-            reach = first + self._num_slots_in_file(first // per_slab)
+            try:
+                reach, problem = first + self._num_slots_in_file(first // per_slab), ""
+            except OSError as error:  # too many open files, say: that is no reason to clear them
+                reach, problem = first, f"cannot be opened ({error})"
             for start in range(first, beyond, SCAN_RECORDS):
                 batch = self._scan_batch(start, min(start + SCAN_RECORDS, beyond))
                 batch.sort()
                 cut = [slot for _, slot, key in batch if slot >= reach and key is not None]
                 if cut:
                     name = slab.slab_path(self.directory, first // per_slab).name
-                    self._found_damaged(cut, f"blocks were in {name}, which is gone or cut off")
+                    what = f"blocks were in {name}, which {problem or 'is gone or cut off'}"
+                    self._found_damaged(cut, what, clear=not problem)
                 yield [(Slot(slot), key if slot < reach else None) for _, slot, key in batch]
 
     def _scan_batch(self, start: int, end: int) -> list[tuple[int, int, BlockKey | None]]:
@@ -426,7 +430,7 @@ class DiskStore(WholeBlocks):
         """Slots of a slab that its file is long enough for; a lost or cut file has fewer."""
         try:
             self._open_slab(number)
-        except OSError:
+        except FileNotFoundError:
             return 0
         return self._slabs[number][1] // self._geometry.stride_bytes
 
@@ -438,6 +442,7 @@ class DiskStore(WholeBlocks):
             opened = self._slabs.get(number)
             if opened is None:
                 descriptor = self._open_slab_file(number, create=grow_to > 0)
+                self._refuse_anothers(descriptor)
                 opened = self._slabs[number] = descriptor, os.fstat(descriptor).st_size
             descriptor, size = opened
             if size < grow_to:
@@ -448,6 +453,13 @@ class DiskStore(WholeBlocks):
                 os.posix_fallocate(descriptor, 0, size)
                 self._slabs[number] = descriptor, size
             return descriptor
+
+    def _refuse_anothers(self, descriptor: int) -> None:
+        """Since we were asked to write, the folder may have become another process's."""
+        held = self._lock_descriptor
+        if not self.read_only and (held is None or not is_at(self.directory / "LOCK", held)):
+            os.close(descriptor)
+            raise OSError(errno.ESTALE, "the folder was deleted or replaced meanwhile")
 
     def _open_slab_file(self, number: int, create: bool) -> int:
         path = slab.slab_path(self.directory, number)

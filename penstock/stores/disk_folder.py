@@ -174,6 +174,9 @@ class DiskFolder(WholeBlocks):
             if lost is None:
                 return
             if self.read_only:
+                if store.is_index_at(self._path / "index"):
+                    self._open_slabs_again(store)
+                    return
                 # The open files are right as they are, and a reader has nothing to put there.
                 if not self._num_losses:
                     log.warning("%s; its open files are read until this process ends", lost)
@@ -185,6 +188,15 @@ class DiskFolder(WholeBlocks):
         elif not self._closed:
             self._reopen(None, "")
 
+    def _open_slabs_again(self, store: DiskStore) -> None:
+        """A slab was given up to make room: what its records name from now on is in another."""
+        try:
+            self._store = self._open()
+        except PenstockError as error:
+            log.debug("%s is read from the files that are open: %s", self.directory, error)
+        else:
+            self._retire(store)
+
     def _find_lost(self, store: DiskStore, slots: Sequence[Slot]) -> str | None:
         name = store.find_lost(slots)
         path = self._path
@@ -193,9 +205,9 @@ class DiskFolder(WholeBlocks):
             name = None if is_at(path / "LOCK", self._lock_descriptor) else "LOCK"
         if name is None:
             return None
-        if not self.directory.exists():
+        if not os.path.exists(self.directory):
             return f"{self.directory} was deleted, renamed or unmounted while it was in use"
-        if not path.exists():
+        if not os.path.exists(path):
             return f"{path} was deleted or renamed while it was in use"
         return f"{path / name} was deleted or replaced while it was in use"
 
@@ -209,7 +221,7 @@ class DiskFolder(WholeBlocks):
             self._refuse_other_device()
             self._store = self._open()
             self._store.is_replacement = True
-        except PenstockError as error:
+        except (PenstockError, OSError) as error:
             if str(error) != self._why_gone:
                 log.error(
                     "%s cannot be made anew, nothing is saved to it: %s", self.directory, error
@@ -228,7 +240,7 @@ class DiskFolder(WholeBlocks):
     def _refuse_other_device(self) -> None:
         """Below a mount point that is empty now, a new folder would fill another filesystem."""
         there = self.directory.absolute()
-        while not there.exists():
+        while not os.path.exists(there):
             there = there.parent
         if os.stat(there).st_dev != self._device:
             raise StoreError(
@@ -238,8 +250,8 @@ class DiskFolder(WholeBlocks):
 
     def _open(self) -> DiskStore:
         """What lies at the path, made if need be; or an error of ours, and nothing is left open."""
-        make_directory(self.directory, self.read_only)
         try:
+            make_directory(self.directory, self.read_only)
             if self.read_only:
                 return self._open_to_read()
             self._lock_descriptor = lock_directory(self.directory)

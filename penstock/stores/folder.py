@@ -20,9 +20,15 @@ from pathlib import Path
 
 from penstock.errors import Foreign
 from penstock.stores import slab
-from penstock.stores.directory import refuse_strangers_index, remove_store_files
+from penstock.stores.directory import (
+    has_our_lock,
+    read_lock,
+    refuse_strangers_index,
+    remove_store_files,
+)
 from penstock.stores.slab import FORMAT_VERSION, NAMESPACE_DIGITS, NAMESPACE_NAME, Geometry
 from penstock.types import PAGE_BYTES
+from penstock.units import printable
 
 # LOCK, MANIFEST and the manifest's temporary; the folder itself and that of the store in use.
 FOLDER_BYTES = 5 * PAGE_BYTES
@@ -53,7 +59,7 @@ def title(geometry: Geometry) -> str:
     known = geometry.description
     names = [known[name] for name in ("model", "dtype") if name in known]
     what = ", ".join(names) or f"namespace {geometry.namespace[:NAMESPACE_DIGITS]}"
-    return f"{what}, blocks of {geometry.block_tokens} tokens"
+    return f"{printable(what)}, blocks of {geometry.block_tokens} tokens"
 
 
 def store_path(directory: Path, namespace: bytes) -> Path:
@@ -64,9 +70,26 @@ def store_paths(directory: Path) -> list[Path]:
     """Where the folder's namespaces lie, in the order of their names."""
     name = re.compile(NAMESPACE_NAME)
     try:
-        return sorted(p for p in directory.iterdir() if name.fullmatch(p.name) and p.is_dir())
+        return sorted(p for p in directory.iterdir() if name.fullmatch(p.name) and _is_ours(p))
     except FileNotFoundError:
         return []
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a store of ours lies there, or what is left of one.
+
+    Others name folders so too, and what is ours may be deleted to make room.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return False
+    try:
+        is_begun = all(p.name == "LOCK" and not p.stat().st_size for p in path.iterdir())
+        if is_begun or has_our_lock(path):
+            return True
+        fields = json.loads((path / "MANIFEST").read_bytes())
+        return isinstance(fields, dict) and "format_version" in fields
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def look_at(path: Path) -> Shelf:
@@ -99,8 +122,8 @@ def read_version(directory: Path) -> int | None:
         raise Foreign(f"{directory}/MANIFEST cannot be read: {error}.") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Foreign(
-            f"{directory}/MANIFEST is damaged ({error}); expected Penstock's: empty the folder "
-            f"with `penstock store clear {directory}`, or choose another path."
+            f"{directory}/MANIFEST is damaged ({printable(str(error))}); expected Penstock's: "
+            f"empty the folder with `penstock store clear {directory}`, or choose another path."
         ) from None
     if version == _FLAT_VERSION:
         raise Foreign(
@@ -125,8 +148,7 @@ def find_writer(directory: Path) -> str | None:
             # Asked with a shared lock, let go at once: there is no way to only look.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            words = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            return words or "another process"
+            return read_lock(descriptor)
         finally:
             os.close(descriptor)
     return None

@@ -36,7 +36,7 @@ from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena
 from penstock.stores.packs import Stretch
 from penstock.stores.remote import Item, Listed
-from penstock.urls import shown_option
+from penstock.urls import HIDDEN, shown_option
 
 SCHEMES = ("s3", "gs", "az", "file")
 
@@ -212,10 +212,14 @@ def _told(error: BaseException) -> StoreError:
         return Missing("the remote store does not hold this block (any more)")
     if _NO_RANGE.search(text):
         return Corrupt("a remote value is shorter than it should be")
-    # The first line is for people, and a query in it may be a signature.
-    line = re.sub(r"\?\S*", "", text.partition("\n")[0])
     kind = Full if _FULL.search(text) else StoreError
-    return kind(f"{type(error).__name__}: {line}"[:300])
+    return kind(f"{type(error).__name__}: {_first_line(text)}"[:300])
+
+
+def _first_line(text: str) -> str:
+    """It is for people. A query in it may be a signature, and an endpoint may hold a login."""
+    line = re.sub(r"\?\S*", "", text.partition("\n")[0])
+    return re.sub(r"://\S*@", f"://{HIDDEN}@", line)
 
 
 # URLs.
@@ -229,7 +233,7 @@ def _opened(url: str, timeout_seconds: float) -> Any:
         config = _config(parts, options, timedelta(seconds=timeout_seconds))
         return _CLOUDS[parts.scheme](parts.netloc, **config)
     except (BaseError, ValueError) as error:
-        words = str(error).partition("\n")[0]
+        words = _first_line(str(error))
         raise ConfigError(f"the remote URL leads nowhere ({words}): {_EXPECTED}") from None
 
 

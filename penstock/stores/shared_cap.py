@@ -16,10 +16,12 @@ from threading import Lock
 from penstock.stores import slab
 from penstock.stores.directory import remove_store_files
 from penstock.stores.folder import FOLDER_BYTES, Shelf, disk_bytes, look_at, store_paths
-from penstock.stores.slab import RECORD_BYTES, Geometry
+from penstock.stores.slab import RECORD_BYTES
 from penstock.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+_CLEAR_BYTES = 1 << 20
 
 
 class SharedCap:
@@ -64,7 +66,7 @@ def _give_up(shelf: Shelf, num_bytes: int) -> bool:
             number, path = slabs[-1]
             status = path.stat()
             left = max(0, status.st_size - (num_bytes - freed)) // geometry.stride_bytes
-            _clear_records(shelf.path, geometry, number * geometry.slots_per_slab + left)
+            _clear_records(shelf.path, number * geometry.slots_per_slab + left)
             if left:
                 os.truncate(path, left * geometry.stride_bytes)
                 return False
@@ -77,13 +79,25 @@ def _give_up(shelf: Shelf, num_bytes: int) -> bool:
     return True
 
 
-def _clear_records(path: Path, geometry: Geometry, first_slot: int) -> None:
-    """All from `first_slot` on become zero. The index keeps its length: a shorter one is damage."""
-    index = path / "index"
-    num_bytes = index.stat().st_size if index.exists() else 0
-    if num_bytes > first_slot * RECORD_BYTES:
-        os.truncate(index, first_slot * RECORD_BYTES)
-        os.truncate(index, num_bytes)
+def _clear_records(path: Path, first_slot: int) -> None:
+    """All from `first_slot` on become zero. The index keeps its length: a shorter one is damage.
+
+    It also keeps its time: that it gave something up is not a use.
+    """
+    try:
+        descriptor = os.open(path / "index", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        status = os.fstat(descriptor)
+        for start in range(first_slot * RECORD_BYTES, status.st_size, _CLEAR_BYTES):
+            num_bytes = min(_CLEAR_BYTES, status.st_size - start)
+            zeros = bytes(num_bytes)
+            if os.pread(descriptor, num_bytes, start) != zeros:
+                os.pwrite(descriptor, zeros, start)
+        os.utime(descriptor, ns=(status.st_atime_ns, status.st_mtime_ns))
+    finally:
+        os.close(descriptor)
 
 
 def remove_store(path: Path) -> int:

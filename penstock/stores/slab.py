@@ -33,6 +33,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import reprlib
 import struct
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -44,12 +45,14 @@ import xxhash
 
 from penstock.errors import Foreign
 from penstock.types import PAGE_BYTES, BlockKey, BlockSpec, Slot
+from penstock.units import printable
 
 FORMAT_VERSION = 2
 MAGIC = b"PKV1"
 RECORD_BYTES = 128
 SLAB_BYTES = 16 << 30
 EMPTY, HELD = 0, 1
+_MAX_EPOCH = 1 << 23  # a generation has 64 bits, 40 of them for the count
 NAMESPACE_DIGITS = 32  # of a namespace, that name its store within a folder
 NAMESPACE_NAME = rf"[0-9a-f]{{{NAMESPACE_DIGITS}}}"
 _BODY = struct.Struct("<4sIQ32s32sQ16s16x")
@@ -239,10 +242,12 @@ def read_manifest(directory: Path) -> Geometry | None:
         valid &= all(type(text) is str for text in geometry.description.values())
         if not valid or len(bytes.fromhex(geometry.namespace)) != 32:
             raise ValueError("a field is out of range")
+        if geometry.epoch >= _MAX_EPOCH or geometry.stride_bytes != geometry.spec.stride_bytes:
+            raise ValueError("a number cannot be right")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Foreign(
-            f"{directory}/MANIFEST is damaged ({error}); nothing in the store can be trusted: "
-            f"empty it with `{clear_command(directory)}`."
+            f"{directory}/MANIFEST is damaged ({printable(str(error))}); nothing in the store "
+            f"can be trusted: empty it with `{clear_command(directory)}`."
         ) from None
     return geometry
 
@@ -257,8 +262,8 @@ def clear_command(directory: Path) -> str:
 def refuse_other_version(directory: Path, version: object) -> None:
     if version != FORMAT_VERSION:
         raise Foreign(
-            f"{directory} holds a store of format version {version}, and this Penstock reads "
-            f"version {FORMAT_VERSION}; use another path, or empty it with "
+            f"{directory} holds a store of format version {reprlib.repr(version)}, and this "
+            f"Penstock reads version {FORMAT_VERSION}; use another path, or empty it with "
             f"`{clear_command(directory)}`."
         )
 
@@ -269,7 +274,7 @@ def write_manifest(directory: Path, geometry: Geometry) -> None:
 
 def write_whole(directory: Path, fields: Mapping[str, object]) -> None:
     """Replace the manifest whole: it is the old one or the new one, never a part."""
-    text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(fields, indent=2) + "\n"  # ASCII: a path need not be valid Unicode
     descriptor, temporary = tempfile.mkstemp(prefix=".MANIFEST-", dir=directory)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 from tools import Desk, cap_for, flip_bit, key_of, spec
 
 from penstock.commands import audit
+from penstock.errors import Foreign
 from penstock.stores import folder
 from penstock.stores.disk_folder import DiskFolder
 from penstock.stores.slab import RECORD_BYTES, Record, pack_record
@@ -366,3 +368,69 @@ def test_a_folder_of_an_earlier_format_is_refused_and_can_be_cleared(
     assert contents(tmp_path) == before
     assert run("store", "clear", tmp_path, "--yes").code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["LOCK"]
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J[/red]\u202e\ud800\r\n"
+
+
+def test_a_hostile_description_gives_the_terminal_no_orders(
+    run: Run, store_dir: Path, files: Path
+) -> None:
+    fields = json.loads((files / "MANIFEST").read_text())
+    fields["description"] = {"model": f"m{HOSTILE}", HOSTILE: HOSTILE}
+    (files / "MANIFEST").write_text(json.dumps(fields))
+    flip_bit(files / "slab-00000", 5)
+    (store_dir / "LOCK").write_text("\x1b[2J")
+    with (store_dir / "LOCK").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shown = run("store", "ls", store_dir, "--blocks").stdout
+        assert "m\N{REPLACEMENT CHARACTER}" in shown
+        refused = run("store", "clear", store_dir, "--yes").refusal
+    shown += refused + run("store", "check", store_dir).stdout
+    assert all(char.isprintable() for char in shown.replace("\n", ""))
+    assert (
+        run("store", "ls", store_dir, "--json").json["namespaces"][0]["description"]
+        == (fields["description"])
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_bytes": 1 << 61, "stride_bytes": 1 << 61},
+        {"stride_bytes": 1 << 61},
+        {"stride_bytes": 1},
+        {"block_tokens": 1 << 61},
+        {"slots_per_slab": 1},
+        {"slots_per_slab": 1 << 61},
+        {"epoch": (1 << 62) - 1},
+        {HOSTILE: 1},
+        {"format_version": HOSTILE},
+        {"description": {"model": "m" * 100_000}},
+    ],
+    ids=str,
+)
+def test_hostile_numbers_in_a_manifest_are_reported_and_no_traceback(
+    run: Run, store_dir: Path, files: Path, change: dict[str, Any]
+) -> None:
+    fields = json.loads((files / "MANIFEST").read_text())
+    (files / "MANIFEST").write_text(json.dumps(fields | change))
+    shown = run("store", "ls", store_dir).stdout
+    shown += run("store", "check", store_dir).stdout
+    assert all(char.isprintable() for char in shown.replace("\n", ""))
+
+
+@pytest.mark.parametrize("change", [{"epoch": 1 << 24}, {"stride_bytes": 4096}], ids=str)
+def test_one_damaged_manifest_is_told_and_the_other_namespaces_are_checked(
+    run: Run, store_dir: Path, files: Path, change: dict[str, Any]
+) -> None:
+    other = DiskFolder(store_dir, spec(4096, "other"), CAP_BYTES, slab_bytes=SLAB_BYTES)
+    other.close()
+    fields = json.loads((files / "MANIFEST").read_text())
+    (files / "MANIFEST").write_text(json.dumps(fields | change))
+    found = run("store", "check", store_dir, "--json")
+    assert found.code == 1
+    damaged = {one["namespace"]: one["num_corrupt"] for one in found.json["namespaces"]}
+    assert damaged == {files.name: 1, spec(4096, "other").namespace.hex(): 0}
+    with pytest.raises(Foreign, match="cannot be right"):
+        DiskFolder(store_dir, SPEC, CAP_BYTES, slab_bytes=SLAB_BYTES)

@@ -401,10 +401,6 @@ def test_clear_of_one_namespace(run: Run, folder: Path, url: str) -> None:
     assert sorted(contents(folder)) == sorted(others)
 
 
-def test_a_namespace_is_of_no_use_with_a_folder(run: Run, tmp_path: Path) -> None:
-    assert "leave it out" in run("store", "clear", tmp_path, "--namespace", "0" * 32).refusal
-
-
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("", 1)])
 def test_clear_asks(
     run: Run, folder: Path, url: str, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
