@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -233,6 +234,25 @@ def test_a_description_is_the_same_in_another_process(namespace: Namespaces) -> 
 
     assert describe(vllm.config.VllmConfig()) == describe(vllm.config.VllmConfig())
     assert namespace() == namespace()
+
+
+def test_what_a_gpu_can_do_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it vLLM chooses kernels: weights in FP8 meet activations in 8 or in 16 bits."""
+    import torch
+
+    from penstock.connectors.vllm.device import WorkerDevice
+    from penstock.transfer.paged import PagedMemory
+
+    layers: Any = SimpleNamespace(static_forward_context={"a": None})
+    config = SimpleNamespace(compilation_config=layers)
+
+    def layout(capability: tuple[int, int]) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        memory = PagedMemory((), 1)
+        device = WorkerDevice(memory, "layers", ("a",), torch.device("cuda", 0), 0, 1)
+        return device.described(config).layout
+
+    assert layout((8, 0)) != layout((9, 0)) == layout((9, 0))
 
 
 # Media, as vLLM itself makes and sends them.

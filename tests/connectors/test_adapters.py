@@ -50,6 +50,13 @@ def test_engines_that_came_after_the_files_agree_on_a_name(adapter: Path) -> Non
     assert Adapters(started=LATER).name(other) == found, "the name and the id are labels"
 
 
+def test_weights_that_are_read_from_another_place_have_no_name(adapter: Path) -> None:
+    elsewhere = {"tensorizer_dir": "/elsewhere"}
+    known = Adapters(started=LATER)
+    assert known.name(lora(adapter, tensorizer_config_dict=elsewhere)) is None
+    assert known.name(lora(adapter, number=2, tensorizer_config_dict=None)) is not None
+
+
 def test_weights_config_settings_and_format_count(adapter: Path) -> None:
     found = [Adapters(started=LATER).name(lora(adapter))]
     found.append(Adapters("bfloat16", started=LATER).name(lora(adapter)))

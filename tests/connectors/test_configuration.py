@@ -169,6 +169,17 @@ LONG = rope("longrope", original_max_position_embeddings=512)
         ),
         ({"model_type": "phi3", "rope_parameters": {"full": LONG["rope_parameters"]}}, (5, 999), 2),
         (
+            {"model_type": "phi3", "rope_parameters": {**LONG["rope_parameters"], "a": {}}},
+            (5, 999),
+            2,
+        ),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, (256, 1024), 1),
+        ({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}, (256, 1024), 1),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, (256, 1024), 1),
+        ({"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}, (256, 1024), 1),
+        ({"model_type": "llama", "architectures": ["Llama4ForCausalLM"]}, (256, 1024), 2),
+        ({"model_type": "llama", "architectures": ["SomebodysForCausalLM"]}, (256, 1024), 2),
+        (
             {"model_type": "llama", "rope_parameters": {"a": {"rope_type": "default"}}},
             (256, 1024),
             1,

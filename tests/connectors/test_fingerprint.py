@@ -324,3 +324,10 @@ def test_by_default_it_is_remembered_in_the_users_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
     fingerprint_files(model)
     assert (tmp_path / "mine" / "penstock" / "fingerprints.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["README.safetensors", "LICENSE.bin"])
+def test_weights_count_whatever_they_are_called(model: Path, memory: Path, name: str) -> None:
+    before = fingerprint_files(model, memory)
+    (model / name).write_bytes(b"weights that vLLM reads with the others")
+    assert fingerprint_files(model, memory) != before

@@ -383,6 +383,30 @@ def test_dummy_weights_are_known_by_their_seed(configs: Configs) -> None:
     assert weights_name(configs(load_format="LoadFormat.DUMMY")) == names[0]
 
 
+def test_dummy_weights_of_whole_numbers_are_for_this_run_alone(configs: Configs) -> None:
+    """vLLM leaves them as the memory is that it is given, in every process another."""
+    assert_for_this_run_alone(configs(load_format="dummy", quantization="gptq_marlin"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_named"),
+    [
+        ({}, True),
+        ({"mm_encoder_attn_dtype": None, "mm_encoder_fp8_scale_path": None}, True),
+        ({"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": "/scales"}, True),
+        ({"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": None}, False),
+    ],
+)
+def test_media_are_left_alone_where_the_encoder_goes_by_what_it_saw_before(
+    configs: Configs, fields: dict[str, Any], is_named: bool
+) -> None:
+    config = configs()
+    config.model_config.multimodal_config = config_object("MultiModalConfig", **fields)
+    asked = request(range(8), mm_features=[image("a", 2)])
+    assert (Naming.of(config).keys(BASE, asked) is not None) is is_named
+    assert Naming.of(config).keys(BASE, request(range(8))) is not None
+
+
 def test_weights_that_cannot_be_read_are_for_this_run_alone(
     configs: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

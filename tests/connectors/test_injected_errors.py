@@ -10,10 +10,14 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from connectors.test_sides import Models, live, models
 from connectors.vllm_model import Vllm
+
+from penstock.connectors.vllm.orders import Reports
+from penstock.connectors.vllm.scheduler_guard import GuardedScheduler
 
 __all__ = ["models"]
 
@@ -167,3 +171,18 @@ def test_the_step_that_vllm_describes_cannot_be_read(models: Models, tmp_path: P
     assert vllm.scheduler.orders(unreadable).is_last_resort
     assert vllm.scheduler.lookup(vllm.add([1] * 9, 1), 0) == 0
     vllm.run()
+
+
+def test_steps_go_on_until_all_that_wait_have_been_given_up() -> None:
+    """Of a request that was aborted while it waited vLLM frees the blocks when it hears of it."""
+    side: Any = Mock(failure=None, has_pending_work=False)
+    scheduler, request = GuardedScheduler(side, 4), Mock(request_id="r")
+    scheduler.lookup(request, 4)
+    scheduler.allocated(request, [7, 8, 9], 8)
+    assert not scheduler.has_pending_work, "the side itself knows what it still has to do"
+    side.finished.side_effect = Injected
+    scheduler.finished(request)
+    assert scheduler.has_pending_work
+    assert scheduler.orders(Mock()).complete == {"r": (8, 9)}
+    scheduler.report(Reports(), ["r"])
+    assert not scheduler.has_pending_work

@@ -16,7 +16,7 @@ from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.stores.host import ArenaHandle
 from penstock.transfer.copiers import Copier, NoCopier, ThreadCopier
 from penstock.transfer.io import Moved, Mover
-from penstock.types import Direction, Slot, Tier, Transfer, TransferId, Verdict
+from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
 
 OK, MISSING, FAILED = Verdict.OK, Verdict.MISSING, Verdict.FAILED
 NOTHING = Results(set(), set())
@@ -213,6 +213,39 @@ def test_a_worker_that_cannot_copy_loses_its_blocks_and_holds_nobody_up(
     worker.close()
 
 
+class LateError(ThreadCopier):
+    """Says that it could not start what it has started."""
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        super().submit(transfers)
+        raise OSError("nobody expected this")
+
+
+def test_what_was_begun_and_counts_as_lost_writes_nothing_once_vllm_is_told() -> None:
+    mover = GatedMover()
+    copier = LateError(mover, 1)
+    worker = GuardedWorker(lambda _: copier)
+    orders = Orders(1, ARENA, loads=[Load("r", load(3))], complete={"r": ()})
+    found: list[Results] = []
+    step = threading.Thread(target=lambda: found.append(run(worker, orders)), daemon=True)
+    step.start()
+    step.join(0.05)
+    assert not found, "vLLM computes block 3 while a copy writes to it"
+    mover.gates[Direction.LOAD].set()
+    step.join(TIMEOUT_SECONDS)
+    assert found == [Results({"r"}, {3})]
+    worker.close()
+
+
+def test_an_outcome_that_makes_no_sense_loses_the_blocks(desk: Desk) -> None:
+    order = load(3, 4)
+    desk.copier.poll = lambda: [Outcome(order.id, (OK,), 0.0)]  # type: ignore[method-assign]
+    desk.open()
+    assert desk.step(Orders(0, loads=[Load("r", order)], complete={"r": ()})) == Results(
+        {"r"}, {3, 4}
+    )
+
+
 # The books are gone.
 
 
@@ -265,6 +298,26 @@ def test_at_the_last_a_request_that_was_ready_once_before_is_told(
 
 
 # An error of ours.
+
+
+def test_a_worker_that_gives_up_waits_for_copies_that_run(desk: Desk) -> None:
+    order = load(3)
+    desk.step(Orders(0, loads=[Load("r", order)], complete={"r": ()}))
+    desk.copier._engine.close = lambda: False  # type: ignore[method-assign, assignment, misc]
+
+    def broken() -> dict[int, float]:
+        raise OSError("nobody expected this")
+
+    desk.copier.take_times = broken  # type: ignore[method-assign]
+    found: list[Results] = []
+    step = threading.Thread(target=lambda: found.append(desk.step(Orders(0))), daemon=True)
+    step.start()
+    step.join(0.05)
+    assert not found, "vLLM computes block 3 while a copy writes to it"
+    desk.open()
+    step.join(TIMEOUT_SECONDS)
+    assert found == [Results({"r"}, {3})]
+
 
 HOOKS = ("submit", "poll", "fence", "start_timer", "stop_timer", "take_times")
 

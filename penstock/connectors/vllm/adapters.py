@@ -9,8 +9,8 @@ before this process began. Then it is the digest of the files, and other process
     older than this process, never changed since      their digest
     newer, or adapters may be loaded while serving    of this run alone, with the adapter's id
     changed since a request was first seen, an id     none: neither loaded nor saved
-      used for two adapters, `load_inplace`, not
-      found on this machine
+      used for two adapters, `load_inplace`, read
+      by tensorizer, not found on this machine
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Adapters:
         number = lora_request.lora_int_id
         if getattr(lora_request, "load_inplace", False):
             self._leave(lora_request, "it is loaded in place: its weights may change at any step")
+        if getattr(lora_request, "tensorizer_config_dict", None):  # not in all versions of vLLM
+            self._leave(lora_request, "tensorizer reads its weights from another place")
         if number in self._unknown:
             return None
         path = str(lora_request.lora_path)

@@ -76,6 +76,7 @@ _LENGTH_FREE_MODELS = frozenset(
         "olmo2",
     ]
 )
+_HEADS = ("forcausallm", "lmheadmodel", "forconditionalgeneration")
 _LENGTH_FREE_ROPES = frozenset({"default", "linear", "llama3", "yarn", "mrope"})
 _LONG_ROPE = "longrope"
 
@@ -174,7 +175,7 @@ def _length(model: Any) -> Any:
     said = config.to_dict()
     ropes = _ropes(said.get("rope_parameters")) + _ropes(said.get("rope_scaling"))
     kinds = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes}
-    if said.get("model_type") not in _LENGTH_FREE_MODELS:
+    if not _is_length_free(said, model.hf_config.to_dict()):
         return model.max_model_len
     if not kinds <= _LENGTH_FREE_ROPES | {_LONG_ROPE}:
         return model.max_model_len
@@ -189,12 +190,24 @@ def _length(model: Any) -> Any:
     return [model.max_model_len > border for border in borders]
 
 
+def _is_length_free(text: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """By the code that vLLM runs, which the architecture names: anybody's may be a `llama`."""
+    kind = text.get("model_type")
+    if kind not in _LENGTH_FREE_MODELS:
+        return False
+    known = {f"{_joined(kind)}{head}" for head in _HEADS}
+    return all(_joined(name) in known for name in whole.get("architectures") or ())
+
+
+def _joined(name: str) -> str:
+    return name.replace("_", "").removesuffix("text").lower()
+
+
 def _ropes(said: Any) -> list[dict[str, Any]]:
     """One rope, or one for each kind of layer."""
     if not isinstance(said, dict):
         return []
-    nested = [each for each in said.values() if isinstance(each, dict)]
-    return nested or [said]
+    return [said, *(each for each in said.values() if isinstance(each, dict))]
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:

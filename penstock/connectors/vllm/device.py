@@ -70,7 +70,7 @@ class WorkerDevice:
             layer = layers.get(name)
             backend = getattr(layer, "attn_backend", None)
             names.add(backend.get_name() if backend is not None else type(layer).__name__)
-        packing = _processor() if self.device.type == "cpu" else self.device.type
+        packing = _processor() if self.device.type == "cpu" else _gpu(self.device)
         return replace(self, layout=f"{'/'.join(sorted(names))} on {packing}: {self.layout}")
 
     @property
@@ -86,6 +86,15 @@ class WorkerDevice:
         if self.device.type == "cpu":
             return ThreadCopier(PagedMover(part, seals), num_threads)
         return CudaCopier(part, host, seals, self.device, self.stages)
+
+
+def _gpu(device: Any) -> str:
+    """vLLM chooses kernels by what a GPU can do: where there is no FP8 to multiply in, weights in
+    FP8 meet activations in 16 bits, and the same model makes other KV."""
+    if device.type != "cuda":
+        return str(device.type)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{device.type} {major}.{minor}"
 
 
 def _processor() -> str:

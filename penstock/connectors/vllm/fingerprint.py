@@ -201,7 +201,7 @@ def _is_harmless(path: Path) -> bool:
         path.name.startswith(".")
         or path.name in _HARMLESS_NAMES
         or path.suffix in _HARMLESS_SUFFIXES
-        or path.stem in _HARMLESS_STEMS
+        or (path.stem in _HARMLESS_STEMS and path.suffix not in _WEIGHTS)
     )
 
 

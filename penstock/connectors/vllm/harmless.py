@@ -214,7 +214,6 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "enable_fault_tolerance",
             "fault_tolerance_config",
         ),
-        "the order of a sum over workers: last bits": ("disable_custom_all_reduce",),
         "which worker samples": ("enable_batch_sharded_sampling",),
     },
     "AttentionConfig": {

@@ -77,7 +77,7 @@ def weights_name(vllm_config: Any) -> str:
     """The fingerprint of the weights; where no files say what they are, a name of this run only."""
     model = vllm_config.model_config
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto")).lower()
-    if "dummy" in load_format:
+    if "dummy" in load_format and model.quantization is None:
         return f"dummy {model.seed}"
     found = _fingerprint(vllm_config, load_format.rpartition(".")[2])
     if isinstance(found, _Unknown):
@@ -99,6 +99,8 @@ def _fingerprint(vllm_config: Any, load_format: str) -> str:
     model = vllm_config.model_config
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         return _Unknown("weight_transfer_config lets them be replaced while vLLM runs")
+    if "dummy" in load_format:
+        return _Unknown("made-up weights of whole numbers are what lay in memory before")
     if load_format not in _FROM_FILES:
         return _Unknown(f"load_format is {load_format}")
     if others := _other_models(model.hf_config):
@@ -136,6 +138,13 @@ def _model_digest(model: Any) -> str:
     return blake3(" ".join(digests).encode()).hexdigest()
 
 
+def _learns_scales(model: Any) -> bool:
+    """Whether the encoder's output depends on the media that it has seen before."""
+    media = getattr(model, "multimodal_config", None)
+    is_fp8 = "fp8" in str(getattr(media, "mm_encoder_attn_dtype", None))
+    return is_fp8 and getattr(media, "mm_encoder_fp8_scale_path", None) is None
+
+
 class Naming:
     """What requests of one engine are called."""
 
@@ -150,6 +159,7 @@ class Naming:
         encodes_here = (
             getattr(vllm_config, "ec_transfer_config", None) is None
             and getattr(managed, "encoder_cache_manager_cls", None) is None
+            and not _learns_scales(vllm_config.model_config)
         )
         media = Media(
             has_own_encoder=encodes_here,

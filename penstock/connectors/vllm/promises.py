@@ -48,6 +48,10 @@ class Promises:
         return bool(self._request_of)
 
     @property
+    def under_way(self) -> list[TransferId]:
+        return list(self._under_way)
+
+    @property
     def has_ready(self) -> bool:
         return any(waiting.is_ready for waiting in self._waiting.values())
 
@@ -71,9 +75,12 @@ class Promises:
 
     def end(self, outcome: Outcome) -> None:
         """A transfer has ended. The first outcome counts."""
-        transfer = self._under_way.pop(outcome.transfer_id, None)
+        transfer = self._under_way.get(outcome.transfer_id)
         if transfer is None:
             return
+        # Before anything is taken off the list: what raises here is failed with all the rest.
+        pairs = list(zip(transfer.target_slots, outcome.verdicts, strict=True))
+        del self._under_way[outcome.transfer_id]
         self._reports.transfers[outcome.transfer_id] = Report(
             outcome.verdicts, outcome.seconds, outcome.error
         )
@@ -82,7 +89,6 @@ class Promises:
             return
         waiting = self._waiting[request_id]
         waiting.num_under_way -= 1
-        pairs = zip(transfer.target_slots, outcome.verdicts, strict=True)
         waiting.bad.update(slot for slot, verdict in pairs if verdict is not Verdict.OK)
 
     def fail(self, transfers: Sequence[Transfer], error: str) -> None:

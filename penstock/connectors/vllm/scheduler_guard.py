@@ -79,7 +79,9 @@ class GuardedScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        return self.ask(False, lambda side: side.has_pending_work)
+        # The last steps tell workers what to give up: blocks of a request that was aborted while
+        # it waited are free only then, and nothing else may be there to compute.
+        return self.ask(bool(self._awaited), lambda side: side.has_pending_work)
 
     def reset(self) -> None:
         """Where offloading has ended nothing is offered any more, which is all that is asked."""

@@ -70,7 +70,10 @@ class WorkerSide:
     def stop_copying(self) -> None:
         """After an unexpected error. What is submitted from now on fails."""
         copier, self._copier = self._copier, NoCopier()
-        copier.close()  # no copy may write to blocks that are computed anew
+        try:
+            copier.fence(self._promises.under_way)  # none may write to blocks computed anew
+        finally:
+            copier.close()
 
     def _take_outcomes(self) -> None:
         for outcome in self._copier.poll():
@@ -83,4 +86,6 @@ class WorkerSide:
             if not self._has_complained:
                 log.exception("copies between device and DRAM cannot be started")
             self._has_complained = True
+            # Some may have begun, and must not write to blocks that vLLM computes from now on.
+            self._copier.fence([transfer.id for transfer in transfers])
             self._promises.fail(transfers, repr(error))
