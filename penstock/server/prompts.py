@@ -108,10 +108,10 @@ class Prompts:
                     code="context_length_exceeded",
                 )
             text = text[-self._max_chars :] if cut.keeps_end else text[: self._max_chars]
-        num_special = self._tokenizer.num_special_tokens_to_add() if add_special_tokens else 0
         options: dict[str, Any] = {}
-        if cut is not None and cut.keeps_special and cut.max_tokens > num_special > 0:
-            options = {"truncation": True, "max_length": cut.max_tokens}
+        if cut is not None and cut.keeps_special and add_special_tokens:
+            has_room = cut.max_tokens > self._tokenizer.num_special_tokens_to_add() > 0
+            options = {"truncation": True, "max_length": cut.max_tokens} if has_room else {}
         encoded = self._tokenizer(
             text, add_special_tokens=add_special_tokens, verbose=False, **options
         )
