@@ -31,7 +31,13 @@ from penstock.engine.admission import Admission, Busy, NoRoom, TooLong
 from penstock.engine.blocks import BlockPool
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
-from penstock.engine.faults import MAX_FAULTS_IN_A_ROW, MAX_REQUEUES, EngineFault, EngineLost
+from penstock.engine.faults import (
+    MAX_FAULTS_IN_A_ROW,
+    MAX_REQUEUES,
+    EngineFault,
+    EngineLost,
+    TierHangs,
+)
 from penstock.engine.intake import Intake
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
@@ -208,7 +214,11 @@ class Engine:
         index: int = 0,
         origin: Origin = NO_ORIGIN,
     ) -> Request:
-        """Queue a request. Raises ConfigError or TooLong if it can never be served, or Busy."""
+        """Queue a request. Raises ConfigError or TooLong if it can never be served, or Busy.
+
+        Raises EngineFault if a defect kept it out, and EngineLost once there is no engine any more.
+        """
+        self._require_books()
         prompt_ids = self.intake.check(prompt_ids, params, priority=priority, tenant=tenant)
         try:
             max_new = self._max_new(len(prompt_ids), params)
@@ -251,6 +261,7 @@ class Engine:
 
         0 where nothing is offloaded, and where nothing is known of the session or the prompt.
         """
+        self._require_books()
         if self.sessions is None:
             return 0
         self.intake.check_tenant(tenant)
@@ -271,6 +282,8 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is not None:
             live.request.finish_reason = "abort"
+            if self._is_lost:  # nobody keeps books of it any more
+                return
             try:
                 self._end(live.request)
             except Exception as error:
@@ -329,9 +342,11 @@ class Engine:
         return self._unread
 
     def close(self) -> None:
-        if not self._is_lost:
+        try:
             for request_id in list(self._live):
                 self.abort(request_id)
+        except EngineLost as error:
+            log.error("the engine closes without its requests' end", exc_info=error)
         try:
             if "runner" in self.__dict__:
                 self.runner.close()
@@ -491,7 +506,8 @@ class Engine:
                 return reopen and self._tiers is not None
             except Exception as error:
                 log.error("the engine did not recover", exc_info=error)
-                if attempt == len(reopens):
+                # What hangs may still write to the device: no other books may give its blocks away.
+                if attempt == len(reopens) or isinstance(error, TierHangs):
                     self._lose(error)
         raise AssertionError("unreachable")
 
@@ -515,7 +531,7 @@ class Engine:
             runner.close()
         old, self.offloader, self.sessions = self.offloader, None, None
         if old is not None and not old.abandon(_QUIET_SECONDS):
-            raise EngineFault("a tier below the device hangs; its files cannot be opened anew")
+            raise TierHangs("a tier below the device hangs, and cannot be opened anew")
         old = runner = None
         self._make_books()  # lets go of DRAM, for which there is no room twice
         gc.collect()
@@ -539,6 +555,10 @@ class Engine:
         self.scheduler.take_events()
         self.scheduler.take_entered()
         self.check()
+
+    def _require_books(self) -> None:
+        if self._is_lost:
+            raise EngineLost("the engine has failed and cannot recover: restart the process.")
 
     def _lose(self, error: Exception) -> None:
         self._is_lost = True

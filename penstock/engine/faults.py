@@ -26,3 +26,7 @@ class EngineFault(PenstockError):
 
 class EngineLost(PenstockError):
     """The engine failed, and could not recover."""
+
+
+class TierHangs(PenstockError):
+    """A copy does not end, and nothing can be done in the place it may touch."""

@@ -159,11 +159,12 @@ class Service:
                     )
                     added.append(name)
             except Exception as error:
-                is_lost = isinstance(error, EngineLost)
-                for name in () if is_lost else added:
-                    self.engine.abort(name)
-                _fail(accepted, error)
-                if is_lost:
+                try:
+                    for name in added:
+                        self.engine.abort(name)
+                finally:  # whatever becomes of the engine
+                    _fail(accepted, error)
+                if isinstance(error, EngineLost):
                     raise
                 return
             for index, name in enumerate(names):
@@ -299,11 +300,13 @@ class Service:
         reason = Stopped("the engine stopped before the request had finished; ask again.")
         with self._gate:
             self._closing = True
-        try:
-            while True:
+        while True:
+            try:
                 self._commands.get_nowait()()
-        except Empty:
-            pass
+            except Empty:
+                break
+            except Exception:  # an engine that has failed may fail again: the others are told
+                log.exception("the engine failed at what was asked of it last")
         for stream in {stream for stream, _ in self._streams.values()}:
             self._send(stream, [reason])
         self._streams.clear()

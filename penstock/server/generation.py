@@ -77,7 +77,9 @@ def prompt_cut(request: GenerationRequest, max_new: int | None, max_tokens: int)
         )
     if wanted < 0:
         wanted = max(1, max_tokens - max(1, max_new or 1))
-    return Cut(wanted, keeps_end=request.truncation_side != "right")
+    # As in vLLM, who names a side has just that: the first or the last tokens of all.
+    side = request.truncation_side
+    return Cut(wanted, keeps_end=side != "right", keeps_special=side is None)
 
 
 class Piece(NamedTuple):

@@ -6,8 +6,9 @@ It cannot choose the Host header, which holds the page's name. So a name must be
 
 * names of this machine's loopback, and its loopback addresses
 * what the operator has allowed (`--allowed-host`)
-* beyond loopback, any address (a page cannot have one that is not its own server's) and this
-  machine's own names
+* beyond loopback, any address (a page cannot have one that is not its own server's), this
+  machine's own names, and those that nobody can have on the web: of one word, as containers call
+  each other, and below .local, .internal and .svc, as clusters do
 
 A request that carries the key passes under any name: no page of a stranger's has it. For requests
 that a page may send without reading the answer, the same holds for the Origin header.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -30,6 +32,7 @@ from penstock.server.errors import ApiError
 
 ANY = "*"
 _MAX_NAME_CHARS = 253
+_OF_NO_PAGE = re.compile(r"[a-z0-9_-]+|[a-z0-9_.-]+\.(local|internal|svc)")
 _READS_ONLY = ("GET", "HEAD", "OPTIONS")
 
 
@@ -57,7 +60,9 @@ class Hosts:
             address = ipaddress.ip_address(name)
         except ValueError:
             is_loopback = name == "localhost" or name.endswith(".localhost")
-            return is_loopback or name in self._names or name.endswith(self._domains)
+            is_private = self._beyond_loopback and _OF_NO_PAGE.fullmatch(name) is not None
+            is_allowed = name in self._names or name.endswith(self._domains)
+            return is_loopback or is_private or is_allowed
         mapped = getattr(address, "ipv4_mapped", None)
         address = mapped or address
         return address.is_loopback or self._beyond_loopback or name in self._names

@@ -18,10 +18,15 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is kept of a prompt that is too long: its first tokens, or its last."""
+    """What is kept of a prompt that is too long: its first tokens, or its last.
+
+    `keeps_special`: of a text, also what the tokenizer puts around it. Models that learned with a
+    token of beginning say nonsense without it.
+    """
 
     max_tokens: int
     keeps_end: bool = True
+    keeps_special: bool = False
 
     def of(self, ids: list[int]) -> list[int]:
         if len(ids) <= self.max_tokens:
@@ -45,6 +50,7 @@ class Prompts:
         """Raises ConfigError for a chat template that cannot be one."""
         # The engine's thread decodes with the original: changing its state here could break that.
         self._tokenizer = copy.deepcopy(tokenizer)
+        self._tokenizer.truncation_side = "left"  # for cuts that keep special tokens
         self.max_tokens = max_tokens
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
@@ -102,7 +108,13 @@ class Prompts:
                     code="context_length_exceeded",
                 )
             text = text[-self._max_chars :] if cut.keeps_end else text[: self._max_chars]
-        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        options: dict[str, Any] = {}
+        if cut is not None and cut.keeps_special and add_special_tokens:
+            has_room = cut.max_tokens > self._tokenizer.num_special_tokens_to_add() > 0
+            options = {"truncation": True, "max_length": cut.max_tokens} if has_room else {}
+        encoded = self._tokenizer(
+            text, add_special_tokens=add_special_tokens, verbose=False, **options
+        )
         ids: list[int] = encoded["input_ids"]
         if cut is not None:
             ids = cut.of(ids)

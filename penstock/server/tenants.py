@@ -31,7 +31,15 @@ def tenant_of(
     request: Request, body: TenantFields, source: TenantSource = TenantSource.HEADER
 ) -> str:
     """The salt of the request's keys; "" is the tenant of all who give no name."""
-    tenant = _name(HEADER, request.headers.get(HEADER))
+    names = set(request.headers.getlist(HEADER))
+    if len(names) > 1:  # a client's own beside a gateway's: nobody can tell which is which
+        raise ApiError(
+            400,
+            f"{HEADER} is given {len(names)} times with different names: expected one; have the "
+            "gateway replace what clients send, and not add to it.",
+            param=HEADER,
+        )
+    tenant = _name(HEADER, next(iter(names), None))
     if not tenant and source is TenantSource.USER:
         tenant = _name("user", body.user)
     if body.cache_salt is None:

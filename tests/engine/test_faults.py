@@ -301,3 +301,42 @@ def test_an_engine_that_cannot_compute_any_more_ends_and_says_so(
     with pytest.raises(EngineLost):  # it is not asked back by a fault that went away
         watched.engine._recover(RuntimeError("another"))
     assert watched.faults == []
+
+
+def test_a_copy_that_hangs_ends_the_engine_for_it_may_still_write_to_the_device(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a disk nothing else would keep other tiers from being opened beside it."""
+    watched = Watched(loaded)
+    engine = watched.engine
+    engine.add("a", prompts()[0], PARAMS)
+    assert engine.offloader is not None
+    monkeypatch.setattr(type(engine.offloader), "let_go", lambda *_: False)
+    abandon = engine.offloader.abandon
+
+    def hangs(seconds: float) -> bool:
+        assert abandon(seconds)
+        return False
+
+    monkeypatch.setattr(engine.offloader, "abandon", hangs)
+    inject(engine.runner, "run", 1)
+    with pytest.raises(EngineLost):
+        engine.step()
+    with pytest.raises(EngineLost):
+        engine.add("b", prompts()[1], PARAMS)
+    engine.abort("a")
+    engine.close()
+
+
+def test_an_engine_that_fails_while_it_closes_closes_its_tiers(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    engine = watched.engine
+    engine.add("a", prompts()[0], PARAMS)
+    monkeypatch.setattr(type(engine.scheduler), "remove", fails)
+    engine.close()
+    monkeypatch.undo()
+    assert engine.offloader is None or engine.offloader._closed

@@ -17,11 +17,11 @@ from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.admission import Busy, TooLong
 from penstock.engine.detokenize import Detokenizer
 from penstock.engine.engine import Engine, EngineConfig, Progress
-from penstock.engine.faults import EngineFault
+from penstock.engine.faults import EngineFault, EngineLost
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.engine.service import Delta, Service, Stopped
-from penstock.errors import ConfigError
+from penstock.engine.service import Delta, Service, Stopped, Stream
+from penstock.errors import ConfigError, PenstockError
 
 PROMPT = list(range(100, 150))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -63,6 +63,11 @@ async def closing(service: Service) -> AsyncIterator[Service]:
 async def collect(service: Service, params: SamplingParams = GREEDY) -> list[Delta]:
     async with await service.submit(PROMPT, params) as stream:
         return [delta async for delta in stream]
+
+
+async def to_the_end(stream: Stream) -> None:
+    async for _ in stream:
+        pass
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -258,6 +263,36 @@ def test_a_step_that_fails_ends_its_streams_and_the_next_is_served(
             assert service.failure is None
             pool = service.engine.pool
             await until(lambda: pool.num_available == pool.num_blocks)
+
+    run(main())
+
+
+def test_an_engine_that_is_lost_while_clients_leave_and_come_tells_everyone(
+    make: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked of it meanwhile meets books that are half made."""
+
+    async def main() -> None:
+        service = make()
+        streams = [await service.submit(PROMPT, ENDLESS) for _ in range(8)]
+        await streams[0].__anext__()
+        scheduler_class = type(service.engine.scheduler)
+
+        def gone(*_: object) -> None:
+            service.abort(streams[7].request_ids)
+            raise RuntimeError("the device is gone")
+
+        def fails(*_: object) -> None:
+            raise RuntimeError("the books are gone, too")
+
+        monkeypatch.setattr(scheduler_class, "remove", fails)
+        monkeypatch.setattr(type(service.engine.runner), "run", gone)
+        for stream in streams[:7]:
+            with pytest.raises(PenstockError):
+                await asyncio.wait_for(to_the_end(stream), 60)
+        await asyncio.wait_for(asyncio.wrap_future(service.ended), 60)
+        assert isinstance(service.failure, EngineLost)
+        await service.close()
 
     run(main())
 

@@ -9,7 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
-from server.running import Local
+from server.running import TIMEOUT_SECONDS, Local
 
 from penstock.metrics import Metrics
 from penstock.server.app import AppSettings, make_app
@@ -89,7 +89,7 @@ def test_no_request_is_a_failure(
 
     def check(case: Case) -> int:
         shorten(case.body)
-        response = case.call(base_url=server.url)
+        response = case.call(base_url=server.url, timeout=TIMEOUT_SECONDS)
         case.validate_response(response, checks=CHECKED)
         return response.status_code
 

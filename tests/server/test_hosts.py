@@ -93,7 +93,17 @@ def test_beyond_loopback_addresses_and_the_machines_own_name_are_known() -> None
     hosts = Hosts(beyond_loopback=True)
     for host in ("192.168.0.7:8000", "[fd00::1]", "localhost", f"{socket.gethostname()}:80"):
         assert hosts.knows(host), host
-    assert not hosts.knows("evil.example")
+    # As containers, clusters and their Prometheus ask: nobody can have these on the web.
+    for host in (
+        "penstock:8000",
+        "llm.default.svc",
+        "llm.default.svc.cluster.local:80",
+        "a.internal",
+    ):
+        assert hosts.knows(host), host
+        assert not Hosts().knows(host), host
+    for host in ("evil.example", "local.evil.example", "evil.xlocal", "penstock.evil", ".", "a b"):
+        assert not hosts.knows(host), host
     for address, is_loopback in (("127.0.0.1", True), ("0.0.0.0", False)):
         with socket.socket() as listener:
             listener.bind((address, 0))

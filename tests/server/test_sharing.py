@@ -54,6 +54,17 @@ def test_tenants_see_nothing_of_each_other(local: Callable[..., Local]) -> None:
         assert too_long.status_code == 400
 
 
+def test_a_client_cannot_name_a_tenant_beside_the_one_that_a_gateway_adds(server: Local) -> None:
+    with server.client() as client:
+        for names, status in ((("victim", "a"), 400), (("a", "victim"), 400), (("a", "a"), 200)):
+            answer = client.post(
+                "/v1/completions",
+                json={"prompt": STORY, "max_tokens": 1},
+                headers=[("X-Penstock-Tenant", name) for name in names],
+            )
+            assert answer.status_code == status, answer.text
+
+
 def test_an_operator_may_have_users_kept_apart(local: Callable[..., Local]) -> None:
     server = local(settings=AppSettings(tenant_from=TenantSource.USER))
     with server.client() as client:

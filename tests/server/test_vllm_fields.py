@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import openai
 import pytest
 from server.running import MAX_TOKENS, Client, Local
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from penstock import __version__
 from penstock.commands.serve import _read_template
 from penstock.errors import ConfigError
-from penstock.server.prompts import Prompts
+from penstock.server.prompts import Cut, Prompts
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 6}
@@ -126,6 +129,32 @@ def test_a_prompt_is_cut(ai: openai.OpenAI, client: Client) -> None:
     assert prompt_tokens(chat) == 50
     endless = "word " * 2_000_000
     assert prompt_tokens(ask(endless, truncate_prompt_tokens=30)) == 30
+
+
+def test_a_text_that_is_cut_keeps_what_begins_it(tiny: Path) -> None:
+    """As vLLM does it where no side is named: Llama's models want their first token."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    text = "one two three four five six seven eight " * 20
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    begin = next(i for i in range(1, 1000) if i not in plain)
+    name = tokenizer.convert_ids_to_tokens(begin)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{name} $A", special_tokens=[(name, begin)]
+    )
+    prompts = Prompts(tokenizer, 512)
+
+    def ids(text: str, cut: Cut | None = None, *, special: bool = True) -> list[int]:
+        return asyncio.run(prompts.encode(text, add_special_tokens=special, cut=cut))
+
+    assert ids(text) == [begin, *plain]
+    default = Cut(20, keeps_special=True)
+    assert ids(text, default) == [begin, *plain[-19:]]
+    assert ids(text, default, special=False) == plain[-20:]
+    assert ids(text, Cut(20)) == plain[-20:]
+    assert ids(text, Cut(20, keeps_end=False)) == [begin, *plain[:19]]
+    assert ids(text, Cut(1, keeps_special=True)) == plain[-1:]
+    assert ids(text) == [begin, *plain], "a cut changes nothing for the next"
+    prompts.close()
 
 
 def rendered(client: Client, messages: list[Any], **fields: Any) -> str:
