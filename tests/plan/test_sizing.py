@@ -25,6 +25,7 @@ LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "vocab_size": 128256,
+    "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
@@ -35,6 +36,7 @@ SMOLLM2: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
     "vocab_size": 49152,
+    "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }

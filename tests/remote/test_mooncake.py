@@ -333,7 +333,16 @@ def test_a_url_that_means_nothing_is_refused(url: str) -> None:
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(ConfigError, match=r"penstock\[mooncake\].*libibverbs1"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[mooncake\]'"):
+        MooncakeClient("mooncake://host:50051", timeout_seconds=1)
+
+
+def test_a_shared_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError("libibverbs.so.1: cannot open shared object file")
+
+    monkeypatch.setattr("penstock.stores.mooncake_library.importlib.import_module", fail)
+    with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*apt-get install libibverbs1"):
         MooncakeClient("mooncake://host:50051", timeout_seconds=1)
 
 

@@ -64,7 +64,7 @@ def test_stopped_while_it_loads(tiny: Path) -> None:
     ("options", "words"),
     [
         ({"dtype": "int3"}, "dtype is 'int3'"),
-        ({"device_kv_gib": 1e-6}, "holds not one block"),
+        ({"device_kv_gib": 1e-6}, "less than one block"),
         ({"device_kv_gib": 1e6}, "does not fit"),
     ],
     ids=str,
@@ -164,15 +164,17 @@ def test_an_engine_that_dies_is_said_and_does_not_hang(local: Callable[..., Loca
         engine.step = fail  # type: ignore[method-assign, assignment]
         *_, last = lines
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
-        wait_until(lambda: other.get("/health").status_code == 503, "it notices")
-        for answer in (
-            other.get("/health"),
-            other.get("/ready"),
-            other.post("/v1/completions", json=LONG),
-        ):
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "failed"
-        assert other.get("/metrics").status_code == 200
+        wait_until(lambda: _has_failed(other), "it notices")
+    server.join()  # whoever supervises the process starts another
+
+
+def _has_failed(client: Client) -> bool:
+    """It says so for as long as it is there."""
+    try:
+        answer = client.get("/health")
+    except httpx.TransportError:
+        return True
+    return answer.status_code == 503 and answer.json()["error"]["code"] == "failed"
 
 
 def test_a_failure_of_ours_is_an_envelope_and_keeps_prompts_out_of_the_log(
