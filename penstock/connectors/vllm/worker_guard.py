@@ -30,20 +30,20 @@ class GuardedWorker:
         if self._side is None:
             self._side = self._open(orders)
         self._promises.take_on(orders)
-        self._run(orders, lambda side: side.begin(orders))
+        self._run(lambda side: side.begin(orders))
 
     def load(self, orders: Orders) -> None:
-        self._run(orders, lambda side: side.load(orders))
+        self._run(lambda side: side.load(orders))
 
     def save(self, orders: Orders) -> None:
-        self._run(orders, lambda side: side.save(orders))
+        self._run(lambda side: side.save(orders))
 
     def results(self, orders: Orders | None) -> Results:
         """At the end of a step, if there was one: what vLLM is told."""
         if orders is not None:
             self.save(orders)  # vLLM up to 0.31 does not ask for it in an empty step
         is_idle = orders is not None and orders.is_idle
-        self._run(orders, lambda side: side.poll(is_idle=is_idle))
+        self._run(lambda side: side.poll(is_idle=is_idle))
         return self._promises.take_results()
 
     def take_reports(self) -> Reports:
@@ -66,7 +66,7 @@ class GuardedWorker:
                 )
         return WorkerSide(copier, self._promises)
 
-    def _run(self, orders: Orders | None, act: Callable[[WorkerSide], None]) -> None:
+    def _run(self, act: Callable[[WorkerSide], None]) -> None:
         if self._side is None:
             return
         try:
