@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu_model import BLOCK_TOKENS, Sequence, link_bytes_per_second, random_llama
 from benchmarks.harness import seconds_of
-from penstock.engine.runner import Row
+from penstock.engine.runner import PackedRow
 from penstock.engine.triton_runner import TritonRunner
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
@@ -99,7 +99,7 @@ class Bench:
         graphs = self.runner._graphs
         assert graphs is not None
         size = next(size for size in graphs._sizes if size >= len(chunks))
-        fetches = self.runner.fill(Row.of(chunks, BLOCK_TOKENS), size)
+        fetches = self.runner.fill(PackedRow.of(chunks, BLOCK_TOKENS), size)
         graph, _ = graphs._captured[size, fetches]
         self.runner.wait()
         begin, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.harness import fresh_keys, seconds_of, slots_up_to
+from penstock.books.flights import cut
 from penstock.clock import SystemClock
 from penstock.config import TransferConfig
-from penstock.flights import cut
 from penstock.stores.base import Store
 from penstock.stores.host import HostArena
 from penstock.transfer.engine import TransferEngine
@@ -55,9 +55,9 @@ class Hop:
         parts = list(cut(len(self.keys), self._step, spread))
         for number, part in enumerate(parts):
             keys, slots = tuple(self.keys[part]), tuple(self._slots[part])
-            follows = (False, *[True] * (len(keys) - 1))  # as a prompt's blocks do
+            parents = (None, *keys[:-1])  # as a prompt's blocks do
             transfer = Transfer(
-                TransferId(number), source, target, keys, slots, slots, follows=follows
+                TransferId(number), source, target, keys, slots, slots, parents=parents
             )
             assert self._engine.submit(transfer)
         num_open = len(parts)

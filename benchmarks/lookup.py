@@ -15,13 +15,13 @@ import xxhash
 from blake3 import blake3
 
 from benchmarks.harness import MIB, Row, block_spec, filled_arena, in_threads, seconds_of
+from penstock.books.ledger import Ledger
+from penstock.books.stack import TierStack
 from penstock.keys import KeyChain, Namespace, chain
-from penstock.ledger import Ledger
 from penstock.policies import POLICIES
 from penstock.stores import slab
 from penstock.stores.disk import DiskStore
-from penstock.stores.slab import Geometry, Record
-from penstock.tiers import TierStack
+from penstock.stores.slab import Geometry, SlabRecord
 from penstock.transfer.recovery import Recovery
 from penstock.types import BlockKey, BlockSpec, Slot, Tier
 
@@ -104,7 +104,7 @@ def _index_bytes(policy: str) -> Row:
     """In a process of its own, by what the kernel counts: nothing is forgotten."""
     program = f"""
 import os
-from penstock.ledger import Ledger
+from penstock.books.ledger import Ledger
 from penstock.policies import POLICIES
 from penstock.types import BlockKey, Slot
 def resident():
@@ -143,7 +143,7 @@ def _recovery(directory: Path) -> Row:
         with open(path / "index", "wb") as file:
             for number in range(MILLION):
                 key = BlockKey(number.to_bytes(32, "little"))
-                record = Record(True, number, key, spec.namespace, spec.block_bytes, bytes(16))
+                record = SlabRecord(True, number, key, spec.namespace, spec.block_bytes, bytes(16))
                 file.write(slab.pack_record(record))
         for number in range(-(-MILLION // geometry.slots_per_slab)):
             with open(slab.slab_path(path, number), "wb") as file:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.ledger import Ledger
+from penstock.books.ledger import Ledger
 from penstock.policies import reuse, reuse_rates
 from penstock.policies.reuse import Reuse
 from penstock.sim.formats import read_trace

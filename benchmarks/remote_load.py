@@ -148,8 +148,8 @@ def _one_prompt(
     prompt = rng.randrange(NUM_PROMPTS)
     keys = [BlockKey(f"{prompt:016}{block:016}".encode()) for block in range(PROMPT_BLOCKS)]
     started = time.monotonic()
-    look = offloader.look(keys)
-    while look is not None and offloader.is_looking(look):
+    lookup = offloader.lookup(keys)
+    while lookup is not None and offloader.is_looking_up(lookup):
         offloader.step()
         offloader.pause(0.002)
         if time.monotonic() - started > STALL_SECONDS:

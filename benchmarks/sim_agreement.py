@@ -19,20 +19,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.books.stack import Limits
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
+from penstock.costs.meters import PrefillMeter
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
-from penstock.meters import PrefillMeter
 from penstock.sim.compute import ComputeRates, DecodeRate
 from penstock.sim.instance import InstanceConfig
 from penstock.sim.links import LinkSpec
 from penstock.sim.simulator import simulate
 from penstock.sim.tally import Simulated
 from penstock.sim.trace import Trace, TraceRequest
-from penstock.tiers import Limits
 from penstock.types import Tier
 
 # Rounds of requests are so far apart that all is saved before the next one comes.

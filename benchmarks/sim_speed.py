@@ -18,7 +18,7 @@ from penstock.machine import num_cores
 from penstock.policies import POLICIES
 from penstock.sim.formats import read_trace
 from penstock.sim.replay import new_ledger, replay
-from penstock.sim.settings import Hardware
+from penstock.sim.settings import SimulatedHardware
 from penstock.sim.simulator import simulate
 from penstock.sim.trace import TraceRequest
 from penstock.types import BlockKey
@@ -71,7 +71,7 @@ def _replay(policy: str, num_events: int) -> None:
 
 def _whole_trace(path: Path) -> None:
     trace = read_trace(path)
-    hardware = Hardware("llama-3.1-8b", "h200")
+    hardware = SimulatedHardware("llama-3.1-8b", "h200")
     gib = (1 << 30) // (trace.block_tokens * hardware.shape.bytes_per_token)
     for policy in POLICIES:
         started = time.perf_counter()

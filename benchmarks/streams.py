@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
+from penstock.config.options import EngineOptions
 from penstock.engine.engine import Engine
 from penstock.engine.open import open_engine
-from penstock.engine.options import EngineOptions
 from penstock.engine.params import SamplingParams
 from penstock.engine.scheduler import Chunk
 from penstock.metrics import Metrics

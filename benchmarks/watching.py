@@ -90,7 +90,7 @@ class Server:
     def watch(self, is_over: threading.Event) -> list[threading.Thread]:
         """As people and Prometheus do; each on its own thread."""
 
-        def look() -> None:
+        def lookup() -> None:
             with (
                 httpx.Client(base_url=self.url, timeout=60) as client,
                 client.stream("GET", "/v1/penstock/live") as response,
@@ -104,7 +104,7 @@ class Server:
                 while not is_over.wait(1):
                     client.get("/metrics")
 
-        threads = [threading.Thread(target=look) for _ in range(NUM_DASHBOARDS)]
+        threads = [threading.Thread(target=lookup) for _ in range(NUM_DASHBOARDS)]
         return [*threads, threading.Thread(target=scrape)]
 
     def stop(self) -> None:
@@ -115,7 +115,7 @@ class Server:
 def serve(kind: str) -> None:
     """In a process of its own: `penstock serve`, or the same without observers and a watch."""
     from penstock.config import Config, HostConfig
-    from penstock.engine.options import EngineOptions
+    from penstock.config.options import EngineOptions
     from penstock.metrics import Metrics
     from penstock.server.backend import Backend, Serving
     from penstock.server.listening import bind, url_of

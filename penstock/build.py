@@ -8,26 +8,32 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.books.ledger import Ledger
+from penstock.books.stack import Limits, TierStack
+from penstock.books.write_gate import DAY_SECONDS, WriteGate
 from penstock.clock import Clock, SystemClock
 from penstock.config import Config, RemoteConfig, TransferConfig
 from penstock.events import Observer
-from penstock.ledger import Ledger
 from penstock.offload import Offloader
 from penstock.policies import POLICIES
-from penstock.preflight import check_block, check_delegated, check_tiers, remote_secret, warnings
 from penstock.stores.base import Arena, Incident
 from penstock.stores.disk_folder import DiskFolder
 from penstock.stores.host import ArenaHandle, HostArena
+from penstock.stores.preflight import (
+    check_block,
+    check_delegated,
+    check_tiers,
+    remote_secret,
+    warnings,
+)
 from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote, threads_for
-from penstock.tiers import Limits, TierStack
-from penstock.transfer.delegate import DelegatingEngine, Engine
+from penstock.transfer.delegate import DelegatingEngine, Transfers
 from penstock.transfer.engine import TransferEngine
 from penstock.transfer.io import CopyMover, Mover, StoreMover
 from penstock.transfer.lanes import LaneSpec
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
 from penstock.types import BlockSpec, Tier
-from penstock.write_gate import DAY_SECONDS, WriteGate
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +121,7 @@ def _assemble(
     host: HostArena,
     seals: Seals,
     lanes: dict[Tier, LaneSpec],
-    wrap: Callable[[TransferEngine], Engine],
+    wrap: Callable[[TransferEngine], Transfers],
     limits: Limits,
     clock: Clock | None,
     observers: Iterable[Observer],
@@ -164,7 +170,7 @@ def _assemble(
             lower,
             replace(
                 limits,
-                look_deadline_seconds=config.remote.lookup_deadline_seconds,
+                lookup_deadline_seconds=config.remote.lookup_deadline_seconds,
                 retain_share=config.host.retain_share,
             ),
             read_only=frozenset(tier for tier, is_so in read_only.items() if is_so),

@@ -16,7 +16,6 @@ from typing import Annotated
 
 import typer
 
-from penstock import __version__
 from penstock.commands import (
     advise,
     chat,
@@ -34,6 +33,7 @@ from penstock.commands import (
     vllm_config,
 )
 from penstock.errors import PenstockError
+from penstock.install import VERSION
 
 app = typer.Typer(
     help="Tiered KV-cache offloading for LLM inference: GPU, pinned memory, disk, remote.",
@@ -45,7 +45,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"penstock {__version__}")
+        typer.echo(f"penstock {VERSION}")
         raise typer.Exit()
 
 

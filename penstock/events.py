@@ -95,7 +95,7 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TierUsage:
     """How full a tier is and how much waits for it. Sent when it changes."""
 
     tier: Tier
@@ -308,7 +308,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RequestStory:
     """A request has ended, told as a story: what it did when, and where its KV came from.
 
     Blocks are counted until it was first preempted, by tier; the estimates are those by which it
@@ -346,7 +346,7 @@ Event = (
     | TierEmptied
     | Stored
     | Removed
-    | Usage
+    | TierUsage
     | Retained
     | Prefetched
     | TierRested
@@ -365,7 +365,7 @@ Event = (
     | FirstToken
     | Finished
     | Served
-    | Told
+    | RequestStory
 )
 Observer = Callable[[Event], None]
 

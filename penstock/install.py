@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from penstock import __version__
 from penstock.errors import NotInstalled
 
+VERSION = "0.1.0"
 DISTRIBUTION = "penstock-kv"
-_WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{__version__}-py3-none-any.whl"
+_WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{VERSION}-py3-none-any.whl"
 
 # What the embedded engine cannot be imported without. numba and gguf it asks for when needed.
 ENGINE = ("torch", "transformers", "numpy", "safetensors")

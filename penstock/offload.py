@@ -16,10 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from penstock.books import all_ok
+from penstock.books.damages import Damages
+from penstock.books.ledgers import all_ok
+from penstock.books.prefetches import Prefetches
+from penstock.books.stack import TierStack
 from penstock.clock import Clock
-from penstock.costs import LinkRate, load_seconds
-from penstock.damages import Damages
+from penstock.costs.meters import LinkMeter
+from penstock.costs.rates import LinkRate, load_seconds
 from penstock.errors import PenstockError
 from penstock.events import (
     Damaged,
@@ -36,20 +39,17 @@ from penstock.events import (
     TierRevived,
     tell,
 )
-from penstock.meters import LinkMeter
-from penstock.prefetches import Prefetches
 from penstock.stores.base import Incident
 from penstock.stores.host import HostArena
-from penstock.tiers import TierStack
-from penstock.transfer.delegate import Engine
+from penstock.transfer.delegate import Transfers
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
 from penstock.types import (
-    NO_HEADS,
+    NO_PARENTS,
     BlockKey,
     Direction,
     Done,
-    LookId,
+    LookupId,
     Match,
     Slot,
     TicketId,
@@ -67,7 +67,7 @@ class Offloader:
     def __init__(
         self,
         stack: TierStack,
-        engine: Engine,
+        engine: Transfers,
         clock: Clock,
         *,
         block_bytes: int,
@@ -115,7 +115,7 @@ class Offloader:
     @property
     def is_moving(self) -> bool:
         """Whether something is under way, an index that is still being read included."""
-        is_waiting = self._recoveries or self._stack.num_looking or self._prefetches
+        is_waiting = self._recoveries or self._stack.num_lookups or self._prefetches
         return bool(is_waiting) or not self._stack.idle
 
     @property
@@ -141,20 +141,20 @@ class Offloader:
         """Different blocks that the tiers below the device can keep."""
         return self._stack.num_blocks
 
-    def look(self, keys: Sequence[BlockKey]) -> LookId | None:
+    def lookup(self, keys: Sequence[BlockKey]) -> LookupId | None:
         """Ask the tier that instances share for blocks that no tier of this one has.
 
         Call it when a request comes. None: there is nothing to wait for. Else `match` may know
-        more once `is_looking` says no, which is a matter of milliseconds, or of the deadline.
+        more once `is_looking_up` says no, which is a matter of milliseconds, or of the deadline.
         """
         self._require_open()
-        look_id = self._stack.look(keys, self._clock.now())
+        lookup_id = self._stack.lookup(keys, self._clock.now())
         for question in self._stack.take_questions():
             self._engine.ask(question)
-        return look_id
+        return lookup_id
 
-    def is_looking(self, look_id: LookId) -> bool:
-        return self._stack.is_looking(look_id)
+    def is_looking_up(self, lookup_id: LookupId) -> bool:
+        return self._stack.is_looking_up(lookup_id)
 
     def used(self, keys: Sequence[BlockKey], *, tenant: str = "") -> None:
         """Blocks were found on the device: what is used there is worth keeping below, too."""
@@ -173,7 +173,7 @@ class Offloader:
         deadline_seconds: float | None = None,
         patience_seconds: float | None = None,
         tenant: str = "",
-        heads: Mapping[int, BlockKey | None] = NO_HEADS,
+        parents: Mapping[int, BlockKey | None] = NO_PARENTS,
     ) -> TicketId:
         """Bring blocks to device slots. Past the deadline, what has not arrived is given up.
 
@@ -181,14 +181,14 @@ class Offloader:
         says so, and waits so long once its turn has come: others may have asked before.
 
         None in place of a slot brings a block as far as HOST and pins it there; `Done.pins` says
-        where, and whoever takes the `Done` has to unpin it some day. `heads`: see `save`.
+        where, and whoever takes the `Done` has to unpin it some day. `parents`: see `save`.
         """
         self._require_open()
         now = self._clock.now()
         seconds = self._load_deadline_seconds if deadline_seconds is None else deadline_seconds
         if patience_seconds is not None:
             seconds = min(seconds, patience_seconds + self._seconds_ahead())
-        ticket = self._stack.load(keys, into, now, now + seconds, tenant, heads)
+        ticket = self._stack.load(keys, into, now, now + seconds, tenant, parents)
         self._submit()
         return ticket
 
@@ -198,17 +198,17 @@ class Offloader:
         source: Sequence[Slot],
         *,
         tenant: str = "",
-        heads: Mapping[int, BlockKey | None] = NO_HEADS,
+        parents: Mapping[int, BlockKey | None] = NO_PARENTS,
     ) -> TicketId:
         """Copy device slots into HOST, and from there down. What finds no room is dropped.
 
         All blocks of a `tenant` are in its name: it is part of their keys, and its budget theirs.
-        Blocks follow each other in a chain, but for those at the positions in `heads`, which tells
-        what these follow (None: nothing, or unknown). Chains are evicted from their ends, and kept
-        together where a store likes large values.
+        Each block's parent is the block before it, except at the positions in `parents`, which
+        name theirs (None: no parent, or unknown). Chains are evicted from their ends, and kept
+        together where a store prefers large values.
         """
         self._require_open()
-        ticket = self._stack.save(keys, source, self._clock.now(), tenant, heads)
+        ticket = self._stack.save(keys, source, self._clock.now(), tenant, parents)
         self._submit()
         return ticket
 
@@ -259,7 +259,7 @@ class Offloader:
             keys,
             self._load_deadline_seconds,
             tenant=tenant,
-            look=self.look(keys),
+            lookup=self.lookup(keys),
             retain=None if retain_seconds is None else (name, now + retain_seconds),
         )
         if self._prefetches.advance(now):

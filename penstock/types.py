@@ -13,7 +13,7 @@ BlockKey = NewType("BlockKey", bytes)
 
 KEY_BYTES = 32
 
-NO_HEADS: Mapping[int, BlockKey | None] = MappingProxyType({})
+NO_PARENTS: Mapping[int, BlockKey | None] = MappingProxyType({})
 """A row of blocks each of which follows the one before; what the first follows is not known."""
 
 Slot = NewType("Slot", int)
@@ -21,7 +21,7 @@ Slot = NewType("Slot", int)
 
 TicketId = NewType("TicketId", int)
 TransferId = NewType("TransferId", int)
-LookId = NewType("LookId", int)
+LookupId = NewType("LookupId", int)
 
 PAGE_BYTES = 4096
 """Direct I/O wants addresses, offsets and lengths in whole pages; so do pinned copies."""
@@ -121,8 +121,7 @@ class Transfer:
     target_slots: tuple[Slot, ...]
     deadline: float | None = None  # on the Clock that books and transfers share
     tenants: tuple[str, ...] = ()  # per block, whose it is; empty: nobody's in particular
-    # Per block, whether it is the next of its chain behind the one before it; empty: none is.
-    follows: tuple[bool, ...] = ()
+    parents: tuple[BlockKey | None, ...] = ()  # the block before each in its prompt, if known
 
     @property
     def direction(self) -> Direction:
@@ -149,7 +148,7 @@ class Outcome:
 class Question:
     """The books want to know which of these blocks a tier that others write to holds."""
 
-    id: LookId
+    id: LookupId
     tier: Tier
     keys: tuple[BlockKey, ...]
 
@@ -158,7 +157,7 @@ class Question:
 class Answer:
     """What the tier said of the first so many keys of a `Question`; the rest was not asked for."""
 
-    look_id: LookId
+    lookup_id: LookupId
     present: tuple[bool, ...]
     seconds: float = 0.0
     error: str = ""  # why it said nothing

@@ -48,10 +48,10 @@ class Instance:
         self.drain()
         return list(done.verdicts)
 
-    def look(self, keys: Sequence[BlockKey]) -> int:
+    def lookup(self, keys: Sequence[BlockKey]) -> int:
         """Ask the shared store, and wait for the answer: how many leading blocks there are."""
-        look_id = self.offloader.look(keys)
-        self.until(lambda: look_id is None or not self.offloader.is_looking(look_id))
+        lookup_id = self.offloader.lookup(keys)
+        self.until(lambda: lookup_id is None or not self.offloader.is_looking_up(lookup_id))
         return self.offloader.match(keys).num_blocks
 
     def load(

@@ -1,56 +1,25 @@
-"""The directions in which the house may import, read from the code itself."""
+"""The directions in which packages may import each other, read from the code itself."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "penstock"
 
-# Floors from the ground up: a module imports from its own floor's rooms it is allowed to, or below.
+# Floors from the ground up. A room imports from its own floor or from below, and no two rooms
+# import each other, not even through a third.
 BASE = {
-    "errors",
-    "types",
-    "units",
-    "keys",
-    "clock",
-    "events",
-    "config",
-    "machine",
-    "hints",
-    "urls",
-    "install",
+    *("errors", "types", "units", "keys", "clock", "events"),
+    *("config", "machine", "hints", "install"),
 }
-BOOKS = {
-    "ledger",
-    "policies",
-    "books",
-    "write_down",
-    "tiers",
-    "loads",
-    "saves",
-    "looks",
-    "pins",
-    "retention",
-    "demotions",
-    "prefetches",
-    "sessions",
-    "write_gate",
-    "tickets",
-    "flights",
-    "health",
-    "costs",
-    "damages",
-    "choosing",
-    "meters",
-    "meeting",
-}
-STORES = {"stores", "codecs"}
+BOOKS = {"books", "costs", "policies"}
 FLOORS = [
     BASE,
-    BOOKS | STORES,
+    BOOKS | {"stores", "shapes"},
     {"transfer", "metrics"},
-    {"offload", "build", "preflight"},
+    {"offload", "build"},
     {"engine", "connectors", "sim", "plan", "watch"},
     {"server", "commands"},
     {"cli", "__main__", "__init__"},
@@ -87,13 +56,20 @@ ALLOWED = {
 }
 
 
+def _trees() -> dict[str, ast.Module]:
+    """Each file's path below penstock, without its suffix, and its syntax tree."""
+    return {
+        str(path.relative_to(ROOT).with_suffix("")): ast.parse(path.read_text())
+        for path in sorted(ROOT.rglob("*.py"))
+    }
+
+
 def _modules() -> dict[str, set[str]]:
-    """Each module's dotted path below penstock, with every absolute name it imports."""
+    """Each module's path below penstock, with every absolute name it imports."""
     found = {}
-    for path in ROOT.rglob("*.py"):
-        name = str(path.relative_to(ROOT).with_suffix(""))
+    for name, tree in _trees().items():
         names: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 names.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -103,6 +79,10 @@ def _modules() -> dict[str, set[str]]:
                 names.update(f"{module}.{alias.name}" for alias in node.names)
         found[name] = names
     return found
+
+
+def _room(module: str) -> str:
+    return module.split("/")[0]
 
 
 def _floor(room: str) -> int:
@@ -118,25 +98,50 @@ def _rooms_imported(names: set[str]) -> set[str]:
 
 def test_imports_run_one_way() -> None:
     for module, names in _modules().items():
-        room = module.split("/")[0]
         for other in _rooms_imported(names):
-            assert _floor(other) <= _floor(room), f"penstock/{module} reaches up to {other}"
+            assert _floor(other) <= _floor(_room(module)), (
+                f"penstock/{module} reaches up to {other}"
+            )
+
+
+def test_rooms_import_in_no_circle() -> None:
+    imported: dict[str, set[str]] = defaultdict(set)
+    for module, names in _modules().items():
+        imported[_room(module)] |= _rooms_imported(names) - {_room(module)}
+    done: set[str] = set()
+
+    def visit(room: str, path: tuple[str, ...]) -> None:
+        assert room not in path, f"a circle of imports: {' -> '.join((*path, room))}"
+        if room not in done:
+            for other in sorted(imported[room]):
+                visit(other, (*path, room))
+            done.add(room)
+
+    for room in sorted(imported):
+        visit(room, ())
+
+
+def test_every_room_named_here_exists() -> None:
+    rooms = {_room(module) for module in _trees()}
+    assert set().union(*FLOORS) == rooms
+    for places in ALLOWED.values():
+        for place in places:
+            assert (ROOT / place).is_dir() or (ROOT / f"{place}.py").is_file(), place
 
 
 def test_books_and_stores_never_import_each_other() -> None:
     for module, names in _modules().items():
-        room = module.split("/")[0]
         others = _rooms_imported(names)
-        if room in BOOKS:
-            assert not others & STORES, f"the book {module} imports a store"
-        if room in STORES:
+        if _room(module) in BOOKS:
+            assert "stores" not in others, f"the book {module} imports a store"
+        if _room(module) == "stores":
             assert not others & BOOKS, f"the store {module} imports a book"
 
 
 def test_books_know_no_io_threads_or_clock() -> None:
     worldly = {"os", "io", "time", "threading", "socket", "subprocess", "pathlib", "asyncio"}
     for module, names in _modules().items():
-        if module.split("/")[0] in BOOKS:
+        if _room(module) in BOOKS:
             assert not {n.split(".")[0] for n in names} & worldly, f"{module} is not pure"
 
 
@@ -146,3 +151,13 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
             if any(n.split(".")[0] == library for n in names):
                 at_home = any(module == room or module.startswith(f"{room}/") for room in rooms)
                 assert at_home, f"penstock/{module} imports {library}"
+
+
+def test_no_public_class_name_is_defined_twice() -> None:
+    """A search for a class finds one thing."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module, tree in _trees().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(module)
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -19,7 +19,7 @@ from penstock.events import (
     TierEmptied,
     TierRested,
     TierRevived,
-    Usage,
+    TierUsage,
 )
 from penstock.metrics import Metrics
 from penstock.types import Direction, Tier, Verdict
@@ -100,7 +100,7 @@ def test_a_resting_tier_shows() -> None:
 
 def test_a_host_reports_its_own_pool_as_the_device_tier() -> None:
     metrics = Metrics()
-    metrics(Usage(Tier.DEVICE, 3, 4, 0, 0, 0))
+    metrics(TierUsage(Tier.DEVICE, 3, 4, 0, 0, 0))
     assert samples(metrics)["gpu_cache_usage_perc", ()] == 0.75
 
 

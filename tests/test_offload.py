@@ -11,17 +11,17 @@ import pytest
 from tools import TIMEOUT_SECONDS, Rig, content, key_of, keys_of, spec
 
 from penstock import build
+from penstock.books.ledger import Ledger
+from penstock.books.stack import Limits, TierStack
 from penstock.clock import ManualClock
-from penstock.costs import LinkRate
+from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.events import Event, LookedUp, Lost, Recovered, TicketDone, TierRested
-from penstock.ledger import Ledger
 from penstock.offload import Offloader
 from penstock.policies import LRU
 from penstock.stores.base import Block, Found
 from penstock.stores.host import HostArena
 from penstock.stores.memory import Faults, MemoryStore
-from penstock.tiers import Limits, TierStack
 from penstock.transfer.engine import TransferEngine
 from penstock.transfer.io import CopyMover, StoreMover
 from penstock.transfer.lanes import LaneSpec

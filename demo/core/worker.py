@@ -17,10 +17,10 @@ from blake3 import blake3
 
 from penstock.build import build_offloader
 from penstock.config import Config, DiskConfig, HostConfig
-from penstock.events import Event, Recovered, Usage
+from penstock.events import Event, Recovered, TierUsage
 from penstock.keys import Namespace, chain
 from penstock.offload import Offloader
-from penstock.plan.sizing import PRESETS
+from penstock.shapes.sizing import PRESETS
 from penstock.stores.host import HostArena
 from penstock.types import BlockKey, BlockSpec, Slot, Tier
 
@@ -50,7 +50,7 @@ def fill(device: HostArena, slot: Slot, key: BlockKey) -> None:
 
 
 def observe(event: Event) -> None:
-    if isinstance(event, Usage):
+    if isinstance(event, TierUsage):
         tell("usage", tier=event.tier.label, used=event.num_used, slots=event.num_slots)
     elif isinstance(event, Recovered):
         tell("recovered", blocks=event.num_blocks, slots=event.num_slots)

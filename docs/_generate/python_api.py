@@ -20,7 +20,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Generate": {
         "penstock.engine.llm": ("LLM",),
         "penstock.engine.params": ("SamplingParams", "KvResidency"),
-        "penstock.engine.options": ("EngineOptions",),
+        "penstock.config.options": ("EngineOptions",),
         "penstock.engine.outputs": (
             "RequestOutput",
             "CompletionOutput",
@@ -54,11 +54,11 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "penstock.stores.host": ("HostArena",),
     },
     "Load or compute": {
-        "penstock.costs": ("LinkRate", "PrefillRate", "break_even_tokens"),
+        "penstock.costs.rates": ("LinkRate", "PrefillRate", "break_even_tokens"),
     },
     "Metrics": {"penstock.metrics": ("Metrics",)},
     "Planning": {
-        "penstock.plan.catalog": ("find_gpu", "find_model"),
+        "penstock.shapes.catalog": ("find_gpu", "find_model"),
         "penstock.plan.fit": ("Demand", "Hardware"),
         "penstock.plan.planner": ("PlannedModel", "Plan", "make_plan"),
         "penstock.watch.samples": ("read_samples",),
@@ -67,7 +67,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "The simulator": {
         "penstock.sim.workloads": ("generate", "knobs_of"),
         "penstock.sim.formats": ("read_trace", "write_trace", "read_record"),
-        "penstock.sim.settings": ("Hardware",),
+        "penstock.sim.settings": ("SimulatedHardware",),
         "penstock.sim.simulator": ("simulate",),
         "penstock.sim.replay": ("replay", "new_ledger"),
         "penstock.sim.optimum": ("optimum", "unbounded"),

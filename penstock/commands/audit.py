@@ -17,7 +17,7 @@ from penstock.stores.directory import has_our_lock
 from penstock.stores.disk import DiskStore
 from penstock.stores.folder import Shelf
 from penstock.stores.host import HostArena
-from penstock.stores.slab import RECORD_BYTES, Geometry, Record
+from penstock.stores.slab import RECORD_BYTES, Geometry, SlabRecord
 from penstock.types import BlockKey, Slot
 
 RECORDS_AT_ONCE = 4096
@@ -26,34 +26,34 @@ _SETTLE_SECONDS = 0.05
 _ZERO = bytes(RECORD_BYTES)
 
 
-class Entry(NamedTuple):
+class AuditedSlot(NamedTuple):
     """One slot as the index has it."""
 
     slot: Slot
-    record: Record | None  # None: never written, or damaged
+    record: SlabRecord | None  # None: never written, or damaged
     damaged: bool
 
 
-class Damage(NamedTuple):
+class DiskDamage(NamedTuple):
     slot: Slot | None  # None where nothing of the store can be read
     key: BlockKey | None  # None where the record itself is damaged
     problem: str
 
 
 @dataclass(slots=True)
-class Audit:
+class DiskAudit:
     num_ok: int = 0
     num_empty: int = 0
     num_changed: int = 0  # rewritten by a live writer while they were looked at; no damage
     num_cleared: int = 0
-    damages: list[Damage] = field(default_factory=list)
+    damages: list[DiskDamage] = field(default_factory=list)
 
 
 def count_slots(directory: Path) -> int:
     return (directory / "index").stat().st_size // RECORD_BYTES
 
 
-def read_index(directory: Path) -> Iterator[Entry]:
+def read_index(directory: Path) -> Iterator[AuditedSlot]:
     """Every slot, in order. Unlike a store's own scan it tells damaged records from empty ones."""
     num_slots = count_slots(directory)
     with (directory / "index").open("rb") as file:
@@ -63,23 +63,23 @@ def read_index(directory: Path) -> Iterator[Entry]:
                 yield _entry(start + index, data[index * RECORD_BYTES : (index + 1) * RECORD_BYTES])
 
 
-def _read_entry(directory: Path, slot: Slot) -> Entry:
+def _read_entry(directory: Path, slot: Slot) -> AuditedSlot:
     with (directory / "index").open("rb") as file:
         return _entry(slot, os.pread(file.fileno(), RECORD_BYTES, slot * RECORD_BYTES))
 
 
-def _entry(slot: int, data: bytes) -> Entry:
+def _entry(slot: int, data: bytes) -> AuditedSlot:
     record = slab.unpack_record(data)
     # Nothing at all: the index became shorter meanwhile.
-    return Entry(Slot(slot), record, damaged=record is None and data not in (_ZERO, b""))
+    return AuditedSlot(Slot(slot), record, damaged=record is None and data not in (_ZERO, b""))
 
 
-def audit(store: DiskStore, geometry: Geometry, tick: Callable[[float], None]) -> Audit:
+def audit(store: DiskStore, geometry: Geometry, tick: Callable[[float], None]) -> DiskAudit:
     """Read every block that the index names and hold it against its checksum. Changes nothing."""
-    found, suspects = Audit(), list[Slot]()
+    found, suspects = DiskAudit(), list[Slot]()
     num_slots = count_slots(store.directory)
     arena = HostArena(geometry.spec, max(_BATCH_BYTES, geometry.stride_bytes))
-    batch: list[tuple[Slot, Record]] = []
+    batch: list[tuple[Slot, SlabRecord]] = []
 
     def check_batch() -> None:
         blocks = [
@@ -110,7 +110,7 @@ def audit(store: DiskStore, geometry: Geometry, tick: Callable[[float], None]) -
 
 
 def _look_again(
-    directory: Path, geometry: Geometry, slots: list[Slot], memory: memoryview, found: Audit
+    directory: Path, geometry: Geometry, slots: list[Slot], memory: memoryview, found: DiskAudit
 ) -> None:
     """A live writer may have been halfway through a slot, or have made a slab longer meanwhile.
 
@@ -123,7 +123,7 @@ def _look_again(
             entry = _read_entry(directory, slot)
             record = entry.record
             if entry.damaged:
-                found.damages.append(Damage(slot, None, "its record is damaged"))
+                found.damages.append(DiskDamage(slot, None, "its record is damaged"))
             elif record is None or not record.held:
                 found.num_changed += 1
             elif (error := store.get([Block(record.key, slot, memory)])[0]) is None:
@@ -132,13 +132,13 @@ def _look_again(
                 found.num_changed += 1
             else:
                 problem = _name_problem(directory, geometry, slot, record, error)
-                found.damages.append(Damage(slot, record.key, problem))
+                found.damages.append(DiskDamage(slot, record.key, problem))
     finally:
         store.close()
 
 
 def _name_problem(
-    directory: Path, geometry: Geometry, slot: Slot, record: Record, error: StoreError
+    directory: Path, geometry: Geometry, slot: Slot, record: SlabRecord, error: StoreError
 ) -> str:
     number, offset = geometry.place(slot)
     path = slab.slab_path(directory, number)
@@ -151,7 +151,7 @@ def _name_problem(
     return "it fails its checksum" if isinstance(error, Corrupt) else str(error)
 
 
-def clear_records(store: DiskStore, damages: list[Damage]) -> int:
+def clear_records(store: DiskStore, damages: list[DiskDamage]) -> int:
     """Make the damaged slots empty, so that they are not offered again; returns how many are."""
     num_cleared = 0
     for damage in damages:

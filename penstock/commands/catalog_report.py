@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from penstock.commands import new_table, print_json, stdout_console
-from penstock.plan.catalog import GPUS, MODELS
+from penstock.shapes.catalog import GPUS, MODELS
 from penstock.units import format_bytes, format_rate
 
 

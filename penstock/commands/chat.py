@@ -17,7 +17,7 @@ from penstock.commands.engine_arguments import (
 from penstock.commands.generate import MaxTokens, Seed, Temperature, check_text, open_llm, tell
 from penstock.commands.speakers import Embedded, Figures, Remote, Speaker, Wishes
 from penstock.config import ENV_API_KEY
-from penstock.engine.options import EMBEDDED
+from penstock.config.options import EMBEDDED
 from penstock.errors import ConfigError, PenstockError
 from penstock.units import counted
 

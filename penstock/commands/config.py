@@ -12,10 +12,10 @@ import typer
 
 from penstock.commands import JsonFlag, new_table, print_json, stdout_console
 from penstock.config import Config, describe, load_config
-from penstock.engine.options import OPTIONS
+from penstock.config.options import OPTIONS
+from penstock.config.urls import shown_value
 from penstock.errors import ConfigError, PenstockError
 from penstock.units import format_bytes
-from penstock.urls import shown_value
 
 # Settings that have an option of their own in other commands, as it is typed there.
 OPTIONS_TYPED = {setting: f"--{option.replace('_', '-')}" for setting, option in OPTIONS.items()}
@@ -45,7 +45,7 @@ def config(
     Later sources win: defaults, the TOML file, the environment (PENSTOCK_HOST_SIZE=8GiB), --set.
     """
     loaded = load_config(file, overrides=parse_settings(settings or ()))
-    from penstock.preflight import check_tiers, warnings
+    from penstock.stores.preflight import check_tiers, warnings
 
     check_tiers(loaded)
     for sentence in warnings(loaded):

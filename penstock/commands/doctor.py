@@ -26,7 +26,7 @@ from penstock.commands.vllm_config import (
     Settings,
     read_settings,
 )
-from penstock.engine.options import OPTIONS
+from penstock.config.options import OPTIONS
 from penstock.errors import ConfigError
 from penstock.units import counted
 

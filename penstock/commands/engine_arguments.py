@@ -18,7 +18,7 @@ import typer
 
 from penstock.commands.config import OPTIONS_TYPED, options_as_typed, parse_settings
 from penstock.config import Config
-from penstock.engine.options import EngineOptions, tiers_config
+from penstock.config.options import EngineOptions, tiers_config
 
 _PANEL = "Engine"
 _TIERS_PANEL = "KV tiers"
@@ -239,7 +239,7 @@ class EngineArguments:
         settings = parse_settings(self.set or ())
         config = tiers_config(self.options(model), self.config, settings, OPTIONS_TYPED)
         if config is not None:
-            from penstock.preflight import check_tiers
+            from penstock.stores.preflight import check_tiers
 
             check_tiers(config)
         return config

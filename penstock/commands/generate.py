@@ -14,7 +14,7 @@ from penstock.commands.engine_arguments import (
     Model,
     with_engine,
 )
-from penstock.engine.options import EMBEDDED
+from penstock.config.options import EMBEDDED
 from penstock.errors import ConfigError
 from penstock.install import ENGINE, require
 from penstock.units import counted

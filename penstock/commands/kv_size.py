@@ -10,7 +10,7 @@ import typer
 
 from penstock.commands import JsonFlag, print_fields, print_json
 from penstock.errors import ConfigError
-from penstock.plan.sizing import (
+from penstock.shapes.sizing import (
     PRESETS,
     ModelShape,
     find_shape,

@@ -173,9 +173,9 @@ def _if_any(name: str, count: int) -> list[tuple[str, str]]:
     return [(name, f"{count:,}")] if count else []
 
 
-def _check_store(shelf: Shelf, tick: Tick, *, repair: bool) -> audit.Audit:
+def _check_store(shelf: Shelf, tick: Tick, *, repair: bool) -> audit.DiskAudit:
     if (problem := audit.find_problem(shelf)) is not None:
-        return audit.Audit(damages=[audit.Damage(None, None, problem)])
+        return audit.DiskAudit(damages=[audit.DiskDamage(None, None, problem)])
     geometry = shelf.geometry
     assert geometry is not None
     repair = repair and audit.count_slots(shelf.path) > 0
@@ -189,7 +189,7 @@ def _check_store(shelf: Shelf, tick: Tick, *, repair: bool) -> audit.Audit:
     return found
 
 
-def _print_check(directory: Path, shelves: list[Shelf], checked: list[audit.Audit]) -> None:
+def _print_check(directory: Path, shelves: list[Shelf], checked: list[audit.DiskAudit]) -> None:
     print_json(
         {
             "directory": str(directory),
@@ -219,7 +219,7 @@ def _print_check(directory: Path, shelves: list[Shelf], checked: list[audit.Audi
     )
 
 
-def _print_damages(shelf: Shelf, damages: list[audit.Damage]) -> None:
+def _print_damages(shelf: Shelf, damages: list[audit.DiskDamage]) -> None:
     table = new_table("slot", "key", "problem", title=shelf.title)
     table.columns[1].justify = table.columns[2].justify = "left"
     for damage in damages[:_MAX_SHOWN]:

@@ -17,8 +17,8 @@ from penstock.units import GiB
 if TYPE_CHECKING:
     from penstock.plan.fit import Demand, Hardware
     from penstock.plan.planner import PlannedModel
-    from penstock.plan.rates import Rates, RatesOf
-    from penstock.plan.reuse import Reuse
+    from penstock.plan.reuse import ReuseStats
+    from penstock.shapes.gpu_rates import Rates, RatesOf
 
 EXAMPLE = (
     "Example: penstock plan llama-3.1-8b --context 32768 --sessions 64 --gpu h200 "
@@ -222,8 +222,8 @@ def _hardware(
     disk_gib: float | None,
     device_kv_gib: float | None,
 ) -> Hardware:
-    from penstock.plan.catalog import find_gpu
     from penstock.plan.fit import Hardware
+    from penstock.shapes.catalog import find_gpu
 
     sizes = {"--host-gib": host_gib, "--disk-gib": disk_gib, "--device-kv-gib": device_kv_gib}
     for name, size in sizes.items():
@@ -239,10 +239,10 @@ def _hardware(
 
 
 def _model(name: str, weights_gib: float | None, dtype: KvDtype) -> PlannedModel:
-    from penstock.engine.options import EMBEDDED
-    from penstock.plan.catalog import find_model
+    from penstock.config.options import EMBEDDED
     from penstock.plan.planner import PlannedModel
-    from penstock.plan.sizing import find_shape
+    from penstock.shapes.catalog import find_model
+    from penstock.shapes.sizing import find_shape
 
     _check_range("--weights-gib", weights_gib, _MAX_GIB, "GiB")
     known = find_model(name)
@@ -267,14 +267,14 @@ def _model(name: str, weights_gib: float | None, dtype: KvDtype) -> PlannedModel
     return PlannedModel(known.name if known else name, served, shape, weight_bytes)
 
 
-def _analyse(path: Path) -> Reuse:
+def _analyse(path: Path) -> ReuseStats:
     from penstock.plan.reuse import analyse
     from penstock.sim.formats import read_trace
 
     return analyse(read_trace(path))
 
 
-def _with_trace(demand: Demand, model: PlannedModel, found: Reuse) -> Demand:
+def _with_trace(demand: Demand, model: PlannedModel, found: ReuseStats) -> Demand:
     per_block = model.shape.full_bytes_per_token * found.block_tokens
     live_bytes = found.num_live_blocks * per_block
     return replace(demand, reuse_share=found.reuse_share, live_bytes=live_bytes)
@@ -283,7 +283,7 @@ def _with_trace(demand: Demand, model: PlannedModel, found: Reuse) -> Demand:
 def _rates_of(
     model: PlannedModel, hardware: Hardware, probe: Path | None, tokens_per_second: float | None
 ) -> RatesOf:
-    from penstock.plan.rates import rates_from_table, with_prefill, with_probe
+    from penstock.shapes.gpu_rates import rates_from_table, with_prefill, with_probe
 
     probed = None if probe is None else _read_probe(probe)
 

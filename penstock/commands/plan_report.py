@@ -11,11 +11,11 @@ from penstock.commands import new_table, print_fields, stdout_console
 from penstock.connectors.vllm.settings import VllmSettings, transfer_config
 from penstock.plan.fit import WORKING_BYTES, Layout
 from penstock.plan.planner import Plan
-from penstock.plan.rates import EXCHANGE_SECONDS, EXCHANGES_PER_LAYER, MEMORY_SHARE
-from penstock.plan.reuse import Reuse
-from penstock.plan.shape import suggest_block_tokens
+from penstock.plan.reuse import ReuseStats
 from penstock.plan.verdict import format_count
 from penstock.plan.ways import Host, Mode, Way, best_of_each, target_of
+from penstock.shapes.gpu_rates import EXCHANGE_SECONDS, EXCHANGES_PER_LAYER, MEMORY_SHARE
+from penstock.shapes.shape import suggest_block_tokens
 from penstock.types import Tier
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def as_data(plan: Plan, reuse: Reuse | None, *, is_active_assumed: bool = False) -> dict[str, Any]:
+def as_data(
+    plan: Plan, reuse: ReuseStats | None, *, is_active_assumed: bool = False
+) -> dict[str, Any]:
     found, pasted, shape = plan.fit, plan.pasted, plan.model.shape
     settings = pasted.vllm_settings
     return {
@@ -103,7 +105,7 @@ def _way_data(way: Way, *, is_best: bool) -> dict[str, Any]:
     }
 
 
-def draw(plan: Plan, reuse: Reuse | None, *, is_active_assumed: bool = False) -> None:
+def draw(plan: Plan, reuse: ReuseStats | None, *, is_active_assumed: bool = False) -> None:
     from rich.text import Text
 
     console = stdout_console()
@@ -201,7 +203,7 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
     return rows
 
 
-def _trace(reuse: Reuse) -> list[tuple[str, str]]:
+def _trace(reuse: ReuseStats) -> list[tuple[str, str]]:
     rate = reuse.requests_per_second
     return [
         (

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from penstock.commands import JsonFlag, new_table, print_json, progress_bar, stdout_console
-from penstock.costs import PrefillRate, break_even_tokens
+from penstock.costs.rates import PrefillRate, break_even_tokens
 from penstock.errors import ConfigError
 from penstock.machine import num_cores
-from penstock.plan.sizing import ModelShape, find_shape
+from penstock.shapes.sizing import ModelShape, find_shape
 from penstock.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -214,7 +214,8 @@ def _break_even(link: Link, prefill: _Prefill, shape: ModelShape) -> int | None:
 
 
 def _estimate(shape: ModelShape, seconds: float) -> _Prefill:
-    from penstock.plan.links import estimate_prefill, measure_matrix_product
+    from penstock.plan.links import measure_matrix_product
+    from penstock.shapes.gpu_rates import estimate_prefill
 
     operations_per_second = measure_matrix_product(seconds)
     if operations_per_second is None:

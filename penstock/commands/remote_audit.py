@@ -25,13 +25,13 @@ Values = dict[str, int]
 """Names of values, and how many bytes each has."""
 
 
-class Damage(NamedTuple):
+class RemoteDamage(NamedTuple):
     name: str
     problem: str
 
 
 @dataclass(slots=True)
-class Audit:
+class RemoteAudit:
     """How many values there are of each kind; every value is of one of them."""
 
     num_ok: int = 0
@@ -39,7 +39,7 @@ class Audit:
     num_expired: int = 0  # sound, and not believed any more; not every store removes them itself
     num_foreign: int = 0  # of another secret or another program: not for us to judge
     num_changed: int = 0  # removed or replaced while they were looked at; no damage
-    damages: list[Damage] = field(default_factory=list)
+    damages: list[RemoteDamage] = field(default_factory=list)
 
 
 def list_values(client: Client, prefix: str, tick: Callable[[int], None]) -> Values:
@@ -74,7 +74,9 @@ def remove_values(client: Client, names: Sequence[str], tick: Callable[[float], 
         client.remove(names[start : start + NAMES_AT_ONCE])
 
 
-def audit(client: Client, values: Values, secret: bytes, tick: Callable[[float], None]) -> Audit:
+def audit(
+    client: Client, values: Values, secret: bytes, tick: Callable[[float], None]
+) -> RemoteAudit:
     """Read every value and hold it against its sums. Changes nothing. Raises StoreError."""
     auditor = _Auditor(client, secret)
     num_bytes, num_done = max(1, sum(values.values())), 0
@@ -90,7 +92,7 @@ class _Auditor:
         self._client = client
         self._secret = secret
         self._now = time.time()
-        self._found = Audit()
+        self._found = RemoteAudit()
         self._ours: set[str] = set()  # prefixes that a head has shown to be of this secret
         self._suspects: dict[str, str] = {}  # names, and what is wrong with them
 
@@ -105,7 +107,7 @@ class _Auditor:
             elif problem := self._judge(item):
                 self._suspects[item.name] = problem
 
-    def finish(self, values: Values) -> Audit:
+    def finish(self, values: Values) -> RemoteAudit:
         """What fails twice is damaged, if it lies where only this secret's values do."""
         suspects, self._suspects = self._suspects, {}
         ours = {name: values[name] for name in suspects if namespace_prefix(name) in self._ours}
@@ -114,7 +116,7 @@ class _Auditor:
             time.sleep(_SETTLE_SECONDS)
         for batch in _batches(ours):
             self.check(batch)
-        self._found.damages = [Damage(*suspect) for suspect in sorted(self._suspects.items())]
+        self._found.damages = [RemoteDamage(*suspect) for suspect in sorted(self._suspects.items())]
         return self._found
 
     def _judge(self, item: Item) -> str:

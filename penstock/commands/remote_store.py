@@ -20,13 +20,13 @@ from penstock.commands import (
     stdout_console,
 )
 from penstock.config import ENV_REMOTE_SECRET
+from penstock.config.urls import without_password
 from penstock.errors import ConfigError, StoreError
 from penstock.stores.envelope import Envelope, HeadFacts
 from penstock.stores.remote import Client
 from penstock.stores.remotes import open_client
 from penstock.types import BlockSpec
 from penstock.units import format_bytes
-from penstock.urls import without_password
 
 # Of one batch. More than a server grants: nobody waits for this one, and lines may be slow.
 _TIMEOUT_SECONDS = 15.0
@@ -170,7 +170,7 @@ def _opened(url: str) -> Iterator[Client]:
 
 
 def _draw(
-    shown: str, found: remote_audit.Audit, num_values: int, num_removed: int, repair: bool
+    shown: str, found: remote_audit.RemoteAudit, num_values: int, num_removed: int, repair: bool
 ) -> None:
     damages = found.damages
     title = "damage was found" if damages else "sound"

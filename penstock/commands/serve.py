@@ -26,7 +26,7 @@ from penstock.commands.until_stopped import (
     tell,
 )
 from penstock.config import ENV_API_KEY
-from penstock.engine.options import EMBEDDED
+from penstock.config.options import EMBEDDED
 from penstock.errors import ConfigError, NotInstalled
 from penstock.install import ENGINE, SERVER, how_to_install, require
 
@@ -158,7 +158,7 @@ def serve(
 
     from penstock.metrics import Metrics
     from penstock.server.app import AppSettings
-    from penstock.server.backend import Backend, Phase
+    from penstock.server.backend import Backend, BackendPhase
     from penstock.server.hosts import listens_on_loopback
     from penstock.server.listening import bind, url_of
     from penstock.server.load import load_serving
@@ -216,7 +216,7 @@ def serve(
         recorder.close()
     if tracer is not None:
         tracer.close()
-    if backend.phase is Phase.FAILED:
+    if backend.phase is BackendPhase.FAILED:
         tell("the engine failed and could not recover; start the server again")
         sys.stdout.flush()
         os._exit(EXIT_LOST)  # at once: a device that is gone may hold up an orderly end for ever

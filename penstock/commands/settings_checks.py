@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from penstock.commands.vllm_checks import Check, Status
 from penstock.config import Config, DiskConfig, RemoteConfig, as_typed
+from penstock.config.options import OPTIONS
+from penstock.config.urls import shown_value, without_password
 from penstock.connectors.vllm.settings import CONNECTOR, MODULE, POLICY, VllmSettings
-from penstock.engine.options import OPTIONS
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.machine import check_machine
 from penstock.units import format_bytes
-from penstock.urls import shown_value, without_password
 
 _HALF_ROLES = {"kv_producer": "saves and never loads", "kv_consumer": "loads and never saves"}
 _MAX_SHOWN = 80
@@ -121,7 +121,7 @@ def check_tiers(
 
 def check_anywhere(tiers: Config) -> Check | None:
     """What vLLM would refuse on any machine; None if that is nothing."""
-    from penstock import preflight
+    from penstock.stores import preflight
 
     try:
         preflight.check_anywhere(tiers)
@@ -190,9 +190,9 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
     """What lies there. Raises PenstockError or OSError where it would keep vLLM from starting."""
     # Here, because they need xxhash, which may be what is missing.
     from penstock.commands import audit
-    from penstock.preflight import check_access, try_writing
     from penstock.stores import folder, slab
     from penstock.stores.directory import refuse_strangers_index
+    from penstock.stores.preflight import check_access, try_writing
 
     shelves = folder.look_into(directory)
     if disk.read_only:

@@ -117,7 +117,7 @@ def sim(
     """
     from penstock.commands.sim_tables import draw, write_plot
     from penstock.sim.report import facts
-    from penstock.sim.settings import Hardware, Room, plan_points
+    from penstock.sim.settings import Room, SimulatedHardware, plan_points
     from penstock.sim.sweep import sweep as run_sweep
 
     room = Room.read(
@@ -125,7 +125,7 @@ def sim(
         {"device": device_blocks, "host": host_blocks, "disk": disk_blocks},
         with_sweep=sweep,
     )
-    hardware = Hardware(
+    hardware = SimulatedHardware(
         model,
         gpu,
         num_gpus=gpus,

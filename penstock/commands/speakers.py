@@ -9,8 +9,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 
+from penstock.config.urls import shown_value, without_password
 from penstock.errors import ConfigError, PenstockError
-from penstock.urls import shown_value, without_password
 
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
@@ -20,7 +20,7 @@ Messages = Sequence[dict[str, str]]
 OnText = Callable[[str], None]
 
 
-class NoAnswer(PenstockError):
+class ChatFailed(PenstockError):
     """The server could not be reached, or refused."""
 
 
@@ -92,7 +92,7 @@ class Remote:
         usage: dict[str, Any] = {}
         for event in self._events("POST", "/chat/completions", body):
             if event.get("error"):
-                raise NoAnswer(f"the server stopped in mid-answer: {_message(event)}")
+                raise ChatFailed(f"the server stopped in mid-answer: {_message(event)}")
             usage = event.get("usage") or usage
             for choice in event.get("choices", ()):
                 if text := choice.get("delta", {}).get("content"):
@@ -109,7 +109,7 @@ class Remote:
             try:
                 return str(json.loads(response.read())["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
-                raise NoAnswer(
+                raise ChatFailed(
                     f"{self._shown} does not list its models as OpenAI's API does; check "
                     "the URL, or name the model"
                 ) from None
@@ -124,8 +124,8 @@ class Remote:
                     if line.startswith(b"data:"):
                         yield json.loads(data)
             except (OSError, HTTPException, ValueError) as error:
-                raise NoAnswer(f"the answer was cut off ({type(error).__name__})") from None
-        raise NoAnswer("the answer was cut off before its end")
+                raise ChatFailed(f"the answer was cut off ({type(error).__name__})") from None
+        raise ChatFailed("the answer was cut off before its end")
 
     def _ask(self, method: str, path: str, body: object = None) -> HTTPResponse:
         is_https = self._url.scheme == "https"
@@ -140,8 +140,8 @@ class Remote:
             answer = response.read(1 << 20)
         except (OSError, HTTPException) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
-            raise NoAnswer(f"{self._shown} does not answer: {reason}") from None
-        raise NoAnswer(f"the server answers {response.status}: {_message(answer)}")
+            raise ChatFailed(f"{self._shown} does not answer: {reason}") from None
+        raise ChatFailed(f"the server answers {response.status}: {_message(answer)}")
 
 
 def _parse(url: str) -> SplitResult:

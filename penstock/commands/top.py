@@ -107,7 +107,7 @@ def _print_once(onlooker: Onlooker, interval: float, console: Console, *, as_jso
 
 
 def _write_lines(onlooker: Onlooker, interval: float) -> None:
-    for look in _looks(onlooker, interval, _sleep):
+    for look in _lookups(onlooker, interval, _sleep):
         sys.stdout.write(json.dumps(look.as_data(), allow_nan=False) + "\n")
         sys.stdout.flush()
 
@@ -131,11 +131,11 @@ def _draw_live(onlooker: Onlooker, interval: float, console: Console, latest: Lo
             refresh_per_second=_REDRAWS_PER_SECOND,
         ) as live,
     ):
-        for latest in _looks(onlooker, interval, wait):  # noqa: B007, draw shows it
+        for latest in _lookups(onlooker, interval, wait):  # noqa: B007, draw shows it
             live.refresh()
 
 
-def _looks(onlooker: Onlooker, interval: float, wait: Wait) -> Iterator[Look]:
+def _lookups(onlooker: Onlooker, interval: float, wait: Wait) -> Iterator[Look]:
     """One every interval, however long the server takes to answer; the first after one."""
     spent = 0.0
     while not wait(max(0.05, interval - spent)):

@@ -15,10 +15,10 @@ import typer
 from penstock.commands import print_json
 from penstock.commands.config import OPTIONS_TYPED, options_as_typed, parse_settings
 from penstock.config import Config, describe
+from penstock.config.options import OPTIONS
+from penstock.config.urls import may_hold_secret
 from penstock.connectors.vllm.settings import VllmSettings, transfer_config
-from penstock.engine.options import OPTIONS
 from penstock.errors import PenstockError
-from penstock.urls import may_hold_secret
 
 EXAMPLE = (
     'Example: vllm serve MODEL --kv-transfer-config "$(penstock vllm-config '
@@ -107,7 +107,7 @@ def vllm_config(
         allow_untested_vllm=allow_untested_vllm,
     )
     # Here, because it needs what `penstock doctor` may find missing.
-    from penstock.preflight import check_anywhere, check_delegated
+    from penstock.stores.preflight import check_anywhere, check_delegated
 
     transfer, tiers = transfer_config(chosen, OPTIONS_TYPED), chosen.tiers(OPTIONS_TYPED)
     check_anywhere(tiers)
@@ -129,7 +129,7 @@ def vllm_config(
 
 
 def _warn(tiers: Config, remote: str | None) -> None:
-    from penstock.preflight import check_here, warnings
+    from penstock.stores.preflight import check_here, warnings
 
     sentences = warnings(tiers)
     try:

@@ -23,10 +23,10 @@ from itertools import count
 
 import torch
 
+from penstock.books.sessions import Sessions
 from penstock.build import build_offloader
-from penstock.choosing import LoadOrCompute
 from penstock.config import Config
-from penstock.costs import Choice
+from penstock.costs.choose import LoadChoice, LoadOrCompute
 from penstock.engine.admission import Admission, Busy, NoRoom, TooLong
 from penstock.engine.blocks import BlockPool
 from penstock.engine.census import Sighting, take_census
@@ -41,11 +41,11 @@ from penstock.engine.faults import (
 from penstock.engine.intake import Intake
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.engine.request import Phase, Request
-from penstock.engine.residency import Residency, ResidencyConfig, Turns
+from penstock.engine.request import Request, RequestPhase
+from penstock.engine.residency import ColdReadBudget, ResidencyConfig, ResidencyPolicy
 from penstock.engine.rotation import Rotation
 from penstock.engine.runner import Runner, TorchRunner
-from penstock.engine.sampler import Row, Sampled, begin_sampling, make_generator
+from penstock.engine.sampler import Sampled, SamplerRow, begin_sampling, make_generator
 from penstock.engine.scheduler import Chunk, Scheduler
 from penstock.engine.story import Story
 from penstock.errors import ConfigError
@@ -53,8 +53,7 @@ from penstock.events import Observer
 from penstock.hints import Hint
 from penstock.keys import KeyChain, Namespace
 from penstock.offload import Offloader
-from penstock.plan.sizing import suggest_block_tokens
-from penstock.sessions import Sessions
+from penstock.shapes.sizing import suggest_block_tokens
 from penstock.stores.device import DevicePool
 from penstock.transfer.cuda import CudaMover
 from penstock.transfer.pinning import has_same_addresses
@@ -119,7 +118,7 @@ class _Live:
     generator: torch.Generator | None
     detokenizer: Detokenizer
     stop_ids: frozenset[int]
-    row: Row | None = None  # once it does not change any more
+    row: SamplerRow | None = None  # once it does not change any more
     num_requeues: int = 0  # after faults, since its last token
 
 
@@ -384,14 +383,14 @@ class Engine:
             _ = progress.text
         meanwhile()
 
-    def _row(self, live: _Live) -> Row:
+    def _row(self, live: _Live) -> SamplerRow:
         if live.row is not None:
             return live.row
         request, params = live.request, live.request.params
         num_prompt = len(request.prompt_ids)
         too_early = len(request.tokens) - num_prompt < params.min_tokens
         ends = (*self._eos_ids, *live.stop_ids) if too_early else ()
-        row = Row(params, live.generator, request.tokens, num_prompt, ends)
+        row = SamplerRow(params, live.generator, request.tokens, num_prompt, ends)
         live.row = None if too_early else row
         return row
 
@@ -485,7 +484,7 @@ class Engine:
         for request in computed.values():
             self._live.pop(request.id, None)
             request.finish_reason = "error"
-            request.phase = Phase.FINISHED
+            request.phase = RequestPhase.FINISHED
             request.finished_time = time.monotonic()
             self._story.finished(request)
             self._failed.append((request, fault))
@@ -546,7 +545,7 @@ class Engine:
         self.scheduler.add(probe)
         chunks = self.scheduler.schedule()
         logits = self.runner.run(chunks, self._keep_moving)
-        finish = begin_sampling(logits, [Row(params)], self.runner.post)
+        finish = begin_sampling(logits, [SamplerRow(params)], self.runner.post)
         self.scheduler.computed(chunks)
         self.runner.wait(self._keep_moving)
         finish()
@@ -605,8 +604,8 @@ class Engine:
             choose=self._choose,
             max_batched_tokens=num_batched,
             max_running=config.max_running,
-            residency=Residency(residency, self.block_tokens, self._block_bytes, num_blocks),
-            turns=Turns(residency.max_cold_bytes_per_step, self._block_bytes),
+            residency=ResidencyPolicy(residency, self.block_tokens, self._block_bytes, num_blocks),
+            turns=ColdReadBudget(residency.max_cold_bytes_per_step, self._block_bytes),
             rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
         )
         self._arrived = []
@@ -675,9 +674,9 @@ class Engine:
         )
         return max_new
 
-    def _choose(self, match: Match, num_past: int) -> Choice:
+    def _choose(self, match: Match, num_past: int) -> LoadChoice:
         assert self.offloader is not None
-        return self._costs.choose(match, num_past, self.offloader.rates, can_meet=True)
+        return self._costs.choose(match, num_past, self.offloader.rates, can_load_two_ended=True)
 
 
 def _raise(error: Exception) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class QueuePlace:
     """One request's place in the order: the lower stamp comes first."""
 
     tenant: str = ""
@@ -35,25 +35,25 @@ class FairQueue:
         self._now = 0.0  # the stamp of the latest request to have started
         # By tenant, in the order in which they came: those that wait, and those that have started
         # and still count because their work lies ahead of the present.
-        self._turns: dict[str, list[Turn]] = {}
+        self._turns: dict[str, list[QueuePlace]] = {}
         self._stale: set[str] = set()  # tenants whose stamps are later than they need be
 
-    def join(self, tenant: str, work: float) -> Turn:
+    def join(self, tenant: str, work: float) -> QueuePlace:
         """A new request's turn."""
         turns = self._turns.setdefault(tenant, [])
         stamp = max(self._now, turns[-1].end if turns else 0.0)
-        turn = Turn(tenant, work, self._now, stamp)
+        turn = QueuePlace(tenant, work, self._now, stamp)
         turns.append(turn)
         return turn
 
-    def started(self, turn: Turn) -> None:
+    def started(self, turn: QueuePlace) -> None:
         """A request runs. Tenants that have caught up need not be remembered."""
         turn.has_started = True
         self._now = max(self._now, turn.stamp)
         for tenant in list(self._turns):
             self._forget_past(tenant)
 
-    def ended(self, turn: Turn, work_done: float) -> None:
+    def ended(self, turn: QueuePlace, work_done: float) -> None:
         """A request has ended or was given up, whether it had started or not."""
         turns = self._turns.get(turn.tenant, [])
         if turn not in turns:

@@ -17,7 +17,7 @@ from penstock.engine.table import Addresses, BlockTable, Places
 _NONE: Places = np.zeros(0, np.int64)
 
 
-class Choice(NamedTuple):
+class FetchPlan(NamedTuple):
     table: Places  # the addresses of all sequences' blocks; `~n` for the n-th that is fetched
     sources: Places  # the addresses to fetch from
     num_there: int  # so many of them, from the first, lie there for the first layers
@@ -41,7 +41,7 @@ class FetchChoice:
 
     def choose(
         self, tables: Sequence[BlockTable], places: Sequence[Places], addresses: Addresses
-    ) -> Choice:
+    ) -> FetchPlan:
         """`places`: what is read of each of `tables`. What most sequences read is fetched first;
         but what lies there already keeps its number."""
         seen = [_Seen(table, table.num_moves, table.num_releases) for table in tables]
@@ -55,7 +55,7 @@ class FetchChoice:
         else:
             num_there = self._choose_anew(places, num_there, addresses)
         self._seen, self._brought = seen, _NONE
-        return Choice(np.concatenate(self._tables), self._sources, num_there)
+        return FetchPlan(np.concatenate(self._tables), self._sources, num_there)
 
     def bring_ahead(self) -> None:
         """What was chosen last is brought for the next step."""

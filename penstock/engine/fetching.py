@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.engine.attention import triton as kernels
 from penstock.engine.decode_plan import DecodePlan
-from penstock.engine.fetch_choice import Choice, FetchChoice
+from penstock.engine.fetch_choice import FetchChoice, FetchPlan
 from penstock.engine.table import Addresses, BlockTable, Places
 
 _cuda: Any = torch.cuda  # carries no types
@@ -95,7 +95,7 @@ class Fetcher:
 
     def choose(
         self, tables: Sequence[BlockTable], places: Sequence[Places], addresses: Addresses
-    ) -> Choice:
+    ) -> FetchPlan:
         """See `FetchChoice`. The step that is told of it must be the next."""
         return self._choice.choose(tables, places, addresses)
 

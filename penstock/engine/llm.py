@@ -15,10 +15,10 @@ from dataclasses import fields
 from typing import Any, cast
 
 from penstock.config import Config
+from penstock.config.options import EMBEDDED, EngineOptions
 from penstock.engine.engine import Progress
 from penstock.engine.interrupts import Whole
 from penstock.engine.open import open_engine
-from penstock.engine.options import EMBEDDED, EngineOptions
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from penstock.config.options import EMBEDDED
 from penstock.engine import weights
-from penstock.engine.options import EMBEDDED
 from penstock.engine.support import check_supported, inspect_attention
 from penstock.errors import ConfigError
 

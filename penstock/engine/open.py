@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 
 from penstock.config import Config
+from penstock.config.options import EngineOptions, tiers_config
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel, load_model
-from penstock.engine.options import EngineOptions, tiers_config
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.weights import first_line
 from penstock.errors import ConfigError
 from penstock.events import Observer
-from penstock.plan.sizing import suggest_block_tokens
-from penstock.preflight import check_block, check_tiers
+from penstock.shapes.sizing import suggest_block_tokens
+from penstock.stores.preflight import check_block, check_tiers
 from penstock.types import BlockSpec
 from penstock.units import GiB, format_bytes
 

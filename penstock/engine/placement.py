@@ -12,23 +12,23 @@ from typing import NamedTuple, Protocol
 
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
-from penstock.engine.residency import Residency
+from penstock.engine.residency import ResidencyPolicy
 from penstock.engine.table import shared_places
 from penstock.errors import BookError
 from penstock.events import Migrated
-from penstock.types import BlockKey, Done, LookId, Match, Slot, TicketId, Verdict
+from penstock.types import BlockKey, Done, LookupId, Match, Slot, TicketId, Verdict
 
 _MAX_RETURNING = 64  # blocks on their way back at a time: others load too
 
 
-class Tiers(Protocol):
+class EngineTiers(Protocol):
     """What the engine's books need of an Offloader.
 
     Nobody may forget whose blocks they are, or what they follow: neither has a default here.
     """
 
-    def look(self, keys: Sequence[BlockKey]) -> LookId | None: ...
-    def is_looking(self, look_id: LookId) -> bool: ...
+    def lookup(self, keys: Sequence[BlockKey]) -> LookupId | None: ...
+    def is_looking_up(self, lookup_id: LookupId) -> bool: ...
     def match(self, keys: Sequence[BlockKey]) -> Match: ...
     def note(self, match: Match) -> None: ...
     def used(self, keys: Sequence[BlockKey], *, tenant: str) -> None: ...
@@ -39,7 +39,7 @@ class Tiers(Protocol):
         *,
         patience_seconds: float | None = None,
         tenant: str,
-        heads: Mapping[int, BlockKey | None],
+        parents: Mapping[int, BlockKey | None],
     ) -> TicketId: ...
     def save(
         self,
@@ -47,7 +47,7 @@ class Tiers(Protocol):
         source: Sequence[Slot],
         *,
         tenant: str,
-        heads: Mapping[int, BlockKey | None],
+        parents: Mapping[int, BlockKey | None],
     ) -> TicketId: ...
     def cancel(self, ticket: TicketId) -> None: ...
     def is_in_host(self, key: BlockKey) -> bool: ...
@@ -65,7 +65,10 @@ class _Unsaved(NamedTuple):
 
 class Placement:
     def __init__(
-        self, pool: BlockPool, residency: Residency | None = None, tiers: Tiers | None = None
+        self,
+        pool: BlockPool,
+        residency: ResidencyPolicy | None = None,
+        tiers: EngineTiers | None = None,
     ) -> None:
         """Without a residency, or without tiers, everything a sequence has is on the device."""
         self._pool = pool
@@ -179,17 +182,17 @@ class Placement:
         slots: Sequence[Slot],
         *,
         tenant: str,
-        heads: Mapping[int, BlockKey | None],
+        parents: Mapping[int, BlockKey | None],
     ) -> None:
         """Copy complete blocks to HOST; they are held until that has ended.
 
-        `heads` names those that do not follow the one before them in a chain: see `Offloader.save`.
+        `parents`: see `Offloader.save`.
         """
         if self._tiers is None or not keys:
             return
         self._pool.hold(slots)
         self._being_saved.update(keys)
-        self._saving[self._tiers.save(keys, slots, tenant=tenant, heads=heads)] = list(slots)
+        self._saving[self._tiers.save(keys, slots, tenant=tenant, parents=parents)] = list(slots)
 
     def settle(self, done: Done) -> bool:
         """Whether it was a save or a migration that has ended, and not a sequence's load."""
@@ -259,9 +262,9 @@ class Placement:
         """Each in its tenant's name: that is who may read it below, and whose budget it takes."""
         for tenant in dict.fromkeys(block.tenant for block in unsaved.values()):
             mine = {key: block for key, block in unsaved.items() if block.tenant == tenant}
-            heads = {position: block.parent for position, block in enumerate(mine.values())}
+            parents = {position: block.parent for position, block in enumerate(mine.values())}
             slots = [block.slot for block in mine.values()]
-            self.save(list(mine), slots, tenant=tenant, heads=heads)
+            self.save(list(mine), slots, tenant=tenant, parents=parents)
 
     def _chill(self, running: Sequence[Request], request: Request, index: int) -> None:
         assert self._tiers is not None
@@ -281,7 +284,7 @@ class Placement:
         assert self._residency is not None
         seen = {key for keys in self._returning.values() for key in keys}
         wanted: dict[str, dict[BlockKey, tuple[int, Slot]]] = {}  # by tenant
-        parents: dict[BlockKey, BlockKey | None] = {}
+        parent_of: dict[BlockKey, BlockKey | None] = {}
         shared = shared_places([request.table for request in self._running])
         for request, index in self._residency.returning(
             self._running, count, lambda r, i: int(r.table.places[i]) in shared
@@ -294,11 +297,11 @@ class Placement:
                 self._warm(index, key, found[0])
             elif taken := self._pool.take(1):
                 wanted.setdefault(request.tenant, {})[key] = (index, taken[0])
-                parents[key] = request.chain.key_before(index)
+                parent_of[key] = request.chain.key_before(index)
         for tenant, targets in wanted.items():
             slots = [slot for _, slot in targets.values()]
-            heads = {position: parents[key] for position, key in enumerate(targets)}
-            ticket = self._tiers.load(list(targets), slots, tenant=tenant, heads=heads)
+            parents = {position: parent_of[key] for position, key in enumerate(targets)}
+            ticket = self._tiers.load(list(targets), slots, tenant=tenant, parents=parents)
             self._returning[ticket] = targets
 
     def _returned(self, done: Done, targets: dict[BlockKey, tuple[int, Slot]]) -> None:

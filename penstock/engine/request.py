@@ -6,15 +6,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
-from penstock.engine.fairness import Turn
+from penstock.engine.fairness import QueuePlace
 from penstock.engine.params import SamplingParams
 from penstock.engine.table import BlockTable
 from penstock.events import Stage
 from penstock.keys import KeyChain
-from penstock.types import NO_ORIGIN, LookId, Origin, Slot, TicketId, Tier, Verdict
+from penstock.types import NO_ORIGIN, LookupId, Origin, Slot, TicketId, Tier, Verdict
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     WAITING = "waiting"  # for room on the device
     LOADING = "loading"  # part of its KV is on its way to the device
     RUNNING = "running"
@@ -32,11 +32,15 @@ class Request:
     origin: Origin = NO_ORIGIN
     max_total_tokens: int = 0  # prompt and all it may still say
     arrival: float = 0.0
-    turn: Turn = field(default_factory=Turn)  # its place among those of its priority ...
-    charged: Turn = field(default_factory=Turn)  # ... and the one that its work is counted in
+    turn: QueuePlace = field(
+        default_factory=QueuePlace
+    )  # its place among those of its priority ...
+    charged: QueuePlace = field(
+        default_factory=QueuePlace
+    )  # ... and the one that its work is counted in
     sequence: int = 0  # of arrival: ties go to the older one
 
-    phase: Phase = Phase.WAITING
+    phase: RequestPhase = RequestPhase.WAITING
     tokens: list[int] = field(init=False)  # prompt and output
     table: BlockTable = field(default_factory=BlockTable)
     into: list[Slot | None] = field(default_factory=list)  # of a load: where its blocks go
@@ -45,7 +49,7 @@ class Request:
     num_named: int = 0  # leading blocks known to the pool by their key
     ticket: TicketId | None = None
     meeting_end: int = 0  # up to this block it is to be loaded from the back (see meetings)
-    look: LookId | None = None  # what it asked of the tier that instances share
+    lookup: LookupId | None = None  # what it asked of the tier that instances share
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # of the prompt: found on the device or loaded, at first admission
@@ -84,13 +88,13 @@ class Request:
 
     def restart(self) -> None:
         """The engine lost its books: nothing of the request is anywhere, and it waits again."""
-        if self.phase is not Phase.WAITING:
+        if self.phase is not RequestPhase.WAITING:
             self.num_preemptions += 1
-        self.phase = Phase.WAITING
+        self.phase = RequestPhase.WAITING
         self.table.take_all()
         self.into, self.resting = [], []
         self.num_computed = self.num_present = self.num_named = 0
-        self.ticket = self.look = None
+        self.ticket = self.lookup = None
         self.meeting_end = self.num_stalls = 0
 
     def append(self, token_id: int) -> None:

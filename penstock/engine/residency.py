@@ -70,7 +70,7 @@ class Zones:
     tail_start: int
 
 
-class Residency:
+class ResidencyPolicy:
     def __init__(
         self, config: ResidencyConfig, block_tokens: int, block_bytes: int, num_blocks: int
     ) -> None:
@@ -197,7 +197,7 @@ class Residency:
         yield from reversed(request.table.resident(0, zones.prefix_end))
 
 
-class Turns:
+class ColdReadBudget:
     """Who takes part in a step, so that what is read from HOST in it stays within a bound.
 
     Sequences without cold blocks always do. The bound is shared among the others so that small

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.engine.placement import Tiers
-from penstock.engine.request import Phase, Request
+from penstock.engine.placement import EngineTiers
+from penstock.engine.request import Request, RequestPhase
 
 _MIN_KEPT = 0.9  # of a sequence's blocks, in HOST: else its turn would end in computing again
 _MIN_TOKENS = 4  # of a turn, however long they take: who comes back must get somewhere
@@ -20,7 +20,7 @@ _PATIENCE = 1.5  # turns: so long its end waits for a block to be complete
 
 class Rotation:
     def __init__(
-        self, turn_seconds: float | None, block_tokens: int = 1, tiers: Tiers | None = None
+        self, turn_seconds: float | None, block_tokens: int = 1, tiers: EngineTiers | None = None
     ) -> None:
         """Without a length, or without tiers: whoever runs stays until it ends or is preempted."""
         self._turn_seconds = None if tiers is None else turn_seconds
@@ -41,7 +41,7 @@ class Rotation:
             request
             for request in running
             if request is not wanting
-            and request.phase is Phase.RUNNING
+            and request.phase is RequestPhase.RUNNING
             and request.num_uncomputed == 1
             and request.priority >= wanting.priority
             and not request.params.residency.never_cold

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.attention.torch import DecodeKernel, Span, Step, register
+from penstock.engine.attention.torch import AttentionStep, DecodeKernel, SequenceSpan, register
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import Addresses, Places
 from penstock.stores.device import DevicePool
@@ -51,7 +51,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PackedRow:
     """The tokens of all chunks of a step, one chunk behind the other; those of one token first."""
 
     token_ids: list[int]
@@ -63,7 +63,7 @@ class Row:
     sampled: list[int]  # rows whose logits are asked for, in the order of the chunks
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], block_tokens: int) -> Row:
+    def of(cls, chunks: Sequence[Chunk], block_tokens: int) -> PackedRow:
         # A decode step is all singles, and short: a list each beats an array a sequence.
         singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
         token_ids = [chunk.request.tokens[chunk.start] for chunk in singles]
@@ -109,7 +109,9 @@ def places_of(chunk: Chunk, block_tokens: int) -> Places:
 class TorchMemory:
     """KV in a pool and in HOST, by torch's own indexing."""
 
-    def __init__(self, pool: Tensor, host: Tensor | None, row: Row, block_tokens: int) -> None:
+    def __init__(
+        self, pool: Tensor, host: Tensor | None, row: PackedRow, block_tokens: int
+    ) -> None:
         """[blocks, layers, 2, block_tokens, kv_heads, head_dim], both."""
         self._pool = pool
         self._host = host
@@ -167,16 +169,18 @@ class TorchRunner:
         self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
     ) -> Tensor:
         device = self._pool.tensor.device
-        row = Row.of(chunks, self._block_tokens)
+        row = PackedRow.of(chunks, self._block_tokens)
         singles: Sequence[Chunk] = row.singles
         spans = [(begin, chunk) for begin, chunk in row.longer]
         if not self._has_kernel:
             spans = [*enumerate(singles), *spans]
             singles = ()
-        step = Step(
+        step = AttentionStep(
             TorchMemory(self._pool.tensor, self._host, row, self._block_tokens),
             [
-                Span(begin, chunk.num_tokens, chunk.start, places_of(chunk, self._block_tokens))
+                SequenceSpan(
+                    begin, chunk.num_tokens, chunk.start, places_of(chunk, self._block_tokens)
+                )
                 for begin, chunk in spans
             ],
             self._decode_batch(singles),

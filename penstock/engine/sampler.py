@@ -27,7 +27,7 @@ _MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplerRow:
     """What one row of the logits is sampled with."""
 
     params: SamplingParams
@@ -66,13 +66,13 @@ Post = Callable[[Tensor], Callable[[], list[int]]]
 """Has numbers brought from the device; what it returns waits for them."""
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     """One token a row. The logits are not changed; only the rows' generators are."""
     return begin_sampling(logits, rows)()
 
 
 def begin_sampling(
-    logits: Tensor, rows: Sequence[Row], post: Post = lambda numbers: numbers.tolist
+    logits: Tensor, rows: Sequence[SamplerRow], post: Post = lambda numbers: numbers.tolist
 ) -> Callable[[], list[Sampled]]:
     """As `sample`, in two parts: what need not wait for the logits is queued behind them."""
     if logits.dim() != 2 or logits.shape[0] != len(rows):
@@ -105,7 +105,7 @@ def begin_sampling(
     return finish
 
 
-def _is_plain(row: Row) -> bool:
+def _is_plain(row: SamplerRow) -> bool:
     params = row.params
     return params.greedy and not params.penalised and not params.logit_bias and not row.banned_ids
 
@@ -115,7 +115,7 @@ def _own(row: Tensor) -> Tensor:
     return row.to(torch.float32, copy=True)
 
 
-def _choose(logits: Tensor, row: Row) -> Tensor:
+def _choose(logits: Tensor, row: SamplerRow) -> Tensor:
     scores = _own(logits)
     if row.params.logit_bias:
         ids, biases = zip(*row.params.biases, strict=True)
@@ -134,7 +134,7 @@ def _indices(ids: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(list(ids), dtype=torch.int64, device=like.device)
 
 
-def _penalise(scores: Tensor, row: Row) -> None:
+def _penalise(scores: Tensor, row: SamplerRow) -> None:
     params = row.params
     prior = _indices(row.prior_ids, scores)
     if params.repetition_penalty != 1:

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.costs import Choice
+from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission
 from penstock.engine.blocks import BlockPool
 from penstock.engine.fairness import FairQueue
-from penstock.engine.meetings import Meetings
-from penstock.engine.placement import Placement, Tiers
-from penstock.engine.request import Phase, Request
-from penstock.engine.residency import Residency, Turns
+from penstock.engine.placement import EngineTiers, Placement
+from penstock.engine.request import Request, RequestPhase
+from penstock.engine.residency import ColdReadBudget, ResidencyPolicy
 from penstock.engine.rotation import Rotation
+from penstock.engine.two_ended_loads import TwoEndedLoads
 from penstock.errors import PenstockError
 from penstock.events import Decided, Event, Preempted, TurnEnded
 from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier, Verdict
@@ -65,12 +65,14 @@ class Scheduler:
         block_tokens: int,
         *,
         admission: Admission,
-        tiers: Tiers | None = None,
-        choose: Callable[[Match, int], Choice] = lambda match, num_past: Choice(match.num_blocks),
+        tiers: EngineTiers | None = None,
+        choose: Callable[[Match, int], LoadChoice] = lambda match, num_past: LoadChoice(
+            match.num_blocks
+        ),
         max_batched_tokens: int = 512,
         max_running: int = 64,
-        residency: Residency | None = None,
-        turns: Turns | None = None,
+        residency: ResidencyPolicy | None = None,
+        turns: ColdReadBudget | None = None,
         rotation: Rotation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,7 +89,7 @@ class Scheduler:
         self._loading: dict[TicketId, Request] = {}
         self.placement = Placement(pool, residency, tiers)
         self.placement.follow(self._running)
-        self._meetings = Meetings(
+        self._two_ended_loads = TwoEndedLoads(
             pool, tiers, block_tokens, max(block_tokens, max_batched_tokens // 4)
         )
         self._turns = turns
@@ -96,7 +98,7 @@ class Scheduler:
         self._short: Request | None = None  # lacked room in the last step
         self._refused = _Refusal(None, 0, 0.0)
         self._events: list[Event] = []
-        self._entered: list[tuple[Request, Phase]] = []
+        self._entered: list[tuple[Request, RequestPhase]] = []
         self.num_preemptions = 0
         self.num_turns = 0  # that ended
 
@@ -119,14 +121,14 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.has_work or self.placement.is_moving or len(self._meetings))
+        return not (self.has_work or self.placement.is_moving or len(self._two_ended_loads))
 
     def add(self, request: Request) -> None:
         """Queue a request that `Admission.check` let pass."""
         request.turn = self._fair.join(request.tenant, request.max_total_tokens)
         request.charged = request.turn
         if self._tiers is not None:
-            request.look = self._tiers.look(request.chain.keys)
+            request.lookup = self._tiers.lookup(request.chain.keys)
         self._enqueue(request)
 
     def __iter__(self) -> Iterator[Request]:
@@ -140,17 +142,17 @@ class Scheduler:
 
         Blocks that a load still writes are freed at its end.
         """
-        if request.phase is Phase.LOADING:
+        if request.phase is RequestPhase.LOADING:
             assert self._tiers is not None
             assert request.ticket is not None
             self._tiers.cancel(request.ticket)
-        elif request.phase is Phase.RUNNING:
+        elif request.phase is RequestPhase.RUNNING:
             self._drop_blocks(request)
             self._running.remove(request)
-        elif request.phase is Phase.WAITING:
+        elif request.phase is RequestPhase.WAITING:
             self._waiting.remove(request)
             self._rotation.wake(request)
-        request.phase = Phase.FINISHED
+        request.phase = RequestPhase.FINISHED
         for turn in {request.turn, request.charged}:
             self._fair.ended(turn, request.max_computed)
 
@@ -161,7 +163,7 @@ class Scheduler:
         preempted = False
         self._end_a_turn()
         self.placement.balance()
-        for request in self._meetings:
+        for request in self._two_ended_loads:
             self._meet(request)
         if self._fair.refresh():
             self._waiting.sort(key=lambda r: r.order)
@@ -169,10 +171,10 @@ class Scheduler:
         if self._turns is not None:
             running = self._turns.pick(running)
         for request in running:
-            if request.phase is not Phase.RUNNING or not budget:
+            if request.phase is not RequestPhase.RUNNING or not budget:
                 continue  # preempted for one before it
             num_tokens = min(request.num_uncomputed, budget)
-            num_tokens = self._meetings.end_of_chunk(request, num_tokens)
+            num_tokens = self._two_ended_loads.end_of_chunk(request, num_tokens)
             while not self._make_room(request, request.num_computed + num_tokens):
                 if self._is_soon_given_room(request) or self._stalls(request):
                     break
@@ -191,9 +193,9 @@ class Scheduler:
                 break
             if not self._admit(waiting, budget):
                 break
-            if waiting.phase is Phase.RUNNING:
+            if waiting.phase is RequestPhase.RUNNING:
                 num_tokens = min(waiting.num_uncomputed, budget)
-                num_tokens = self._meetings.end_of_chunk(waiting, num_tokens)
+                num_tokens = self._two_ended_loads.end_of_chunk(waiting, num_tokens)
                 chunks.append(_chunk(waiting, num_tokens))
                 budget -= num_tokens
         return chunks
@@ -201,18 +203,18 @@ class Scheduler:
     def computed(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' KV is on the device: name and save the blocks that became complete."""
         complete: dict[str, dict[BlockKey, Slot]] = {}  # by tenant
-        # Where in these another request's begin, and what they follow.
-        heads: dict[str, dict[int, BlockKey | None]] = {}
+        # Where in these another request's blocks begin, and their parents.
+        parents_of: dict[str, dict[int, BlockKey | None]] = {}
         for chunk in chunks:
             request = chunk.request
-            if request.phase is not Phase.RUNNING:
+            if request.phase is not RequestPhase.RUNNING:
                 continue
             request.num_computed = request.num_present = chunk.start + chunk.num_tokens
             again = min(request.num_computed, request.max_computed) - chunk.start
             request.num_recomputed_tokens += max(0, again)
             request.max_computed = max(request.max_computed, request.num_computed)
             blocks = complete.setdefault(request.tenant, {})
-            parents = heads.setdefault(request.tenant, {})
+            parents = parents_of.setdefault(request.tenant, {})
             parents[len(blocks)] = request.chain.key_before(request.num_named)
             for index in range(request.num_named, request.num_computed // self._block_tokens):
                 key, slot = request.chain.keys[index], request.table.slot(index)
@@ -222,17 +224,17 @@ class Scheduler:
             request.num_named = request.num_computed // self._block_tokens
         for tenant, blocks in complete.items():
             slots = list(blocks.values())
-            self.placement.save(list(blocks), slots, tenant=tenant, heads=heads[tenant])
+            self.placement.save(list(blocks), slots, tenant=tenant, parents=parents_of[tenant])
 
     def settle(self, done: Done) -> Request | None:
         """A load or save has ended; of a load, the request that goes on."""
-        if self.placement.settle(done) or self._meetings.settle(done):
+        if self.placement.settle(done) or self._two_ended_loads.settle(done):
             return None
         request = self._loading.pop(done.ticket)
         request.ticket = None
         into, request.into = request.into, []
         pins: Sequence[Slot | None] = done.pins or (None,) * len(into)
-        if request.phase is Phase.FINISHED:  # aborted meanwhile
+        if request.phase is RequestPhase.FINISHED:  # aborted meanwhile
             self.placement.release_load(into, pins)
             self._drop_blocks(request)
             return None
@@ -263,7 +265,7 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
-    def take_entered(self) -> list[tuple[Request, Phase]]:
+    def take_entered(self) -> list[tuple[Request, RequestPhase]]:
         """Who has entered which phase since the last call, in order."""
         entered, self._entered = self._entered, []
         return entered
@@ -271,7 +273,7 @@ class Scheduler:
     def check(self) -> None:
         self._pool.check()
         self.placement.check()
-        held = [request for request in self._running if request.phase is not Phase.RUNNING]
+        held = [request for request in self._running if request.phase is not RequestPhase.RUNNING]
         if held or any(len(request.table) for request in self._waiting):
             raise PenstockError("a request is in the wrong queue, or holds blocks while it waits")
 
@@ -279,22 +281,22 @@ class Scheduler:
     def _has_seat(self) -> bool:
         return len(self._running) + len(self._loading) < self._max_running
 
-    def _enter(self, request: Request, phase: Phase) -> None:
+    def _enter(self, request: Request, phase: RequestPhase) -> None:
         request.phase = phase
         self._entered.append((request, phase))
 
     def _enqueue(self, request: Request) -> None:
-        self._enter(request, Phase.WAITING)
+        self._enter(request, RequestPhase.WAITING)
         self._waiting.append(request)
         self._waiting.sort(key=lambda r: r.order)
 
     def _next_waiting(self) -> Request | None:
         """The most urgent of those that wait for no answer of the tier that instances share."""
         for request in self._waiting:
-            if request.look is not None and self._tiers is not None:
-                if self._tiers.is_looking(request.look):
+            if request.lookup is not None and self._tiers is not None:
+                if self._tiers.is_looking_up(request.lookup):
                     continue
-                request.look = None
+                request.lookup = None
             return request
         return None
 
@@ -330,7 +332,7 @@ class Scheduler:
         if slots is None:
             self._refuse(request)
             return False
-        choice = Choice(0)
+        choice = LoadChoice(0)
         match = None
         if self._tiers is not None and num_shared < len(keys):
             match = self._tiers.match(keys[num_shared:])
@@ -350,14 +352,14 @@ class Scheduler:
                 self._tiers.note(match)
             if match.num_blocks:
                 seconds = (choice.load_seconds, choice.compute_seconds)
-                num_wanted = num_loads + choice.num_meeting
+                num_wanted = num_loads + choice.num_two_ended
                 self._events.append(Decided(match.num_blocks, num_wanted, *seconds))
         if num_shared and self._tiers is not None and not request.num_preemptions:
             self._tiers.used(keys[:num_shared], tenant=request.tenant)
         self._have(request, num_past)
         request.num_named = num_shared
-        if choice.num_meeting:
-            request.meeting_end = num_shared + num_loads + choice.num_meeting
+        if choice.num_two_ended:
+            request.meeting_end = num_shared + num_loads + choice.num_two_ended
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
             request.found[Tier.DEVICE] = request.matched[Tier.DEVICE] = num_shared
@@ -366,21 +368,21 @@ class Scheduler:
                 request.estimate = (choice.load_seconds, choice.compute_seconds)
         if num_loads:
             assert self._tiers is not None
-            self._enter(request, Phase.LOADING)
+            self._enter(request, RequestPhase.LOADING)
             request.into = into
             request.ticket = self._tiers.load(
                 keys[num_shared : num_shared + num_loads],
                 into,
                 patience_seconds=choice.patience_seconds,
                 tenant=request.tenant,
-                heads={0: request.chain.key_before(num_shared)},
+                parents={0: request.chain.key_before(num_shared)},
             )
             self._loading[request.ticket] = request
         else:
             self._run(request, num_shared)
             # Not more than the first chunk takes: what comes from the back follows right behind.
             num_tokens = min(request.num_uncomputed, budget)
-            end = request.num_computed + self._meetings.end_of_chunk(request, num_tokens)
+            end = request.num_computed + self._two_ended_loads.end_of_chunk(request, num_tokens)
             num_first = max(0, -(-end // self._block_tokens) - num_shared)
             request.table.extend(slots[:num_first])
             self._pool.release(slots[num_first:])
@@ -389,16 +391,16 @@ class Scheduler:
 
     def _run(self, request: Request, num_there: int) -> None:
         """So many of its blocks are there, and others may come from the back."""
-        self._enter(request, Phase.RUNNING)
+        self._enter(request, RequestPhase.RUNNING)
         self._running.append(request)
         self._rotation.begin(request, self._clock())
         end, request.meeting_end = request.meeting_end, 0
         if end > num_there:
-            self._meetings.begin(request, num_there, end)
+            self._two_ended_loads.begin(request, num_there, end)
 
     def _meet(self, request: Request) -> None:
         num_computed = request.num_computed
-        if self._meetings.try_to_meet(request):
+        if self._two_ended_loads.try_to_meet(request):
             request.num_named = len(request.table)
             self._have(request, request.num_named * self._block_tokens)
             request.max_computed = max(request.max_computed, request.num_computed)
@@ -436,10 +438,10 @@ class Scheduler:
     def _end_a_turn(self) -> None:
         """Whoever has had its turn makes room for one that lacked it in the last step."""
         short, self._short = self._short, None
-        if short is None or short.phase is Phase.FINISHED:
+        if short is None or short.phase is RequestPhase.FINISHED:
             return
         is_one_coming_back = any(request.num_preemptions for request in self._loading.values())
-        if short.phase is Phase.WAITING and is_one_coming_back:
+        if short.phase is RequestPhase.WAITING and is_one_coming_back:
             return  # one at a time, so that the others go on meanwhile
         now = self._clock()
         request = self._rotation.over(self._running, short, now)
@@ -463,7 +465,7 @@ class Scheduler:
         self._enqueue(request)
 
     def _drop_blocks(self, request: Request) -> None:
-        self._meetings.leave(request)
+        self._two_ended_loads.leave(request)
         self.placement.drop(request)
         request.num_computed = request.num_named = request.num_present = 0
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from penstock.costs import LinkRate, PrefillRate
+from penstock.costs.rates import LinkRate, PrefillRate
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Chunk, Scheduler
@@ -18,14 +18,14 @@ from penstock.events import (
     Observer,
     Preempted,
     Refused,
+    RequestStory,
     ResidentShare,
     Sequences,
     Served,
     Stage,
     StepFailed,
     Stepped,
-    Told,
-    Usage,
+    TierUsage,
     tell,
 )
 from penstock.types import Done, Tier
@@ -72,7 +72,7 @@ class Story:
             events.append(migrated)
         used = pool.num_blocks - pool.num_available
         for state in (
-            Usage(Tier.DEVICE, used, pool.num_blocks, used, 0, 0),
+            TierUsage(Tier.DEVICE, used, pool.num_blocks, used, 0, 0),
             Sequences(scheduler.num_waiting, scheduler.num_loading, scheduler.num_running),
             ResidentShare(*scheduler.placement.resident_shares()),
         ):
@@ -176,9 +176,9 @@ class Story:
             finished.first_token_seconds,
         )
 
-    def _told(self, request: Request, finished: Finished) -> Told:
+    def _told(self, request: Request, finished: Finished) -> RequestStory:
         load_seconds, compute_seconds = request.estimate
-        return Told(
+        return RequestStory(
             request.id,
             request.origin,
             request.tenant,

@@ -132,7 +132,7 @@ def shared_places(tables: Sequence[BlockTable]) -> set[int]:
     return set(places[counts > 1].tolist())
 
 
-class Arena(Protocol):
+class AddressedSlots(Protocol):
     """Slots in memory, one behind the other."""
 
     @property
@@ -151,7 +151,7 @@ class Addresses:
     host_stride: int = 0
 
     @classmethod
-    def of_arenas(cls, device: Arena, host: Arena | None) -> Addresses:
+    def of_arenas(cls, device: AddressedSlots, host: AddressedSlots | None) -> Addresses:
         if host is None:
             return cls(device.address, device.stride_bytes)
         return cls(device.address, device.stride_bytes, host.address, host.stride_bytes)

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.attention import triton as kernels
-from penstock.engine.attention.torch import Span, Step, attend, prepare, register
+from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.decode_plan import DecodePlan, PartRoom
 from penstock.engine.fetching import Fetcher, num_fetched_at_once
 from penstock.engine.fused import FusedDecoder, can_fuse
 from penstock.engine.mailbox import Mailbox
 from penstock.engine.models import LoadedModel
-from penstock.engine.runner import Row, places_of
+from penstock.engine.runner import PackedRow, places_of
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import Addresses, Places
 from penstock.stores.device import DevicePool
@@ -184,7 +184,7 @@ class TritonRunner:
         self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
     ) -> Tensor:
         self.wait(between_layers)  # what a step is told lies in one place, for one step
-        row = Row.of(chunks, self._shape.block_tokens)
+        row = PackedRow.of(chunks, self._shape.block_tokens)
         if sum(-(-(c.start + 1) // kernels.PART_TOKENS) for c in row.singles) > self._max_parts:
             half = len(chunks) // 2  # more than there is room for at once
             parts = (chunks[:half], chunks[half:])
@@ -240,11 +240,11 @@ class TritonRunner:
         for num_past in (0, block_tokens):
             num_blocks = (num_past + num_new) // block_tokens
             blocks = torch.full((num_blocks,), any_block, device=self._device)
-            spans = [Span(0, num_new, num_past, blocks)]
+            spans = [SequenceSpan(0, num_new, num_past, blocks)]
             self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, fetches=False)
         self.post(zeros[:1])()
 
-    def _run_anew(self, row: Row) -> Tensor:
+    def _run_anew(self, row: PackedRow) -> Tensor:
         """Kernel by kernel, without a graph."""
         fetches = False
         if row.singles:
@@ -272,7 +272,7 @@ class TritonRunner:
         addresses: Tensor,
         kept: Tensor,
         num_singles: int,
-        spans: Sequence[Span],
+        spans: Sequence[SequenceSpan],
         *,
         fetches: bool,
     ) -> Tensor:
@@ -284,7 +284,7 @@ class TritonRunner:
         if self._decode.fetcher is not None:
             self._decode.fetcher.begin()
         memory = _Memory(self._shape, addresses)
-        step = Step(memory, spans, self._decode if num_singles else None, num_singles)
+        step = AttentionStep(memory, spans, self._decode if num_singles else None, num_singles)
         if self._fused is None:
             output = self._model(
                 input_ids=ids[None],
@@ -303,7 +303,7 @@ class TritonRunner:
 
         return self._fused.forward(ids, positions, addresses, kept, attend_layer)
 
-    def fill(self, row: Row | None, num_rows: int) -> bool:
+    def fill(self, row: PackedRow | None, num_rows: int) -> bool:
         """As many rows as a graph has: those of `row`, and others that do nothing.
 
         Returns whether cold blocks are to be fetched.
@@ -338,18 +338,18 @@ class TritonRunner:
         self.num_ahead += chosen.num_there
         return _Reads(chosen.table, num_blocks, lengths, chosen.sources, chosen.num_there)
 
-    def _inputs(self, row: Row) -> NDArray[np.int64]:
+    def _inputs(self, row: PackedRow) -> NDArray[np.int64]:
         """Token ids, positions, and where each row's keys go in the first layer."""
         offsets = row.positions % self._shape.block_tokens * self._shape.token_bytes
         addresses = np.where(row.is_written, self._addresses.of(row.places) + offsets, 0)
         return np.stack([row.token_ids, row.positions, addresses])
 
-    def _spans(self, row: Row) -> list[Span]:
+    def _spans(self, row: PackedRow) -> list[SequenceSpan]:
         spans = []
         for begin, chunk in row.longer:
             table = self._addresses.of(places_of(chunk, self._shape.block_tokens))
             blocks = torch.from_numpy(table).to(self._device)
-            spans.append(Span(begin, chunk.num_tokens, chunk.start, blocks))
+            spans.append(SequenceSpan(begin, chunk.num_tokens, chunk.start, blocks))
         return spans
 
 
@@ -394,7 +394,7 @@ class _Graphs:
         self._captured: dict[tuple[int, bool], tuple[Any, Tensor]] = {}
         self._memory: Any = None  # one pool for all: only one of them runs at a time
 
-    def run(self, row: Row) -> Tensor:
+    def run(self, row: PackedRow) -> Tensor:
         """Logits of all rows; good until the next step."""
         size = next(size for size in self._sizes if size >= len(row.singles))
         fetches = self._runner.fill(row, size)

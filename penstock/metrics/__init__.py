@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from penstock.events import Event
 from penstock.metrics.familiar import FamiliarNames
 from penstock.metrics.families import RegistryFamilies
-from penstock.metrics.requests import RequestMetrics
+from penstock.metrics.requests import RequestFamilies
 from penstock.metrics.residency import ResidencyMetrics
 from penstock.metrics.tiers import TierMetrics
 
@@ -25,7 +25,7 @@ class Metrics:
         self._familiar = FamiliarNames()
         self._observers = (
             TierMetrics(families),
-            RequestMetrics(families),
+            RequestFamilies(families),
             ResidencyMetrics(families),
             self._familiar.count,
         )

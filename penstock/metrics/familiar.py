@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from penstock.events import Event, LookedUp, Moved, Usage
+from penstock.events import Event, LookedUp, Moved, TierUsage
 from penstock.types import Tier
 
 
@@ -29,7 +29,7 @@ class FamiliarNames:
             case LookedUp(num_asked):
                 self._num_asked += num_asked
                 self._num_hits += event.num_hits
-            case Usage(tier, num_used, num_slots) if tier in self._usage:
+            case TierUsage(tier, num_used, num_slots) if tier in self._usage:
                 self._usage[tier] = num_used / max(1, num_slots)
 
     def collect(self) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
 _LONG_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 300.0)
 
 
-class RequestMetrics:
+class RequestFamilies:
     """What the embedded engine tells of its requests."""
 
     def __init__(self, make: Families) -> None:

@@ -18,7 +18,7 @@ from penstock.events import (
     TierEmptied,
     TierRested,
     TierRevived,
-    Usage,
+    TierUsage,
 )
 from penstock.metrics.families import Families
 from penstock.types import Direction, Tier, Verdict
@@ -159,7 +159,7 @@ class TierMetrics:
                 self._evicted.labels(tier.label).inc(len(keys))
             case TicketDone(direction, _, _, seconds):
                 self._tickets.labels(direction.value).observe(seconds)
-            case Usage(tier, num_used, num_slots, num_leased, num_loads, num_saves):
+            case TierUsage(tier, num_used, num_slots, num_leased, num_loads, num_saves):
                 self._used.labels(tier.label).set(num_used)
                 self._slots.labels(tier.label).set(num_slots)
                 self._leased.labels(tier.label).set(num_leased)

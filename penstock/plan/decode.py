@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock.plan.fit import Demand, Fit
-from penstock.plan.rates import Rates
-from penstock.plan.shape import ModelShape
+from penstock.shapes.gpu_rates import Rates
+from penstock.shapes.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class DecodeCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodeStep:
     """One in which a number of sessions get a token."""
 
     resident_bytes: int
@@ -51,7 +51,7 @@ class Step:
     seconds: float
 
 
-def step(shape: ModelShape, found: Fit, rates: Rates, num_sessions: int) -> Step:
+def step(shape: ModelShape, found: Fit, rates: Rates, num_sessions: int) -> DecodeStep:
     """Reading and computing run side by side: the slower sets the pace."""
     running = found.shared_bytes + found.own_bytes * num_sessions
     resident = min(running, max(0, found.pool_bytes))
@@ -61,7 +61,7 @@ def step(shape: ModelShape, found: Fit, rates: Rates, num_sessions: int) -> Step
     cold_seconds = (running - resident) / rates.cold_bytes_per_second
     computing = num_sessions / rates.prefill.tokens_per_second if rates.prefill else 0.0
     reading = weight_seconds + max(resident_seconds, cold_seconds)
-    return Step(
+    return DecodeStep(
         resident,
         running - resident,
         weight_seconds,

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError
-from penstock.plan.catalog import Gpu
-from penstock.plan.shape import ModelShape
+from penstock.shapes.catalog import Gpu
+from penstock.shapes.shape import ModelShape
 from penstock.units import GiB
 
 # Beside weights and KV, on each GPU: activations, captured graphs, the runtime's own.

@@ -22,9 +22,8 @@ from typing import Protocol
 
 import xxhash
 
-from penstock.costs import LinkRate, PrefillRate
+from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError
-from penstock.plan.sizing import ModelShape
 from penstock.stores.host import HostArena
 from penstock.types import BlockSpec, Slot
 from penstock.units import MiB, format_bytes
@@ -202,23 +201,6 @@ def measure_matrix_product(seconds: float) -> float | None:
         taken.append(time.perf_counter() - start)
     # The best, not the mean: what else runs on the machine can only take from it.
     return 2 * _MATRIX_SIZE**3 / min(taken)
-
-
-def estimate_prefill(shape: ModelShape, operations_per_second: float) -> PrefillRate | None:
-    """What prefill would take at the speed of a matrix product: the order of it, not more.
-
-    Each token is multiplied with all parameters, 2 operations each. Attention multiplies each
-    token with those before it, once for the scores and once for the values: 4 operations for
-    each pair and element of all heads, and half of all pairs. None where the shape has no
-    parameter count.
-    """
-    if shape.params_per_token is None:
-        return None
-    width = (shape.num_heads or shape.num_kv_heads) * shape.head_dim
-    return PrefillRate(
-        tokens_per_second=operations_per_second / (2 * shape.params_per_token),
-        quadratic_seconds_per_token2=2 * shape.num_layers * width / operations_per_second,
-    )
 
 
 def thread_counts(max_threads: int) -> list[int]:

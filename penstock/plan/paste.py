@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from penstock.config.options import EngineOptions
 from penstock.connectors.vllm.settings import VllmSettings
-from penstock.engine.options import EngineOptions
 from penstock.plan.fit import Fit, Hardware
 from penstock.plan.verdict import Kind
 from penstock.plan.ways import Way

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.connectors.vllm.settings import VllmSettings
-from penstock.costs import LinkRate, break_even_tokens
+from penstock.costs.rates import LinkRate, break_even_tokens
 from penstock.errors import ConfigError
 from penstock.plan import paste
 from penstock.plan.decode import DecodeCost, decode_cost
 from penstock.plan.fit import Demand, Fit, Hardware, Layout, fit, layouts
 from penstock.plan.paste import Pasted
-from penstock.plan.rates import Rates, RatesOf, rates_from_table
-from penstock.plan.shape import ModelShape
-from penstock.plan.verdict import Kind, Verdict, format_count, judge
+from penstock.plan.verdict import Kind, PlanVerdict, format_count, judge
 from penstock.plan.ways import Host, Mode, Way, find_ways
+from penstock.shapes.gpu_rates import Rates, RatesOf, rates_from_table
+from penstock.shapes.shape import ModelShape
 from penstock.types import Tier
 from penstock.units import format_seconds
 
@@ -41,7 +41,7 @@ class Plan:
     break_evens: Mapping[Tier, int | None]  # tokens; None: never; empty: prefill is not known
     load_seconds: Mapping[Tier, float]  # of one whole session
     compute_seconds: float | None
-    verdict: Verdict
+    verdict: PlanVerdict
     pasted: Pasted
 
 
@@ -122,7 +122,7 @@ def _through_host(tier: Tier, rates: Rates) -> LinkRate:
 
 
 def _paste(
-    verdict: Verdict, model: PlannedModel, hardware: Hardware, ways: Sequence[Way]
+    verdict: PlanVerdict, model: PlannedModel, hardware: Hardware, ways: Sequence[Way]
 ) -> Pasted:
     """For each host the best of what it can run."""
     kind = verdict.kind

@@ -14,6 +14,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 from penstock.config import RemoteConfig
+from penstock.config.urls import shown_value, without_password
 from penstock.errors import ConfigError, Full, StoreError
 from penstock.plan.links import (
     BLOCK_BYTES,
@@ -34,7 +35,6 @@ from penstock.stores.remote import Client, Item
 from penstock.stores.remotes import open_client, threads_for
 from penstock.types import Slot
 from penstock.units import format_bytes
-from penstock.urls import shown_value, without_password
 
 BATCH_BLOCKS = 16
 LOOKUP_NAMES = 512  # as many as the tier asks for at once
@@ -46,7 +46,7 @@ _TIMEOUT_SECONDS = 30.0
 _TTL_SECONDS = 3600.0
 
 
-class Lookups(NamedTuple):
+class LookupTimes(NamedTuple):
     """Questions for existence, many names in each, one after the other."""
 
     num_names: int  # of one question
@@ -81,7 +81,7 @@ class RemoteProbe:
                 "correct it"
             )
         self.shown = without_password(url)
-        self.lookups: Lookups | None = None  # known once all has been measured
+        self.lookups: LookupTimes | None = None  # known once all has been measured
         self.prefix = f"penstock/probe/{os.urandom(8).hex()}/"
         self._url = url
         # The servers of other stores are what is measured with them; a folder's cache is not.
@@ -162,7 +162,7 @@ class RemoteProbe:
         yield measure("get", values.get, cycle(order), written.num_batches).link
         yield written.link
 
-    def _look(self, client: Client, names: Sequence[str], tick: Tick) -> Lookups:
+    def _look(self, client: Client, names: Sequence[str], tick: Tick) -> LookupTimes:
         absent = [f"{self.prefix}absent/{number}" for number in range(LOOKUP_NAMES)]
         asked = [*names, *absent][:LOOKUP_NAMES]
 
@@ -171,7 +171,7 @@ class RemoteProbe:
 
         ticked = tick_part(tick, "remote lookups", _NUM_PARTS - 1, _NUM_PARTS)
         num_asked, seconds = walk(look, cycle((0,)), 1, self._seconds, ticked)
-        return Lookups(LOOKUP_NAMES, num_asked * LOOKUP_NAMES / seconds, seconds / num_asked)
+        return LookupTimes(LOOKUP_NAMES, num_asked * LOOKUP_NAMES / seconds, seconds / num_asked)
 
     def _remove(self, client: Client, names: Sequence[str]) -> None:
         try:

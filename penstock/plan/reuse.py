@@ -11,7 +11,7 @@ from penstock.types import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
+class ReuseStats:
     """Of all requests of a trace. Blocks are those of the trace."""
 
     name: str
@@ -27,7 +27,7 @@ class Reuse:
     num_live_blocks: int  # the most that at one time had been seen and would be read again
 
 
-def analyse(trace: Trace) -> Reuse:
+def analyse(trace: Trace) -> ReuseStats:
     if not trace.requests:
         raise ConfigError(
             f"the trace {trace.name} has no requests: expected at least one; give another"
@@ -52,7 +52,7 @@ def analyse(trace: Trace) -> Reuse:
     num_prompt_tokens = sum(request.num_input_tokens for request in trace.requests)
     seconds = trace.requests[-1].arrival_seconds - trace.requests[0].arrival_seconds
     num_requests = len(trace.requests)
-    return Reuse(
+    return ReuseStats(
         name=trace.name,
         num_requests=num_requests,
         requests_per_second=(num_requests - 1) / seconds if seconds > 0 else None,

@@ -1,28 +1,5 @@
-"""How many bytes of KV a model makes per token, from its name, its shape or its `config.json`."""
+"""Sizing moved to `penstock.shapes.sizing`. This path stays for one release."""
 
-from __future__ import annotations
+from penstock.shapes.sizing import PRESETS, find_shape
 
-from pathlib import Path
-
-from penstock.errors import ConfigError
-from penstock.plan.catalog import MODELS, nearest
-from penstock.plan.model_config import shape_from_config
-from penstock.plan.shape import ModelShape, suggest_block_tokens
-
-__all__ = ["PRESETS", "ModelShape", "find_shape", "shape_from_config", "suggest_block_tokens"]
-
-PRESETS: dict[str, ModelShape] = {name: model.shape for name, model in MODELS.items()}
-
-
-def find_shape(model: str) -> ModelShape:
-    """The shape of a preset by its name (in any case), or else of the config.json at that path."""
-    name = model.strip().lower()
-    if name in PRESETS:
-        return PRESETS[name]
-    if Path(model).exists():
-        return shape_from_config(Path(model))
-    close = nearest(name, PRESETS)
-    hint = f"did you mean {close}?" if close else f"known models are {', '.join(PRESETS)}"
-    raise ConfigError(
-        f"there is no model {model!r}: expected a known name or the path of a config.json; {hint}"
-    )
+__all__ = ["PRESETS", "find_shape"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.plan.fit import Demand, Fit, Hardware
-from penstock.plan.shape import ModelShape
 from penstock.plan.ways import Mode, Way, target_of
+from penstock.shapes.shape import ModelShape
 from penstock.types import Tier
 from penstock.units import format_bytes, format_seconds
 
@@ -51,7 +51,7 @@ TITLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlanVerdict:
     kind: Kind
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
@@ -82,15 +82,15 @@ def judge(
     break_evens: Mapping[Tier, int | None],
     load_seconds: Mapping[Tier, float],
     compute_seconds: float | None,
-) -> Verdict:
+) -> PlanVerdict:
     """`ways` with the best first, and `found` of all servers in that one's layout.
 
     `break_evens` and `compute_seconds` say nothing where prefill's rate is not known.
     """
     if not ways:
-        return Verdict(Kind.DOES_NOT_FIT, (_no_room(shape, hardware, found),))
+        return PlanVerdict(Kind.DOES_NOT_FIT, (_no_room(shape, hardware, found),))
     if reason := unsupported(shape):
-        return Verdict(
+        return PlanVerdict(
             Kind.NOT_SUPPORTED,
             (
                 f"{reason}: a prefix could not be restored whole, so the engine and the vLLM "
@@ -99,13 +99,13 @@ def judge(
         )
     limit = shape.max_context_tokens
     if limit is not None and demand.context_tokens > limit:
-        return Verdict(Kind.CONTEXT_TOO_LONG, (_beyond_the_model(demand, limit),))
+        return PlanVerdict(Kind.CONTEXT_TOO_LONG, (_beyond_the_model(demand, limit),))
     best = ways[0]
     if not best.can_run:
-        return Verdict(Kind.DOES_NOT_FIT, (_no_session(shape, hardware, found, best),))
+        return PlanVerdict(Kind.DOES_NOT_FIT, (_no_session(shape, hardware, found, best),))
     kind, reasons = _choose(demand, found, best, break_evens, load_seconds, compute_seconds)
     reasons.insert(0, _headline(demand, best))
-    return Verdict(
+    return PlanVerdict(
         kind, tuple(reasons), tuple(_warnings(kind, hardware, demand, found, ways, break_evens))
     )
 

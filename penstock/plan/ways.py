@@ -13,8 +13,8 @@ from enum import StrEnum
 
 from penstock.plan.decode import DecodeCost, decode_cost, most_within, step
 from penstock.plan.fit import Demand, Fit, Hardware, Layout, fit, layouts
-from penstock.plan.rates import Rates, RatesOf
-from penstock.plan.shape import ModelShape
+from penstock.shapes.gpu_rates import Rates, RatesOf
+from penstock.shapes.shape import ModelShape
 from penstock.types import Tier
 from penstock.units import format_bytes
 

@@ -38,7 +38,7 @@ class ARC(Policy):
     def admit(self, key: BlockKey) -> bool:
         return True
 
-    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
+    def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
         ghost = _ghost(key)
         num_once, num_often = len(self._ghosts_once), len(self._ghosts_often)
         if ghost in self._ghosts_once:

@@ -25,14 +25,14 @@ class Policy(Protocol):
         """Whether a block not held now is worth writing to this tier. Changes nothing."""
         ...
 
-    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
-        """`before` is the block that this one follows in its prompt; None: nothing, or unknown."""
+    def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
+        """`parent` is the block that this one follows in its prompt; None: nothing, or unknown."""
         ...
 
-    def insert_all(self, keys: Sequence[BlockKey], before: Sequence[BlockKey | None]) -> None:
+    def insert_all(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> None:
         """As `insert` of each in turn; for those who can do it faster."""
-        for key, previous in zip(keys, before, strict=True):
-            self.insert(key, previous)
+        for key, parent in zip(keys, parents, strict=True):
+            self.insert(key, parent)
 
     def touch(self, key: BlockKey) -> None: ...
 

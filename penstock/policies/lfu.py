@@ -51,7 +51,7 @@ class LFU(Policy):
     def admit(self, key: BlockKey) -> bool:
         return True
 
-    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
+    def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
         self._put(key, 1, self._age + 1)
 
     def touch(self, key: BlockKey) -> None:

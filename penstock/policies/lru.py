@@ -20,10 +20,10 @@ class LRU(Policy):
     def admit(self, key: BlockKey) -> bool:
         return True
 
-    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
+    def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
         self._order[key] = None
 
-    def insert_all(self, keys: Sequence[BlockKey], before: Sequence[BlockKey | None]) -> None:
+    def insert_all(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> None:
         order = self._order
         for key in keys:
             order[key] = None

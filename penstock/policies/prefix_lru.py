@@ -11,14 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from penstock.policies.base import Policy
-from penstock.policies.runs import Run, Runs
+from penstock.policies.runs import PromptRun, Runs
 from penstock.types import BlockKey
 
 
 class PrefixLRU(Policy):
     def __init__(self, capacity: int) -> None:
         self._runs = Runs()
-        self._order: OrderedDict[Run, None] = OrderedDict()  # least recent first
+        self._order: OrderedDict[PromptRun, None] = OrderedDict()  # least recent first
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -26,14 +26,14 @@ class PrefixLRU(Policy):
     def admit(self, key: BlockKey) -> bool:
         return True
 
-    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
-        self._join([key], before)
+    def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
+        self._join([key], parent)
 
     def touch(self, key: BlockKey) -> None:
-        run, before, taken = self._runs.take(key)
+        run, parent, taken = self._runs.take(key)
         if run.is_empty:
             del self._order[run]
-        self._join(taken, before)
+        self._join(taken, parent)
 
     def touch_all(self, keys: Sequence[BlockKey]) -> None:
         for key in self._runs.last_ones(keys):
@@ -58,11 +58,11 @@ class PrefixLRU(Policy):
     def check(self) -> None:
         self._runs.check(self._order)
 
-    def _join(self, keys: Sequence[BlockKey], before: BlockKey | None) -> None:
+    def _join(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
         """Blocks that follow each other were used just now."""
-        run = self._runs.ending_with(before)
+        run = self._runs.ending_with(parent)
         if run is None:
-            run = self._runs.start(before)
+            run = self._runs.start(parent)
         self._runs.add(keys, run)
         self._order[run] = None
         self._order.move_to_end(run)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from penstock.policies.base import Policy
 from penstock.policies.reuse_rates import NUM_KINDS, ReuseRates
-from penstock.policies.runs import Run, Runs
+from penstock.policies.runs import PromptRun, Runs
 from penstock.policies.trial import Trial
 from penstock.types import BlockKey
 
@@ -26,7 +26,7 @@ _MIN_LEARNING_BLOCKS = 1024
 _MAX_GHOSTS = 1 << 17  # some 30 MB
 
 
-class _Shelf(OrderedDict[Run, None]):
+class _Shelf(OrderedDict[PromptRun, None]):
     """Runs of one kind and age, least recently used first."""
 
     __slots__ = ("due", "stays")
@@ -68,7 +68,7 @@ class Reuse(Policy):
             for shelves in self._shelves
             for age in reversed(range(len(stays) - 1))
         ]
-        self._shelf_of: OrderedDict[Run, _Shelf] = OrderedDict()  # least recently used first
+        self._shelf_of: OrderedDict[PromptRun, _Shelf] = OrderedDict()  # least recently used first
         self._trial = Trial(capacity, self._rates.worth)
         self._demoted = _Shelf()
         self._worst_first: list[_Shelf] = []
@@ -83,32 +83,32 @@ class Reuse(Policy):
     def admit(self, key: BlockKey) -> bool:
         return True
 
-    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
+    def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
         self._now += 1
-        self._join([key], before, self._uses_of(key, before), self._now)
+        self._join([key], parent, self._uses_of(key, parent), self._now)
         if self._now % self._learning_blocks == 0:
             self._learn()
 
-    def insert_all(self, keys: Sequence[BlockKey], before: Sequence[BlockKey | None]) -> None:
+    def insert_all(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> None:
         last, _, num_returning = self._returning
-        is_new = self._ghosts.keys().isdisjoint(keys) and not (num_returning and last in before)
-        is_chain = list(before[1:]) == list(keys[:-1])
+        is_new = self._ghosts.keys().isdisjoint(keys) and not (num_returning and last in parents)
+        is_chain = list(parents[1:]) == list(keys[:-1])
         num_until_learning = self._learning_blocks - self._now % self._learning_blocks
         if not is_new or not is_chain or len(keys) >= num_until_learning:
-            super().insert_all(keys, before)
+            super().insert_all(keys, parents)
         elif keys:
             first = self._now + 1
             self._now += len(keys)
-            self._join(keys, before[0], 1, first)
+            self._join(keys, parents[0], 1, first)
 
     def touch(self, key: BlockKey) -> None:
-        run, before, taken = self._runs.take(key)
+        run, parent, taken = self._runs.take(key)
         count = len(taken)
         if run.is_empty:
             count += run.num_evicted  # its tail would have been used as well
             self._unshelve(run)
         self._rates.reused(run.uses, self._now - run.tick, count)
-        self._join(taken, before, run.uses + 1, self._now)
+        self._join(taken, parent, run.uses + 1, self._now)
 
     def touch_all(self, keys: Sequence[BlockKey]) -> None:
         for key in self._runs.last_ones(keys):
@@ -137,7 +137,7 @@ class Reuse(Policy):
     def check(self) -> None:
         self._runs.check(self._in_order())
 
-    def _uses_of(self, key: BlockKey, before: BlockKey | None) -> int:
+    def _uses_of(self, key: BlockKey, parent: BlockKey | None) -> int:
         """1 for a block never seen; one more than before for one that was evicted."""
         ghost = self._ghosts.pop(key, None)
         if ghost is not None:
@@ -145,30 +145,30 @@ class Reuse(Policy):
             self._returning = _Returning(key, ghost.uses + 1, ghost.num_blocks - 1)
             return ghost.uses + 1
         last, uses, num_blocks = self._returning
-        if num_blocks and last == before:
+        if num_blocks and last == parent:
             self._returning = _Returning(key, uses, num_blocks - 1)
             return uses
         return 1
 
     def _join(
-        self, keys: Sequence[BlockKey], before: BlockKey | None, uses: int, since: int
+        self, keys: Sequence[BlockKey], parent: BlockKey | None, uses: int, since: int
     ) -> None:
         """Blocks that follow each other were used, from `since` on, for so many times in all."""
         kind = self._rates.begin(uses, len(keys))
-        self._trial.use(keys, before, kind, since)
+        self._trial.use(keys, parent, kind, since)
         youngest = self._shelves[kind][0]
-        run = self._runs.ending_with(before)
+        run = self._runs.ending_with(parent)
         if run is not None and self._shelf_of.get(run) is youngest:
             run.tick = self._now
             youngest.move_to_end(run)
             self._shelf_of.move_to_end(run)
         else:
-            run = self._runs.start(before)
+            run = self._runs.start(parent)
             run.uses, run.tick = uses, self._now
             self._shelve(run, youngest)
         self._runs.add(keys, run)
 
-    def _shelve(self, run: Run, shelf: _Shelf) -> None:
+    def _shelve(self, run: PromptRun, shelf: _Shelf) -> None:
         if self._shelf_of.get(run) is shelf:
             shelf.move_to_end(run)
             return
@@ -179,12 +179,12 @@ class Reuse(Policy):
         shelf[run] = None
         self._shelf_of[run] = shelf
 
-    def _unshelve(self, run: Run) -> None:
+    def _unshelve(self, run: PromptRun) -> None:
         shelf = self._shelf_of.pop(run, None)
         if shelf is not None:
             del shelf[run]
 
-    def _in_order(self) -> Iterator[Run]:
+    def _in_order(self) -> Iterator[PromptRun]:
         """What is worth least first; or least recently used, while that keeps more."""
         if not self._trial.prefers_worth:
             yield from self._shelf_of

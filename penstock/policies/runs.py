@@ -16,8 +16,8 @@ from penstock.types import BlockKey
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    before: BlockKey | None  # what its first block follows, if known
+class PromptRun:
+    parent: BlockKey | None  # what its first block follows, if known
     keys: list[BlockKey] = field(default_factory=list)
     num_left_behind: int = 0  # leading ones of `keys` that have joined another run
     num_evicted: int = 0
@@ -33,8 +33,8 @@ class Runs:
     """Which block is in which run, and which runs follow which block. Knows no order of runs."""
 
     def __init__(self) -> None:
-        self._run_of: dict[BlockKey, Run] = {}
-        self._following: dict[BlockKey, dict[Run, None]] = {}
+        self._run_of: dict[BlockKey, PromptRun] = {}
+        self._following: dict[BlockKey, dict[PromptRun, None]] = {}
 
     def __len__(self) -> int:
         return len(self._run_of)
@@ -42,26 +42,26 @@ class Runs:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._run_of
 
-    def of(self, key: BlockKey) -> Run:
+    def of(self, key: BlockKey) -> PromptRun:
         return self._run_of[key]
 
-    def ending_with(self, key: BlockKey | None) -> Run | None:
+    def ending_with(self, key: BlockKey | None) -> PromptRun | None:
         """The run whose last block this is: what follows it can be added there."""
         run = None if key is None else self._run_of.get(key)
         return run if run is not None and run.keys[-1] == key else None
 
-    def start(self, before: BlockKey | None) -> Run:
-        run = Run(before)
+    def start(self, parent: BlockKey | None) -> PromptRun:
+        run = PromptRun(parent)
         self._follow(run)
         return run
 
-    def add(self, keys: Sequence[BlockKey], run: Run) -> None:
+    def add(self, keys: Sequence[BlockKey], run: PromptRun) -> None:
         """Blocks that follow each other, and the last one of the run."""
         run.keys += keys
         for key in keys:
             self._run_of[key] = run
 
-    def take(self, key: BlockKey) -> tuple[Run, BlockKey | None, list[BlockKey]]:
+    def take(self, key: BlockKey) -> tuple[PromptRun, BlockKey | None, list[BlockKey]]:
         """Take a block out of its run, with those before it there: they were used with it.
 
         Returns the run, which may be empty now, what the first of them follows, and them.
@@ -69,14 +69,14 @@ class Runs:
         run = self._run_of[key]
         start = run.num_left_behind
         end = start + 1 if run.keys[start] == key else run.keys.index(key, start) + 1
-        taken, before = run.keys[start:end], run.before
+        taken, parent = run.keys[start:end], run.parent
         self._leave(run)
-        run.num_left_behind, run.before = end, key
+        run.num_left_behind, run.parent = end, key
         if not run.is_empty:
             self._follow(run)
         for each in taken:
             del self._run_of[each]
-        return run, before, taken
+        return run, parent, taken
 
     def last_ones(self, keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
         """Of blocks used in this order, those to `take` that take all the others along."""
@@ -95,7 +95,7 @@ class Runs:
                 yield from stretch
             start = end
 
-    def split(self, key: BlockKey) -> tuple[Run, Run]:
+    def split(self, key: BlockKey) -> tuple[PromptRun, PromptRun]:
         """A run of its own for a block and those behind it in its run; returns old and new."""
         run = self._run_of[key]
         place = run.keys.index(key, run.num_left_behind)
@@ -108,7 +108,7 @@ class Runs:
         run.num_evicted = 0
         return run, behind
 
-    def remove(self, key: BlockKey) -> Run:
+    def remove(self, key: BlockKey) -> PromptRun:
         """Take one block out of its run, wherever it is there."""
         run = self._run_of.pop(key)
         del run.keys[run.keys.index(key, run.num_left_behind)]
@@ -118,15 +118,15 @@ class Runs:
 
     def evict(
         self,
-        order: Callable[[], Iterable[Run]],
+        order: Callable[[], Iterable[PromptRun]],
         num_victims: int,
         is_idle: Callable[[BlockKey], bool],
-    ) -> tuple[list[BlockKey], dict[Run, BlockKey]]:
+    ) -> tuple[list[BlockKey], dict[PromptRun, BlockKey]]:
         """Take idle blocks out, of the first runs in `order` first: so many, or none at all.
 
         Returns them, and the runs that are empty now, each with its first block.
         """
-        taken: list[tuple[Run, list[BlockKey]]] = []
+        taken: list[tuple[PromptRun, list[BlockKey]]] = []
         num_left = num_victims
         for run in order():
             while num_left and not run.is_empty:
@@ -150,7 +150,7 @@ class Runs:
                 del run.keys[run.keys.index(key, run.num_left_behind)]
                 taken.append((run, [key]))
         victims: list[BlockKey] = []
-        emptied: dict[Run, BlockKey] = {}
+        emptied: dict[PromptRun, BlockKey] = {}
         for run, keys in taken:
             victims += keys
             run.num_evicted += len(keys)
@@ -162,7 +162,7 @@ class Runs:
             self._leave(run)
         return victims, emptied
 
-    def check(self, order: Iterable[Run]) -> None:
+    def check(self, order: Iterable[PromptRun]) -> None:
         runs = list(order)
         keys = [key for run in runs for key in run.keys[run.num_left_behind :]]
         if len(keys) != len(self._run_of) or set(keys) != self._run_of.keys():
@@ -171,7 +171,7 @@ class Runs:
             raise BookError("an empty run is kept")
 
     def _pop_idle(
-        self, run: Run, max_keys: int, is_idle: Callable[[BlockKey], bool]
+        self, run: PromptRun, max_keys: int, is_idle: Callable[[BlockKey], bool]
     ) -> list[BlockKey]:
         """Take idle blocks off the end of a run that nothing follows, until something does."""
         keys, following = run.keys, self._following
@@ -183,12 +183,12 @@ class Runs:
             popped.append(keys.pop())
         return popped
 
-    def _end_behind(self, run: Run) -> Run:
+    def _end_behind(self, run: PromptRun) -> PromptRun:
         """Of the runs that follow this one's end, one that nothing follows.
 
         What follows what may have been guessed after a restart, and guesses can go in a circle.
         """
-        passed: set[Run] = set()
+        passed: set[PromptRun] = set()
         while run not in passed and (followers := self._following.get(run.keys[-1])):
             follower = next((each for each in followers if not each.is_empty), None)
             if follower is None:
@@ -197,18 +197,18 @@ class Runs:
             run = follower
         return run
 
-    def _follow(self, run: Run) -> None:
-        if run.before is not None:
-            self._following.setdefault(run.before, {})[run] = None
+    def _follow(self, run: PromptRun) -> None:
+        if run.parent is not None:
+            self._following.setdefault(run.parent, {})[run] = None
 
-    def _leave(self, run: Run) -> None:
-        if run.before is not None and (followers := self._following.get(run.before)) is not None:
+    def _leave(self, run: PromptRun) -> None:
+        if run.parent is not None and (followers := self._following.get(run.parent)) is not None:
             followers.pop(run, None)
             if not followers:
-                del self._following[run.before]
+                del self._following[run.parent]
 
 
-def _idle_ones(runs: Iterable[Run], is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
+def _idle_ones(runs: Iterable[PromptRun], is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
     return [
         key for run in runs for key in reversed(run.keys[run.num_left_behind :]) if is_idle(key)
     ]

@@ -31,7 +31,7 @@ class S3FIFO(Policy):
     def admit(self, key: BlockKey) -> bool:
         return True
 
-    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
+    def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
         queue = self._main if key in self._ghosts else self._small
         queue[key] = 0
 

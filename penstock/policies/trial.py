@@ -43,9 +43,9 @@ class Trial:
         self._num_judged = 0
         self.prefers_worth = False  # until it has proved better
 
-    def use(self, keys: Sequence[BlockKey], before: BlockKey | None, kind: int, now: int) -> None:
-        """Blocks that follow each other, and `before`, came or were used; they are of this kind."""
-        if before is None or before != self._last:
+    def use(self, keys: Sequence[BlockKey], parent: BlockKey | None, kind: int, now: int) -> None:
+        """Blocks that follow each other, and `parent`, came or were used; they are of this kind."""
+        if parent is None or parent != self._last:
             self._time = now // self._step
         self._last = keys[-1]
         threshold = self._threshold

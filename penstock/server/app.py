@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from penstock import __version__
+from penstock.install import VERSION
 from penstock.server.access import access_of
 from penstock.server.answers import (
     ChatCompletion,
@@ -23,9 +23,9 @@ from penstock.server.answers import (
     ModelList,
     Tokenized,
 )
-from penstock.server.backend import Backend, Phase, Serving
+from penstock.server.backend import Backend, BackendPhase, Serving
 from penstock.server.body import read_body
-from penstock.server.chat import Chat
+from penstock.server.chat import ChatAnswer
 from penstock.server.completions import Completions
 from penstock.server.dashboard import data_routes, page_routes, watch_backend
 from penstock.server.guards import guarded_app, key_check
@@ -85,7 +85,7 @@ def _operator_routes(backend: Backend) -> APIRouter:
     @router.get("/health", responses=unavailable)
     async def health() -> Response:
         """200 while the process is alive and the engine has not failed, also while it loads."""
-        if backend.phase is Phase.FAILED:
+        if backend.phase is BackendPhase.FAILED:
             backend.require()
         return JSONResponse({"status": "ok", "phase": backend.phase})
 
@@ -98,7 +98,7 @@ def _operator_routes(backend: Backend) -> APIRouter:
     @router.get("/version")
     async def version() -> Response:
         """Penstock's own."""
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": VERSION})
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -146,7 +146,9 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
     )
     unknown = UnknownFields()
 
-    async def answer(request: Request, body: GenerationRequest, work: Chat | Completions) -> Any:
+    async def answer(
+        request: Request, body: GenerationRequest, work: ChatAnswer | Completions
+    ) -> Any:
         unknown.note(body)
         access = access_of(request.scope)
 
@@ -177,7 +179,7 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
     async def chat_completions(request: Request) -> Any:
         serving = backend.require()
         body = await read_body(request, ChatRequest, settings.max_body_bytes)
-        return await answer(request, body, Chat(body, serving))
+        return await answer(request, body, ChatAnswer(body, serving))
 
     @router.post("/completions", response_model=Completion)
     async def completions(request: Request) -> Any:

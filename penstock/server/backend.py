@@ -20,7 +20,7 @@ _LOADING_RETRY_SECONDS = 5.0
 _STOPPING_RETRY_SECONDS = 30.0
 
 
-class Phase(StrEnum):
+class BackendPhase(StrEnum):
     LOADING = "loading"
     SERVING = "serving"
     STOPPING = "stopping"
@@ -88,12 +88,12 @@ class Backend:
         return self._serving
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> BackendPhase:
         if self._serving is not None and self._serving.service.failure is not None:
-            return Phase.FAILED
+            return BackendPhase.FAILED
         if self._stopping:
-            return Phase.STOPPING
-        return Phase.LOADING if self._serving is None else Phase.SERVING
+            return BackendPhase.STOPPING
+        return BackendPhase.LOADING if self._serving is None else BackendPhase.SERVING
 
     def serve(self, serving: Serving) -> None:
         self._serving = serving
@@ -105,14 +105,14 @@ class Backend:
     def require(self) -> Serving:
         """The model, or an ApiError that says why not and when to ask again."""
         match self.phase:
-            case Phase.LOADING:
+            case BackendPhase.LOADING:
                 raise ApiError(
                     503,
                     "the model is still being loaded; ask again soon.",
                     code="loading",
                     retry_after_seconds=_LOADING_RETRY_SECONDS,
                 )
-            case Phase.STOPPING:
+            case BackendPhase.STOPPING:
                 raise ApiError(
                     503,
                     "the server is shutting down; ask another instance, or later.",
@@ -120,7 +120,7 @@ class Backend:
                     headers={"Connection": "close"},
                     retry_after_seconds=_STOPPING_RETRY_SECONDS,
                 )
-            case Phase.FAILED:
+            case BackendPhase.FAILED:
                 raise ApiError(
                     503,
                     "the engine has failed and cannot recover, and its log says why; the server "

@@ -41,7 +41,7 @@ def chat_style(request: ChatFields) -> ChatStyle:
     )
 
 
-class Chat:
+class ChatAnswer:
     """One conversation's next answer, or several."""
 
     OPERATION = "chat"  # OpenTelemetry's name for it

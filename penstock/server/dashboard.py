@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
-from penstock import __version__
+from penstock.install import VERSION
 from penstock.server.backend import Backend
 from penstock.server.errors import ApiError
 from penstock.server.sse import ByteStream
@@ -55,7 +55,7 @@ def watch_backend(backend: Backend) -> Watch:
 
     def describe() -> dict[str, Any]:
         facts: dict[str, Any] = {
-            "version": __version__,
+            "version": VERSION,
             "host": "penstock",
             "has": ["sessions", "stories", "chat"],
             "models": [],

@@ -82,7 +82,7 @@ def prompt_cut(request: GenerationRequest, max_new: int | None, max_tokens: int)
     return Cut(wanted, keeps_end=side != "right", keeps_special=side is None)
 
 
-class Piece(NamedTuple):
+class OutputPiece(NamedTuple):
     choice: int  # prompts in their order, and of each its n sequences
     delta: Delta
 
@@ -138,14 +138,14 @@ class Generation:
         """What the engine calls its sequences."""
         return [name for stream in self._streams for name in stream.request_ids]
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[OutputPiece, None]:
         """What each sequence says, as it comes. Raises ApiError if the engine stops."""
-        arrived: asyncio.Queue[Piece | PenstockError | None] = asyncio.Queue()
+        arrived: asyncio.Queue[OutputPiece | PenstockError | None] = asyncio.Queue()
 
         async def pump(number: int, stream: Stream) -> None:
             try:
                 async for delta in stream:
-                    arrived.put_nowait(Piece(number * self._n + delta.index, delta))
+                    arrived.put_nowait(OutputPiece(number * self._n + delta.index, delta))
                 arrived.put_nowait(None)
             except PenstockError as error:
                 arrived.put_nowait(error)
@@ -186,7 +186,7 @@ class Generation:
         """Give up what has not finished."""
         _close(self._streams)
 
-    def _count(self, piece: Piece) -> None:
+    def _count(self, piece: OutputPiece) -> None:
         self._num_new_tokens += 1
         self._spoken.num_tokens += 1
         prompt, index = divmod(piece.choice, self._n)

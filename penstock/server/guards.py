@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from penstock import __version__
+from penstock.install import VERSION
 from penstock.server.errors import ApiError
 from penstock.server.front import Front
 from penstock.server.hosts import HostCheck, Hosts, has_key
@@ -19,7 +19,7 @@ def guarded_app(description: str, hosts: Hosts, api_key: str | None) -> FastAPI:
     """Without endpoints yet. Whatever goes wrong behind it is answered in OpenAI's envelope."""
     app = FastAPI(
         title="Penstock",
-        version=__version__,
+        version=VERSION,
         description=description,
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,

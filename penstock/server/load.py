@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock import __version__
 from penstock.config import Config, describe
-from penstock.engine.options import EngineOptions
+from penstock.config.options import EngineOptions
 from penstock.errors import ConfigError
 from penstock.events import Event, Observer, Recovered
+from penstock.install import VERSION
 from penstock.server.backend import Serving
 from penstock.server.prompts import Prompts
 from penstock.server.record import Recorder
@@ -93,7 +93,7 @@ def _settings(engine: Engine, options: EngineOptions) -> dict[str, object]:
     """What a simulator must know to do the same; nothing that tells where things lie."""
     offloader = engine.offloader
     return {
-        "penstock": __version__,
+        "penstock": VERSION,
         "device_blocks": engine.pool.num_blocks,
         "host_blocks": 0 if offloader is None else offloader.num_host_blocks,
         "max_num_batched_tokens": options.max_num_batched_tokens,

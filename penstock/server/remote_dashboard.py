@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI
 
-from penstock import __version__
+from penstock.install import VERSION
 from penstock.server.dashboard import data_routes, page_routes
 from penstock.server.guards import guarded_app, key_check
 from penstock.server.hosts import Hosts, listens_on_loopback
@@ -77,7 +77,7 @@ def watch_elsewhere(server: Elsewhere) -> Watch:
 
     def describe() -> dict[str, Any]:
         return {
-            "version": __version__,
+            "version": VERSION,
             "host": server.host,
             "has": [],
             "models": list(server.models),

@@ -12,7 +12,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from penstock.events import Told
+from penstock.events import RequestStory
 from penstock.server.stages import pieces_of, to_ns
 from penstock.types import Tier
 
@@ -25,7 +25,7 @@ Value = str | int | float | Sequence[str]
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
-def emit(tracer: Tracer, told: Told, *, model: str, offset_ns: int) -> int:
+def emit(tracer: Tracer, told: RequestStory, *, model: str, offset_ns: int) -> int:
     """Make a request's spans, unless they are not sampled; return how many.
 
     `offset_ns` is what the wall clock is ahead of the engine's.
@@ -56,7 +56,7 @@ def emit(tracer: Tracer, told: Told, *, model: str, offset_ns: int) -> int:
     return 1 + len(pieces)
 
 
-def attributes_of(told: Told, model: str) -> dict[str, Value]:
+def attributes_of(told: RequestStory, model: str) -> dict[str, Value]:
     """What is not known is left out, and so is a tier or a verdict that no block had."""
     loaded = [(tier, num) for tier, num in told.found if tier is not Tier.DEVICE]
     attributes: dict[str, Value] = {
@@ -91,7 +91,7 @@ def attributes_of(told: Told, model: str) -> dict[str, Value]:
     return attributes
 
 
-def _caller(told: Told) -> Context:
+def _caller(told: RequestStory) -> Context:
     """As the caller's headers have it; empty, and so a new trace, where they say nothing."""
     origin = told.origin
     carrier = {"traceparent": origin.traceparent, "tracestate": origin.tracestate}

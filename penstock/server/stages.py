@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.events import Stage, Told
+from penstock.events import RequestStory, Stage
 
 WAIT, LOAD, PREFILL, DECODE = STAGES = ("wait", "load", "prefill", "decode")
 _NAMES = {"waiting": WAIT, "loading": LOAD}
 _RUNNING = "running"
 
 
-class Piece(NamedTuple):
+class StageSpan(NamedTuple):
     """A stage as it is shown, in nanoseconds since the request came."""
 
     name: str
@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     num_preemptions: int  # before it
 
 
-def pieces_of(told: Told) -> tuple[list[Piece], list[int]]:
+def pieces_of(told: RequestStory) -> tuple[list[StageSpan], list[int]]:
     """Its stages, from its arrival to its end without a gap; and when it was preempted.
 
     Running is split at the first token. What took no time is left out.
@@ -30,7 +30,7 @@ def pieces_of(told: Told) -> tuple[list[Piece], list[int]]:
     ends = [*(stage.start for stage in stages[1:]), told.seconds]
     end_ns = to_ns(told.seconds)
     first_ns = end_ns if told.first_token_seconds is None else to_ns(told.first_token_seconds)
-    pieces: list[Piece] = []
+    pieces: list[StageSpan] = []
     preempted_ns: list[int] = []
     reached = 0
 
@@ -38,7 +38,7 @@ def pieces_of(told: Told) -> tuple[list[Piece], list[int]]:
         nonlocal reached
         until_ns = min(until_ns, end_ns)
         if until_ns > reached:
-            pieces.append(Piece(name, reached, until_ns, len(preempted_ns)))
+            pieces.append(StageSpan(name, reached, until_ns, len(preempted_ns)))
             reached = until_ns
 
     for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from penstock.events import Event, Told
+from penstock.events import Event, RequestStory
 from penstock.server.stages import WAIT, pieces_of
 
 if TYPE_CHECKING:  # it needs numpy, which a dashboard of a server elsewhere has no use for
@@ -29,12 +29,12 @@ class Stories:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: deque[tuple[int, float, Told]] = deque(maxlen=MAX_STORIES)
+        self._told: deque[tuple[int, float, RequestStory]] = deque(maxlen=MAX_STORIES)
         self._num_told = 0
         self._salt = secrets.token_bytes(32)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Told):
+        if isinstance(event, RequestStory):
             with self._lock:
                 self._num_told += 1
                 self._told.append((self._num_told, time.time(), event))
@@ -73,7 +73,7 @@ class Stories:
             for seen in census
         ]
 
-    def _plain(self, number: int, ended: float, told: Told) -> dict[str, Any]:
+    def _plain(self, number: int, ended: float, told: RequestStory) -> dict[str, Any]:
         return {
             "number": number,
             "id": told.request_id,
@@ -104,7 +104,7 @@ class Stories:
         return blake3(tenant.encode(), key=self._salt).digest(length=_MARK_BYTES).hex()
 
 
-def stages_of(told: Told) -> list[dict[str, Any]]:
+def stages_of(told: RequestStory) -> list[dict[str, Any]]:
     """What it did, one after the other without a gap."""
     return [
         {

@@ -24,9 +24,9 @@ from opentelemetry.sdk.resources import (
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from penstock import __version__
 from penstock.errors import ConfigError
-from penstock.events import Event, Told
+from penstock.events import Event, RequestStory
+from penstock.install import VERSION
 from penstock.server.spans import emit
 
 log = logging.getLogger("penstock.server")
@@ -62,9 +62,9 @@ class Tracer:
                 f"spans cannot be sent ({error}): expected settings that OpenTelemetry takes; "
                 "look at the variables that begin with OTEL_."
             ) from None
-        self._tracer = self._provider.get_tracer("penstock", __version__)
+        self._tracer = self._provider.get_tracer("penstock", VERSION)
         self._model = ""
-        self._queue: Queue[Told | None] = Queue(max_queued)
+        self._queue: Queue[RequestStory | None] = Queue(max_queued)
         self._num_left_out = 0  # requests, by the engine's thread
         self._num_spoilt = 0  # and by ours
         self._num_made = 0  # spans
@@ -76,7 +76,7 @@ class Tracer:
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, Told):
+        if not isinstance(event, RequestStory):
             return
         try:
             self._queue.put_nowait(event)
@@ -177,7 +177,7 @@ class _Ear(logging.Handler):
 
 def _resource() -> Resource:
     """Who sends. The environment wins, and the command line stays here: a key may stand in it."""
-    ours = Resource.create({SERVICE_NAME: "penstock", SERVICE_VERSION: __version__})
+    ours = Resource.create({SERVICE_NAME: "penstock", SERVICE_VERSION: VERSION})
     merged = ours.merge(OTELResourceDetector().detect())
     kept = {
         name: value

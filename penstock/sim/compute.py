@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.costs import PrefillRate
+from penstock.costs.rates import PrefillRate
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.plan.rates import Rates
-    from penstock.plan.sizing import ModelShape
+    from penstock.shapes.gpu_rates import Rates
+    from penstock.shapes.sizing import ModelShape
 
 _WEIGHT_BYTES = 2  # of one parameter
 
@@ -87,7 +87,7 @@ _LAUNCH_SECONDS = 0.003
 
 
 def rates_of(shape: ModelShape, rates: Rates) -> ComputeRates:
-    """What a model takes on GPUs of these rates (see `penstock.plan.rates`)."""
+    """What a model takes on GPUs of these rates (see `penstock.shapes.gpu_rates`)."""
     num_params = shape.params_per_token
     if num_params is None or rates.prefill is None:
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from penstock.sim.sequences import Phase, Sequence
+from penstock.sim.sequences import Sequence, SequencePhase
 
 
 class Decoders:
@@ -27,7 +27,7 @@ class Decoders:
         return self._num_context_tokens
 
     @property
-    def num_steps_until_look(self) -> int:
+    def num_steps_until_check(self) -> int:
         """Steps until the first of them needs a look. Only if there is one."""
         self._drop_gone()
         return self._order[0][0] - self._step
@@ -38,7 +38,7 @@ class Decoders:
         last = request.num_input_tokens + sequence.num_output_tokens - 1
         num_to_block = block_tokens - sequence.num_computed % block_tokens
         num_steps = min(num_to_block, last - sequence.num_computed)
-        sequence.phase = Phase.DECODING
+        sequence.phase = SequencePhase.DECODING
         sequence.decodes_since = self._step
         sequence.decodes_until = self._step + num_steps
         heappush(self._order, (sequence.decodes_until, sequence.number, sequence))

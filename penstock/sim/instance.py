@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from penstock.books.ledger import Ledger
+from penstock.books.stack import Limits, TierStack
 from penstock.clock import ManualClock
 from penstock.config import Config, TransferConfig
-from penstock.costs import LinkRate
+from penstock.costs.rates import LinkRate
 from penstock.engine.blocks import BlockPool
 from penstock.errors import ConfigError
 from penstock.events import Observer
-from penstock.ledger import Ledger
 from penstock.offload import Offloader
 from penstock.sim.compute import ComputeRates
 from penstock.sim.links import LinkSpec, SimulatedLinks
 from penstock.sim.replay import new_ledger
-from penstock.tiers import Limits, TierStack
 from penstock.types import Tier
 
 _GB = 1e9

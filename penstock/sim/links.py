@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.clock import Clock
-from penstock.costs import LinkRate
+from penstock.costs.rates import LinkRate
 from penstock.types import (
     Answer,
     Direction,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.sim.plot import Chart, Line, Section
+from penstock.sim.plot import Chart, PlotLine, Section
 from penstock.units import counted, format_seconds
 
 _TIERS = ("host", "disk", "device")
@@ -43,7 +43,7 @@ _Pairs = Sequence[tuple[dict[str, Any], Sizes]]
 
 def _hit_chart(pairs: _Pairs, swept: str, unit: str) -> Chart:
     lines = [
-        Line(name, _points(of, swept, lambda p: p["hit_rate"]), colour=colour)
+        PlotLine(name, _points(of, swept, lambda p: p["hit_rate"]), colour=colour)
         for colour, (name, of) in enumerate(_by_name(pairs, swept).items())
     ]
     for name, field, kind in (
@@ -51,7 +51,7 @@ def _hit_chart(pairs: _Pairs, swept: str, unit: str) -> Chart:
         ("unbounded", "unbounded_hit_rate", "bound"),
     ):
         best = {size[swept]: point[field] for point, size in pairs}
-        lines.append(Line(name, tuple(sorted(best.items())), kind))
+        lines.append(PlotLine(name, tuple(sorted(best.items())), kind))
     return Chart(
         "Hit rate",
         f"{swept}, {unit}",
@@ -67,7 +67,7 @@ def _time_chart(pairs: _Pairs, swept: str, unit: str) -> Chart:
     for colour, (name, of) in enumerate(_by_name(pairs, swept).items()):
         for percentile, kind in (("p50", "policy"), ("p99", "late")):
             values = _points(of, swept, lambda p, at=percentile: p["first_token_seconds"][at])
-            lines.append(Line(f"{name}, {percentile.upper()}", values, kind, colour))
+            lines.append(PlotLine(f"{name}, {percentile.upper()}", values, kind, colour))
     return Chart(
         "Time to the first token",
         f"{swept}, {unit}",

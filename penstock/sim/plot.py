@@ -49,7 +49,7 @@ th:first-child, td:first-child { text-align: left; }
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlotLine:
     name: str
     points: tuple[tuple[float, float], ...]  # by size
     kind: str = "policy"  # or "limit", "bound"; "late" for the slowest of a policy
@@ -61,7 +61,7 @@ class Chart:
     title: str
     x_name: str
     y_name: str
-    lines: tuple[Line, ...]
+    lines: tuple[PlotLine, ...]
     show_y: Callable[[float], str]
     show_tick: Callable[[float], str]
 
@@ -158,7 +158,7 @@ def _svg(chart: Chart) -> str:
     return "\n".join(parts)
 
 
-def _line(line: Line, places: Sequence[tuple[float, float]], chart: Chart) -> str:
+def _line(line: PlotLine, places: Sequence[tuple[float, float]], chart: Chart) -> str:
     if not places:
         return ""
     drawn = []
@@ -176,25 +176,25 @@ def _line(line: Line, places: Sequence[tuple[float, float]], chart: Chart) -> st
     return "\n".join(drawn)
 
 
-def _sample(line: Line) -> str:
+def _sample(line: PlotLine) -> str:
     mark = _mark(line, 17, 6) if line.kind in ("policy", "late") else ""
     stroke = f'<polyline class="line {_class(line)}"{_stroke(line)} points="1,6 33,6"/>'
     return f'<svg viewBox="0 0 34 12" aria-hidden="true">{stroke}{mark}</svg>'
 
 
-def _class(line: Line) -> str:
+def _class(line: PlotLine) -> str:
     return "" if line.kind == "policy" else line.kind
 
 
-def _stroke(line: Line) -> str:
+def _stroke(line: PlotLine) -> str:
     return "" if line.kind in ("limit", "bound") else f' style="stroke: {_colour(line)}"'
 
 
-def _colour(line: Line) -> str:
+def _colour(line: PlotLine) -> str:
     return f"var(--c{line.colour % _NUM_COLOURS})"
 
 
-def _mark(line: Line, x: float, y: float) -> str:
+def _mark(line: PlotLine, x: float, y: float) -> str:
     """Another shape for each colour; empty for the slowest."""
     fill = "var(--paper)" if line.kind == "late" else _colour(line)
     style = f'style="fill: {fill}; stroke: {_colour(line)}; stroke-width: 1.5"'

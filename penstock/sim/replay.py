@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from penstock.books.ledger import Ledger
 from penstock.errors import BookError, ConfigError
-from penstock.ledger import Ledger
 from penstock.policies import POLICIES
 from penstock.sim.trace import TraceRequest
 from penstock.types import BlockKey

@@ -12,23 +12,23 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.costs import Choice
+from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission, Busy, TooLong
 from penstock.engine.blocks import BlockPool
 from penstock.errors import PenstockError
 from penstock.offload import Offloader
 from penstock.sim.decoders import Decoders
-from penstock.sim.sequences import Phase, Sequence
+from penstock.sim.sequences import Sequence, SequencePhase
 from penstock.types import BlockKey, Done, Match, Slot, TicketId
 
 _MAX_STALLS = 200  # steps
 
-Heads = dict[int, BlockKey | None]
+Parents = dict[int, BlockKey | None]
 """Where in a row of blocks another chain begins, and the block that it follows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SimulatedChunk:
     """Compute so many tokens of a prompt behind `start` others."""
 
     sequence: Sequence
@@ -36,14 +36,14 @@ class Chunk:
     num_tokens: int
 
 
-class Scheduler:
+class SimulatedScheduler:
     def __init__(
         self,
         pool: BlockPool,
         block_tokens: int,
         admission: Admission,
         tiers: Offloader | None,
-        choose: Callable[[Match, int], Choice],
+        choose: Callable[[Match, int], LoadChoice],
         *,
         max_batched_tokens: int,
         max_running: int,
@@ -97,21 +97,21 @@ class Scheduler:
             return True
         return False
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> list[SimulatedChunk]:
         """The next step's pieces of prompts; who decodes is in `decoders`."""
         preempted = self._resume_stalled()
         budget = self._max_batched_tokens - len(self.decoders)
-        chunks: list[Chunk] = []
+        chunks: list[SimulatedChunk] = []
         for sequence in list(self._prefilling):
             if budget <= 0:
                 break
-            if sequence.phase is not Phase.PREFILLING:
+            if sequence.phase is not SequencePhase.PREFILLING:
                 continue  # preempted for one before it
             num_tokens = min(sequence.num_uncomputed, budget)
             room, more = self._make_room(sequence, sequence.num_computed + num_tokens)
             preempted |= more
             if room:
-                chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
+                chunks.append(SimulatedChunk(sequence, sequence.num_computed, num_tokens))
                 budget -= num_tokens
         while budget > 0 and self._waiting and not preempted and not self._is_blocked:
             if len(self._running) + len(self._loading) >= self._max_running:
@@ -120,27 +120,29 @@ class Scheduler:
             if not self._admit(sequence, budget):
                 self._is_blocked = True
                 break
-            if sequence.phase is Phase.PREFILLING:
+            if sequence.phase is SequencePhase.PREFILLING:
                 num_tokens = min(sequence.num_uncomputed, budget)
-                chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
+                chunks.append(SimulatedChunk(sequence, sequence.num_computed, num_tokens))
                 budget -= num_tokens
         return chunks
 
-    def computed(self, chunks: Iterable[Chunk], due: Iterable[Sequence]) -> None:
+    def computed(self, chunks: Iterable[SimulatedChunk], due: Iterable[Sequence]) -> None:
         """The step's KV is on the device: of these pieces, and of those that needed a look."""
         blocks: dict[BlockKey, Slot] = {}
-        heads: Heads = {}
+        parents: Parents = {}
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.start + chunk.num_tokens
             again = min(sequence.num_computed, sequence.max_computed) - chunk.start
             sequence.num_recomputed_tokens += max(0, again)
-            self._name(sequence, blocks, heads)
+            self._name(sequence, blocks, parents)
         for sequence in due:
-            self._name(sequence, blocks, heads)
-        self._save(blocks, heads)
+            self._name(sequence, blocks, parents)
+        self._save(blocks, parents)
 
-    def sampled(self, chunks: Iterable[Chunk], due: Iterable[Sequence], now: float) -> None:
+    def sampled(
+        self, chunks: Iterable[SimulatedChunk], due: Iterable[Sequence], now: float
+    ) -> None:
         """The step has ended with a token for each: they go on, or have come to their end."""
         for chunk in chunks:
             if not chunk.sequence.num_uncomputed:
@@ -194,7 +196,7 @@ class Scheduler:
         if slots is None:
             self._pool.release(shared)
             return False
-        choice, match = Choice(0), None
+        choice, match = LoadChoice(0), None
         if self._tiers is not None and num_shared < len(keys):
             match = self._tiers.match(keys[num_shared:])
             choice = self._choose(match, num_past)
@@ -221,12 +223,12 @@ class Scheduler:
         if num_loads:
             assert self._tiers is not None
             self._pool.release(slots[num_loads:])
-            sequence.phase, sequence.into = Phase.LOADING, slots[:num_loads]
+            sequence.phase, sequence.into = SequencePhase.LOADING, slots[:num_loads]
             ticket = self._tiers.load(
                 keys[num_shared : num_shared + num_loads],
                 sequence.into,
                 patience_seconds=choice.patience_seconds,
-                heads={0: sequence.key_before(num_shared)},
+                parents={0: sequence.key_before(num_shared)},
             )
             self._loading[ticket] = sequence
         else:
@@ -236,7 +238,7 @@ class Scheduler:
         return True
 
     def _run(self, sequence: Sequence) -> None:
-        sequence.phase = Phase.PREFILLING
+        sequence.phase = SequencePhase.PREFILLING
         self._running[sequence.number] = sequence
         insort(self._prefilling, sequence, key=lambda s: s.number)
 
@@ -260,7 +262,7 @@ class Scheduler:
     def _resume_stalled(self) -> bool:
         preempted = False
         for sequence in list(self._stalled):
-            if sequence.phase is not Phase.STALLED:
+            if sequence.phase is not SequencePhase.STALLED:
                 continue
             room, more = self._make_room(sequence, sequence.num_computed + 1)
             preempted |= more
@@ -270,9 +272,9 @@ class Scheduler:
         return preempted
 
     def _preempt(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.DECODING:
+        if sequence.phase is SequencePhase.DECODING:
             self.decoders.remove(sequence)
-        elif sequence.phase is Phase.STALLED:
+        elif sequence.phase is SequencePhase.STALLED:
             self._stalled.remove(sequence)
         else:
             self._prefilling.remove(sequence)
@@ -281,7 +283,7 @@ class Scheduler:
         sequence.num_stalls = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        sequence.phase = Phase.WAITING
+        sequence.phase = SequencePhase.WAITING
         insort(self._waiting, sequence, key=lambda s: s.number)
 
     def _drop(self, sequence: Sequence) -> None:
@@ -293,26 +295,26 @@ class Scheduler:
 
     # What a step leaves behind.
 
-    def _name(self, sequence: Sequence, blocks: dict[BlockKey, Slot], heads: Heads) -> None:
+    def _name(self, sequence: Sequence, blocks: dict[BlockKey, Slot], parents: Parents) -> None:
         """Its blocks that became complete get their names; they go to `blocks`, to be saved."""
         sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
         end = sequence.num_computed // self._block_tokens
         if end <= sequence.num_named:
             return
-        heads[len(blocks)] = sequence.key_before(sequence.num_named)
+        parents[len(blocks)] = sequence.key_before(sequence.num_named)
         for index, key in enumerate(sequence.keys(sequence.num_named, end), sequence.num_named):
             slot = sequence.slots[index]
             self._pool.name(slot, key)
             if blocks.setdefault(key, slot) != slot:  # another has just computed the same
-                heads[len(blocks)] = key
+                parents[len(blocks)] = key
         sequence.num_named = end
 
-    def _save(self, blocks: dict[BlockKey, Slot], heads: Heads) -> None:
+    def _save(self, blocks: dict[BlockKey, Slot], parents: Parents) -> None:
         if self._tiers is None or not blocks:
             return
         slots = list(blocks.values())
         self._pool.hold(slots)
-        self._saving[self._tiers.save(list(blocks), slots, heads=heads)] = slots
+        self._saving[self._tiers.save(list(blocks), slots, parents=parents)] = slots
 
     def _sample(self, sequence: Sequence, now: float) -> None:
         """The last token of what it had is computed: the next one is there."""
@@ -325,13 +327,13 @@ class Scheduler:
     def _go_on(self, sequence: Sequence, now: float) -> None:
         """Decode, or end, or wait for a block to decode into."""
         if sequence.num_tokens >= sequence.max_total_tokens:
-            sequence.phase, sequence.finished = Phase.FINISHED, now
+            sequence.phase, sequence.finished = SequencePhase.FINISHED, now
             self._drop(sequence)
             self._admission.end(str(sequence.number), now)
         elif sequence.num_computed < len(sequence.slots) * self._block_tokens:
             self.decoders.add(sequence)
         else:
-            sequence.phase = Phase.STALLED
+            sequence.phase = SequencePhase.STALLED
             insort(self._stalled, sequence, key=lambda s: s.number)
 
     def _have(self, sequence: Sequence, num_blocks: int) -> None:

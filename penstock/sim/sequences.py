@@ -10,7 +10,7 @@ from penstock.sim.trace import TraceRequest
 from penstock.types import KEY_BYTES, BlockKey, Slot, Tier
 
 
-class Phase(Enum):
+class SequencePhase(Enum):
     WAITING = "waiting"  # for room on the device
     LOADING = "loading"  # part of its KV is on its way to the device
     PREFILLING = "prefilling"
@@ -28,7 +28,7 @@ class Sequence:
     block_tokens: int
     arrival: float
 
-    phase: Phase = Phase.WAITING
+    phase: SequencePhase = SequencePhase.WAITING
     slots: list[Slot] = field(default_factory=list)
     into: list[Slot] = field(default_factory=list)  # of a load: where its blocks go
     num_tokens: int = 0  # of the prompt, and what has been answered so far

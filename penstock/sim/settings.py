@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from penstock.costs import LinkRate
+from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError
-from penstock.plan.sizing import ModelShape, find_shape
 from penstock.policies import POLICIES
+from penstock.shapes.sizing import ModelShape, find_shape
 from penstock.sim.compute import ComputeRates, rates_of
 from penstock.sim.instance import DISK_LINK, HOST_LINK, InstanceConfig
 from penstock.sim.links import LinkSpec
@@ -93,7 +93,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class SimulatedHardware:
     """What computes, and over which links; rates that are not given are those of the GPU's row."""
 
     model: str
@@ -124,8 +124,8 @@ class Hardware:
 
     def rates(self) -> tuple[ComputeRates, LinkSpec, LinkSpec]:
         """Computing, the link to DRAM, the link to the disk."""
-        from penstock.plan.catalog import find_gpu
-        from penstock.plan.rates import rates_from_table, with_prefill
+        from penstock.shapes.catalog import find_gpu
+        from penstock.shapes.gpu_rates import rates_from_table, with_prefill
 
         table = rates_from_table(find_gpu(self.gpu), self.num_gpus, self.shape)
         if self.prefill_tokens_per_second is not None:
@@ -186,11 +186,14 @@ class Hardware:
         }
 
 
+Hardware = SimulatedHardware  # the name until 0.1; it stays for one release
+
+
 def plan_points(
     traces: Sequence[Trace],
     room: Room,
     policies: Sequence[str],
-    hardware: Hardware,
+    hardware: SimulatedHardware,
     speed: float = 1.0,
 ) -> tuple[list[Point], list[Sizes]]:
     """Every trace under every policy at every size, and the sizes as they were asked for."""

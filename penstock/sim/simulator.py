@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock.choosing import LoadOrCompute
-from penstock.costs import Choice
+from penstock.costs.choose import LoadChoice, LoadOrCompute
 from penstock.engine.admission import Admission
 from penstock.errors import ConfigError, PenstockError
 from penstock.events import Observer
 from penstock.sim.instance import Instance, InstanceConfig, build_instance
-from penstock.sim.scheduler import Chunk, Scheduler
+from penstock.sim.scheduler import SimulatedChunk, SimulatedScheduler
 from penstock.sim.sequences import Sequence as Sim
 from penstock.sim.tally import Simulated, tally
 from penstock.sim.trace import Trace
@@ -86,7 +85,7 @@ class _Simulator:
             None if self._offloader is None else self._offloader.num_blocks,
             config.max_waiting,
         )
-        self._scheduler = Scheduler(
+        self._scheduler = SimulatedScheduler(
             instance.pool,
             config.block_tokens,
             admission,
@@ -153,7 +152,7 @@ class _Simulator:
 
     # What takes time.
 
-    def _step(self, chunks: Sequence[Chunk]) -> None:
+    def _step(self, chunks: Sequence[SimulatedChunk]) -> None:
         """Compute pieces of prompts, and a token of each that decodes."""
         decoders = self._scheduler.decoders
         read = [(chunk.num_tokens, chunk.start) for chunk in chunks]
@@ -168,7 +167,7 @@ class _Simulator:
         """Decode until somebody needs a look, or something else may happen."""
         decoders = self._scheduler.decoders
         num_sequences, num_context = len(decoders), decoders.num_context_tokens
-        num_steps = decoders.num_steps_until_look
+        num_steps = decoders.num_steps_until_check
         until = self._next_arrival
         if self._links is not None and self._scheduler.is_anyone_waiting:
             until = min(until, self._next_end(), self._clock.now() + _LOOK_SECONDS)
@@ -187,7 +186,7 @@ class _Simulator:
             self._settle()
         self._end_step((), num_steps, end)
 
-    def _end_step(self, chunks: Sequence[Chunk], num_steps: int, end: float) -> None:
+    def _end_step(self, chunks: Sequence[SimulatedChunk], num_steps: int, end: float) -> None:
         """What a step computed is saved while its tokens are sampled."""
         self._pass(max(self._clock.now(), end - self._rates.sample_seconds))
         due = self._scheduler.decoders.advance(num_steps)
@@ -226,6 +225,6 @@ class _Simulator:
             if links.has_ended:
                 self._arrived += offloader.step()
 
-    def _choose(self, match: Match, num_past: int) -> Choice:
+    def _choose(self, match: Match, num_past: int) -> LoadChoice:
         assert self._offloader is not None
         return self._costs.choose(match, num_past, self._offloader.rates)

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.books.write_gate import DAY_SECONDS
 from penstock.sim.instance import Instance
 from penstock.sim.links import Carried
 from penstock.sim.sequences import Sequence as Sim
 from penstock.types import Direction, Tier
-from penstock.write_gate import DAY_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SimulatedRequest:
     """What one request saw. Blocks are its prompt's full ones."""
 
     num_device_blocks: int
@@ -42,7 +42,7 @@ class Simulated:
     busy_seconds: float  # in which the device computed
     first_token_seconds: tuple[float, ...] = field(repr=False)  # in order of size
     carried: dict[tuple[Tier, Direction], Carried] = field(repr=False)
-    requests: tuple[Told, ...] = field(repr=False)
+    requests: tuple[SimulatedRequest, ...] = field(repr=False)
 
     @property
     def hit_rate(self) -> float:
@@ -112,9 +112,9 @@ def tally(
     )
 
 
-def _told(sequence: Sim) -> Told:
+def _told(sequence: Sim) -> SimulatedRequest:
     first, end = sequence.first_token, sequence.finished
-    return Told(
+    return SimulatedRequest(
         sequence.num_device_blocks,
         sequence.num_loaded_blocks,
         sequence.num_computed_blocks if end is not None else 0,

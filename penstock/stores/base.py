@@ -19,7 +19,7 @@ class Block(NamedTuple):
     slot: Slot
     memory: memoryview
     tenant: str = ""
-    follows: bool = False  # it is the next of its chain behind the one before it in the batch
+    parent: BlockKey | None = None  # the block before it in its prompt, if known
 
 
 Found = tuple[Slot, BlockKey | None]

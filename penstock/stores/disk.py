@@ -38,7 +38,7 @@ from penstock.stores.directory import (
     refuse_strangers_index,
     remove_store_files,
 )
-from penstock.stores.slab import RECORD_BYTES, Geometry, Record
+from penstock.stores.slab import RECORD_BYTES, Geometry, SlabRecord
 from penstock.types import BlockKey, BlockSpec, Slot, round_up
 from penstock.units import format_bytes
 
@@ -50,7 +50,7 @@ _GROW_STEPS = 32  # or of this part of the cap, if that is less
 _MAX_RUN = 512  # blocks in one system call; the kernel takes 1024 buffers
 
 # A run's answers: an error, or what the store knows of the block that was moved.
-_RunAnswers = Sequence[StoreError | Record | None]
+_RunAnswers = Sequence[StoreError | SlabRecord | None]
 _MoveRun = Callable[[Sequence[Block]], _RunAnswers]
 
 
@@ -131,7 +131,7 @@ class DiskStore(WholeBlocks):
 
         def verify() -> Answers:
             return [
-                self._verify(block, answer) if isinstance(answer, Record) else answer
+                self._verify(block, answer) if isinstance(answer, SlabRecord) else answer
                 for block, answer in zip(blocks, answers, strict=True)
             ]
 
@@ -211,7 +211,7 @@ class DiskStore(WholeBlocks):
         """Whether this is the file that the store has as its index."""
         return is_at(path, self._index)
 
-    def records(self) -> Iterator[tuple[Slot, Record]]:
+    def records(self) -> Iterator[tuple[Slot, SlabRecord]]:
         """Every slot that claims to hold a block."""
         for start in range(0, self.num_slots, SCAN_RECORDS):
             num = min(SCAN_RECORDS, self.num_slots - start)
@@ -235,7 +235,7 @@ class DiskStore(WholeBlocks):
     # Runs: neighbouring slots of one slab, moved by one system call.
 
     def _in_runs(self, blocks: Sequence[Block], move: _MoveRun) -> _RunAnswers:
-        answers: list[StoreError | Record | None] = [None] * len(blocks)
+        answers: list[StoreError | SlabRecord | None] = [None] * len(blocks)
         order = sorted(range(len(blocks)), key=lambda index: blocks[index].slot)
         start = 0
         while start < len(order):
@@ -304,7 +304,7 @@ class DiskStore(WholeBlocks):
         """As much of each slot as is kept here: in DRAM there may be room behind."""
         return [block.memory[: self._geometry.stride_bytes] for block in run]
 
-    def _judge(self, block: Block, record: Record | None) -> StoreError | Record:
+    def _judge(self, block: Block, record: SlabRecord | None) -> StoreError | SlabRecord:
         """The record, if it vouches for the block that is asked for."""
         if record is None:
             if (self.read_only or self.is_replacement) and self._is_blank(block.slot):
@@ -316,7 +316,7 @@ class DiskStore(WholeBlocks):
             return Corrupt(f"slot {block.slot} of {self.directory} is of another layout")
         return record
 
-    def _verify(self, block: Block, record: Record) -> StoreError | None:
+    def _verify(self, block: Block, record: SlabRecord) -> StoreError | None:
         if self.digest(block.memory) == record.checksum:
             return None
         try:
@@ -330,10 +330,10 @@ class DiskStore(WholeBlocks):
     def _pack(self, block: Block, digest: bytes) -> bytes:
         generation, length = next(self._generations), self._geometry.block_bytes
         return slab.pack_record(
-            Record(True, generation, block.key, self._spec.namespace, length, digest)
+            SlabRecord(True, generation, block.key, self._spec.namespace, length, digest)
         )
 
-    def _vouches(self, record: Record) -> bool:
+    def _vouches(self, record: SlabRecord) -> bool:
         return (
             record.held
             and record.namespace == self._spec.namespace
@@ -486,7 +486,7 @@ class DiskStore(WholeBlocks):
     def _is_blank(self, slot: Slot) -> bool:
         return not any(self._read_index(slot, 1))
 
-    def _read_records(self, slot: Slot, num: int) -> list[Record | None]:
+    def _read_records(self, slot: Slot, num: int) -> list[SlabRecord | None]:
         data = self._read_index(slot, num)
         return [
             slab.unpack_record(data[start : start + RECORD_BYTES])

@@ -16,11 +16,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 import xxhash
 
+from penstock.config.urls import without_password
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
 from penstock.stores.remote import Item, Listed
 from penstock.types import BlockKey, BlockSpec, Slot
-from penstock.urls import without_password
 
 
 @dataclass(slots=True)

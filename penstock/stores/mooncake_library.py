@@ -7,9 +7,9 @@ import os
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from penstock.config.urls import shown_option
 from penstock.errors import ConfigError
 from penstock.install import not_installed
-from penstock.urls import shown_option
 
 NO_SERVER = "P2PHANDSHAKE"
 MIN_SEGMENT_BYTES = 16 << 20  # the library takes no less

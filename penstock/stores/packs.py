@@ -32,7 +32,7 @@ _MAX_PLACES = 1 << 18  # some 50 MB of memory; what is forgotten is asked for ag
 _MAX_ROUNDS = 8
 
 
-class Stretch(NamedTuple):
+class PackStretch(NamedTuple):
     """Values that lie one behind the other in a pack, from a byte on."""
 
     name: str
@@ -55,7 +55,7 @@ class PackClient(Client, Protocol):
         """Each under the name of its last value."""
         ...
 
-    def get_stretches(self, stretches: Sequence[Stretch]) -> Answers: ...
+    def get_stretches(self, stretches: Sequence[PackStretch]) -> Answers: ...
 
 
 class _Place(NamedTuple):
@@ -100,8 +100,11 @@ class PackedStore(RemoteStore):
 
     def write(self, blocks: Sequence[Block], digests: Digests) -> Answers:
         packs: list[list[Item]] = []
+        previous: BlockKey | None = None
         for block, item in zip(blocks, self._sealed(blocks, digests), strict=True):
-            if packs and block.follows and len(packs[-1]) < self._max_blocks:
+            continues = previous is not None and block.parent == previous
+            previous = block.key
+            if continues and len(packs[-1]) < self._max_blocks:
                 packs[-1].append(item)
             else:
                 packs.append([item])
@@ -125,7 +128,7 @@ class PackedStore(RemoteStore):
             else:
                 runs.append([index])
         stretches = [
-            Stretch(
+            PackStretch(
                 self.name(places[run[0]].last),
                 places[run[0]].number * self._value_bytes,
                 [items[index] for index in run],

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 from penstock.config import RemoteConfig
+from penstock.config.urls import check_url, without_password
 from penstock.errors import ConfigError
 from penstock.install import not_installed
 from penstock.machine import num_cores
@@ -14,7 +15,6 @@ from penstock.stores.envelope import Envelope
 from penstock.stores.packs import PackedStore
 from penstock.stores.remote import Client, RemoteStore
 from penstock.types import BlockSpec
-from penstock.urls import check_url, without_password
 
 
 class _Kind(NamedTuple):

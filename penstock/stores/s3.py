@@ -32,11 +32,11 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
+from penstock.config.urls import HIDDEN, shown_option
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena
-from penstock.stores.packs import Stretch
+from penstock.stores.packs import PackStretch
 from penstock.stores.remote import Item, Listed
-from penstock.urls import HIDDEN, shown_option
 
 SCHEMES = ("s3", "gs", "az", "file")
 
@@ -97,7 +97,7 @@ class ObjectClient:
         with _Gate() as gate:
             return self._each(self._values, lambda pack: self._put(pack, gate), packs)
 
-    def get_stretches(self, stretches: Sequence[Stretch]) -> Answers:
+    def get_stretches(self, stretches: Sequence[PackStretch]) -> Answers:
         with _Gate() as gate:
             return self._each(self._values, lambda some: self._get_stretch(some, gate), stretches)
 
@@ -126,7 +126,7 @@ class ObjectClient:
             value = b"".join(part for item in pack for part in (item.head, item.body))
         obstore.put(self._store, pack[-1].name, value, use_multipart=False)
 
-    def _get_stretch(self, stretch: Stretch, gate: _Gate) -> None:
+    def _get_stretch(self, stretch: PackStretch, gate: _Gate) -> None:
         length = stretch.num_bytes
         value = memoryview(
             obstore.get_range(self._store, stretch.name, start=stretch.start, length=length)

@@ -65,7 +65,7 @@ FIXED_BYTES = 3 * PAGE_BYTES
 EXTENT_BYTES = 32
 
 
-class Record(NamedTuple):
+class SlabRecord(NamedTuple):
     held: bool
     generation: int
     key: BlockKey
@@ -74,7 +74,7 @@ class Record(NamedTuple):
     checksum: bytes
 
 
-def pack_record(record: Record) -> bytes:
+def pack_record(record: SlabRecord) -> bytes:
     body = _BODY.pack(
         MAGIC,
         HELD if record.held else EMPTY,
@@ -88,10 +88,10 @@ def pack_record(record: Record) -> bytes:
 
 
 def empty_record(generation: int) -> bytes:
-    return pack_record(Record(False, generation, BlockKey(bytes(32)), bytes(32), 0, bytes(16)))
+    return pack_record(SlabRecord(False, generation, BlockKey(bytes(32)), bytes(32), 0, bytes(16)))
 
 
-def unpack_record(data: bytes | memoryview) -> Record | None:
+def unpack_record(data: bytes | memoryview) -> SlabRecord | None:
     """The record, or None where there is none: never written, torn, or damaged."""
     if data == _ZERO or len(data) != RECORD_BYTES:
         return None
@@ -99,7 +99,7 @@ def unpack_record(data: bytes | memoryview) -> Record | None:
     magic, state, generation, key, namespace, length, checksum = _BODY.unpack(body)
     if magic != MAGIC or _SUM.unpack(data[_BODY.size :])[0] != xxhash.xxh3_64_intdigest(body):
         return None
-    return Record(state == HELD, generation, BlockKey(key), namespace, length, checksum)
+    return SlabRecord(state == HELD, generation, BlockKey(key), namespace, length, checksum)
 
 
 def find_keys(data: bytes, namespace: bytes, length: int) -> list[tuple[int, BlockKey | None]]:

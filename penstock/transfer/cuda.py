@@ -21,7 +21,7 @@ import torch
 
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
-from penstock.transfer.io import Moved, Mover
+from penstock.transfer.io import Mover, MoveResult
 from penstock.transfer.pinning import PinnedSlots
 from penstock.transfer.pool import DaemonPool
 from penstock.transfer.seals import Seals
@@ -70,7 +70,7 @@ class CudaMover(Mover):
             event.record(_cuda.default_stream())
         self._computed = event
 
-    def move(self, transfer: Transfer) -> Future[Moved]:
+    def move(self, transfer: Transfer) -> Future[MoveResult]:
         keys, sources, targets = transfer.keys, transfer.source_slots, transfer.target_slots
         if transfer.direction is Direction.LOAD:
             in_host, of, to = sources, self._host, self._device
@@ -91,7 +91,7 @@ class CudaMover(Mover):
         if self._pins.has(in_host):
             return way.waiter.submit(queue())
 
-        def queue_when_pinned() -> Moved:
+        def queue_when_pinned() -> MoveResult:
             self._pins.wait_for(in_host)
             return queue()()
 
@@ -117,7 +117,7 @@ class _Way:
 
     def queue(
         self, copy: Callable[[int], None], after: Any, judge: Callable[[], list[Verdict]]
-    ) -> Callable[[], Moved]:
+    ) -> Callable[[], MoveResult]:
         """Queue copies behind those before, and behind `after`. What it returns waits for them."""
         with _cuda.device(self._gpu):
             # To wait asleep: a thread that spins takes the processor from the one that computes.
@@ -131,11 +131,11 @@ class _Way:
                 raise
             ended.record(self._stream)
 
-        def finish() -> Moved:
+        def finish() -> MoveResult:
             ended.synchronize()
             # What the copies took, without the wait for those before and for what is computed.
             seconds = float(began.elapsed_time(ended)) / 1e3
-            return Moved(judge(), seconds=seconds)
+            return MoveResult(judge(), seconds=seconds)
 
         return finish
 

@@ -146,14 +146,14 @@ def make_stages(memory: PagedMemory, gpu: Any) -> dict[Direction, list[Any]]:
     """
     stages: dict[Direction, list[Any]] = {direction: [] for direction in Direction}
     try:
-        from penstock.transfer.cuda_stage import Stage, can_stage
+        from penstock.transfer.cuda_stage import CopyStage, can_stage
     except ImportError:
         log.info("there is no triton: blocks cross the link in pieces")
         return stages
     if can_stage(memory):
         num_blocks = max(1, _STAGE_BYTES // memory.block_bytes)
         for made in stages.values():
-            made += [Stage(memory, num_blocks, gpu) for _ in range(2)]
+            made += [CopyStage(memory, num_blocks, gpu) for _ in range(2)]
         first = torch.zeros(1, dtype=torch.int64, device=gpu)
         stage = stages[Direction.SAVE][0]
         stage.gather(first)

@@ -49,7 +49,7 @@ def _move(
             tl.store(scattered + places, tl.load(whole + places, mask=inside), mask=inside)
 
 
-class Stage:
+class CopyStage:
     """A buffer of whole blocks on the GPU, filled from or emptied into its scattered memory."""
 
     def __init__(self, memory: PagedMemory, num_blocks: int, gpu: Any) -> None:

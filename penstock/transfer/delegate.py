@@ -24,7 +24,7 @@ from penstock.types import (
 )
 
 
-class Engine(Protocol):
+class Transfers(Protocol):
     """What an Offloader needs of the transfers (see `TransferEngine`)."""
 
     def has_room(self, link: Tier, direction: Direction) -> bool: ...
@@ -58,7 +58,7 @@ class _Sent:
 class DelegatingEngine:
     """Every other link is `below`'s. For one owner, like the engine it wraps."""
 
-    def __init__(self, below: Engine, seals: Seals, num_workers: int) -> None:
+    def __init__(self, below: Transfers, seals: Seals, num_workers: int) -> None:
         self._below = below
         self._seals = seals
         self._num_workers = num_workers

@@ -17,7 +17,7 @@ from penstock.transfer.seals import Seals
 from penstock.types import Direction, Slot, Transfer, Verdict
 
 
-class Moved(NamedTuple):
+class MoveResult(NamedTuple):
     verdicts: list[Verdict]
     error: str = ""
     seconds: float | None = None  # on the link, where the mover knows better than its thread
@@ -31,7 +31,7 @@ class Mover(Protocol):
         """On the owner's thread: what it has computed by now is to be done before the transfer."""
         return
 
-    def move(self, transfer: Transfer) -> Moved | Future[Moved]:
+    def move(self, transfer: Transfer) -> MoveResult | Future[MoveResult]:
         """Carry the blocks. A future says that the rest needs this thread no more."""
         ...
 
@@ -51,16 +51,16 @@ class CopyMover(Mover):
         self._host = host
         self._seals = seals
 
-    def move(self, transfer: Transfer) -> Moved:
+    def move(self, transfer: Transfer) -> MoveResult:
         keys, sources, targets = transfer.keys, transfer.source_slots, transfer.target_slots
         if transfer.direction is Direction.LOAD:
             self._copy(self._host, sources, self._device, targets)
             # After the copy: a slot that changed under it has lost its seal by now.
-            return Moved(self._seals.verdicts(keys, sources))
+            return MoveResult(self._seals.verdicts(keys, sources))
         self._seals.open(targets)
         self._copy(self._device, sources, self._host, targets)
         self._seals.seal(keys, targets)
-        return Moved([Verdict.OK] * len(keys))
+        return MoveResult([Verdict.OK] * len(keys))
 
     def close(self) -> None:
         pass
@@ -89,7 +89,7 @@ class StoreMover(Mover):
         self._seals = seals
         self._checkers = DaemonPool(num_checksum_threads, "penstock-checksum")
 
-    def move(self, transfer: Transfer) -> Moved | Future[Moved]:
+    def move(self, transfer: Transfer) -> MoveResult | Future[MoveResult]:
         if transfer.direction is Direction.LOAD:
             return self._load(transfer)
         return self._save(transfer)
@@ -97,12 +97,12 @@ class StoreMover(Mover):
     def close(self) -> None:
         self._checkers.close()
 
-    def _load(self, transfer: Transfer) -> Future[Moved]:
+    def _load(self, transfer: Transfer) -> Future[MoveResult]:
         self._seals.open(transfer.target_slots)
         blocks = self._blocks(transfer, transfer.source_slots, transfer.target_slots)
         verify = self._store.read(blocks)
 
-        def finish() -> Moved:
+        def finish() -> MoveResult:
             answers = verify()
             sound = [index for index, answer in enumerate(answers) if answer is None]
             self._seals.seal(
@@ -116,7 +116,7 @@ class StoreMover(Mover):
 
         return self._checkers.submit(finish)
 
-    def _save(self, transfer: Transfer) -> Moved:
+    def _save(self, transfer: Transfer) -> MoveResult:
         keys, sources = transfer.keys, transfer.source_slots
         blocks = self._blocks(transfer, transfer.target_slots, sources)
         verdicts = self._seals.verdicts(keys, sources)
@@ -125,29 +125,29 @@ class StoreMover(Mover):
         digests = self._checkers.submit(lambda: [digest(block.memory) for block in sound])
         moved = _moved(self._store.write(sound, digests.result))
         written = iter(moved.verdicts)
-        return Moved([next(written) if v is Verdict.OK else v for v in verdicts], moved.error)
+        return MoveResult([next(written) if v is Verdict.OK else v for v in verdicts], moved.error)
 
     def _blocks(
         self, transfer: Transfer, store_slots: Sequence[Slot], host_slots: Sequence[Slot]
     ) -> list[Block]:
         keys = transfer.keys
         tenants = transfer.tenants or ("",) * len(keys)
-        follows = transfer.follows or (False,) * len(keys)
+        parents = transfer.parents or (None,) * len(keys)
         return [
-            Block(key, slot, self._host.view(host_slot), tenant, is_next)
-            for key, slot, host_slot, tenant, is_next in zip(
-                keys, store_slots, host_slots, tenants, follows, strict=True
+            Block(key, slot, self._host.view(host_slot), tenant, parent)
+            for key, slot, host_slot, tenant, parent in zip(
+                keys, store_slots, host_slots, tenants, parents, strict=True
             )
         ]
 
 
-def _moved(answers: Answers) -> Moved:
+def _moved(answers: Answers) -> MoveResult:
     errors = [answer for answer in answers if answer is not None]
     if not errors:
-        return Moved([Verdict.OK] * len(answers))
+        return MoveResult([Verdict.OK] * len(answers))
     # A tier that fails is told before damage, and damage before what is merely not there.
     worst = max(errors, key=_verdict_of)
-    return Moved([_verdict_of(answer) for answer in answers], str(worst))
+    return MoveResult([_verdict_of(answer) for answer in answers], str(worst))
 
 
 def _verdict_of(error: StoreError | None) -> Verdict:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from penstock.clock import Clock
 from penstock.transfer.asking import Exists
-from penstock.transfer.io import Moved, Mover
+from penstock.transfer.io import Mover, MoveResult
 from penstock.types import Direction, Outcome, Tier, Transfer, TransferId, Verdict
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Lane(ABC):
         except Exception as error:  # a mover's bug costs its blocks, never the thread
             self._end(transfer, _failed(transfer, error))
             return
-        if isinstance(moved, Moved):
+        if isinstance(moved, MoveResult):
             self._end(transfer, _outcome(transfer, moved, started))
         else:
             moved.add_done_callback(lambda f: self._end(transfer, _late(transfer, f, started)))
@@ -203,13 +203,13 @@ class FedLane(Lane):
         self._wake(transfer.direction)
 
 
-def _outcome(transfer: Transfer, moved: Moved, started: float) -> Outcome:
+def _outcome(transfer: Transfer, moved: MoveResult, started: float) -> Outcome:
     ended = time.perf_counter()
     seconds = ended - started if moved.seconds is None else moved.seconds
     return Outcome(transfer.id, tuple(moved.verdicts), seconds, moved.error, ended)
 
 
-def _late(transfer: Transfer, future: Future[Moved], started: float) -> Outcome:
+def _late(transfer: Transfer, future: Future[MoveResult], started: float) -> Outcome:
     error = future.exception()
     if error is not None:
         return _failed(transfer, error)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from penstock.errors import ConfigError
 from penstock.stores.base import Arena
-from penstock.transfer.io import Moved, Mover
+from penstock.transfer.io import Mover, MoveResult
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Transfer, Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class PageStretch:
     """Equal pieces of all blocks: block b's begins at `address + b * stride_bytes`."""
 
     address: int
@@ -33,7 +33,7 @@ class Stretch:
 class PagedMemory:
     """A worker's part of every block, in the order in which HOST keeps it."""
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[PageStretch, ...]
     num_blocks: int
 
     @property
@@ -42,7 +42,7 @@ class PagedMemory:
 
     def merged(self) -> PagedMemory:
         """The same bytes in the same order with neighbouring stretches joined."""
-        joined: list[Stretch] = []
+        joined: list[PageStretch] = []
         for stretch in self.stretches:
             last = joined[-1] if joined else None
             if (
@@ -51,7 +51,7 @@ class PagedMemory:
                 and stretch.address == last.address + last.num_bytes
             ):
                 num_bytes = last.num_bytes + stretch.num_bytes
-                joined[-1] = Stretch(last.address, last.stride_bytes, num_bytes)
+                joined[-1] = PageStretch(last.address, last.stride_bytes, num_bytes)
             else:
                 joined.append(stretch)
         return PagedMemory(tuple(joined), self.num_blocks)
@@ -78,13 +78,13 @@ class PagedMover(Mover):
         self._part = part
         self._seals = seals
 
-    def move(self, transfer: Transfer) -> Moved:
+    def move(self, transfer: Transfer) -> MoveResult:
         if transfer.direction is Direction.LOAD:
             self._copy(transfer.source_slots, transfer.target_slots, load=True)
             # After the copy: a slot that changed under it has lost its seal by now.
-            return Moved(self._seals.verdicts(transfer.keys, transfer.source_slots))
+            return MoveResult(self._seals.verdicts(transfer.keys, transfer.source_slots))
         self._copy(transfer.target_slots, transfer.source_slots, load=False)
-        return Moved([Verdict.OK] * len(transfer.keys))  # sealed once all workers are done
+        return MoveResult([Verdict.OK] * len(transfer.keys))  # sealed once all workers are done
 
     def close(self) -> None:
         pass

@@ -14,7 +14,7 @@ _COUNTED = ("_total", "_count", "_bucket", "_sum")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SampleSpan:
     """What was counted in the last so many seconds. Gauges are as they are now."""
 
     seconds: float
@@ -47,19 +47,19 @@ class History:
     def latest(self) -> Samples | None:
         return self._late[-1][1] if self._late else None
 
-    def rate_span(self) -> Span:
+    def rate_span(self) -> SampleSpan:
         """Of the last few seconds."""
         return self._since(self._late)
 
-    def recent_span(self) -> Span:
+    def recent_span(self) -> SampleSpan:
         """Of the last minutes."""
         return self._since(self._early)
 
-    def _since(self, kept: deque[tuple[float, Samples]]) -> Span:
+    def _since(self, kept: deque[tuple[float, Samples]]) -> SampleSpan:
         if not self._late:
-            return Span(0.0, Samples({}))
+            return SampleSpan(0.0, Samples({}))
         (at, now), (then, before) = self._late[-1], kept[0]
-        return Span(at - then, now.since(before))
+        return SampleSpan(at - then, now.since(before))
 
 
 def _was_restarted(before: Samples, now: Samples) -> bool:

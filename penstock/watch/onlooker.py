@@ -14,7 +14,7 @@ from urllib.parse import SplitResult
 from penstock.clock import Clock, SystemClock
 from penstock.watch.elsewhere import Elsewhere
 from penstock.watch.history import History
-from penstock.watch.scrape import NoAnswer, NoMetrics, read_json
+from penstock.watch.scrape import BadStatus, NoMetrics, read_json
 from penstock.watch.view import View, make_view
 
 NEEDS_KEY = "sessions need the server's key: give --api-key, or set PENSTOCK_API_KEY"
@@ -103,7 +103,7 @@ class Onlooker:
             return replace(before, phase=self._phase(before.phase))
         try:
             return _read_facts(read_json(self._server.metrics, "/v1/penstock/state", self._api_key))
-        except NoAnswer as error:
+        except BadStatus as error:
             if error.status not in (401, 404):
                 return before  # it is busy or loads, and tells next time
             self._asks_state = False
@@ -118,7 +118,7 @@ class Onlooker:
         """What a `penstock serve` tells everybody."""
         try:
             told = read_json(self._server.metrics, "/health")
-        except NoAnswer as error:
+        except BadStatus as error:
             return "failed" if error.status == 503 else before
         except NoMetrics:
             return before

@@ -8,8 +8,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from penstock.config.urls import shown_value
 from penstock.errors import ConfigError, PenstockError
-from penstock.urls import shown_value
 from penstock.watch.samples import PREFIX, Samples, read_samples
 
 _TIMEOUT_SECONDS = 10.0
@@ -20,7 +20,7 @@ class NoMetrics(PenstockError):
     """The server could not be asked, or is not Penstock's."""
 
 
-class NoAnswer(NoMetrics):
+class BadStatus(NoMetrics):
     """The server answered with another status than 200."""
 
     def __init__(self, text: str, status: int) -> None:
@@ -74,7 +74,7 @@ def fetch(parts: SplitResult, headers: Mapping[str, str] | None = None) -> str:
     finally:
         connection.close()
     if response.status != 200:
-        raise NoAnswer(
+        raise BadStatus(
             f"{shown} answers with {response.status}: expected its metrics; give the URL of the "
             "server, or that of its /metrics",
             response.status,

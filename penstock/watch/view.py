@@ -17,7 +17,7 @@ from penstock.watch.advice import (
     tokens_of_steps,
 )
 from penstock.watch.adviser import advise
-from penstock.watch.history import History, Span
+from penstock.watch.history import History, SampleSpan
 from penstock.watch.quantiles import quantile
 from penstock.watch.samples import Samples
 
@@ -108,7 +108,7 @@ def make_view(history: History, *, since_start: bool = False) -> View:
     now = history.latest or Samples({})
     late, recent = history.rate_span(), history.recent_span()
     if since_start:
-        recent = Span(recent.seconds, now)
+        recent = SampleSpan(recent.seconds, now)
     return View(
         recent_seconds=recent.seconds,
         is_since_start=since_start,
@@ -182,7 +182,7 @@ def _tiers(now: Samples, recent: Samples) -> list[TierView]:
     return found
 
 
-def _flows(now: Samples, late: Span) -> list[FlowView]:
+def _flows(now: Samples, late: SampleSpan) -> list[FlowView]:
     found = []
     for source in TIERS:
         for target in TIERS:
@@ -212,7 +212,7 @@ def _advice(recent: Samples) -> list[AdviceView]:
     ]
 
 
-def _per_second(span: Span, name: str) -> float | None:
+def _per_second(span: SampleSpan, name: str) -> float | None:
     return span.seen.total(name) / span.seconds if span.seconds else None
 
 

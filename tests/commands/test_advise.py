@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.events import LookedUp, Moved, Removed, Usage
+from penstock.events import LookedUp, Moved, Removed, TierUsage
 from penstock.metrics import Metrics
 from penstock.types import BlockKey, Direction, Tier
 
@@ -60,7 +60,7 @@ def small_dram(times: int = 1) -> bytes:
         metrics(LookedUp(10, ((Tier.HOST, 1),)))
     metrics(Moved(Tier.DEVICE, Tier.HOST, Direction.SAVE, 1000, 1000 << 21, 1.0))
     metrics(Removed(Tier.HOST, (BlockKey(bytes(32)),) * 512 * times, evicted=True))
-    metrics(Usage(Tier.HOST, 1024, 1024, 0, 0, 0))
+    metrics(TierUsage(Tier.HOST, 1024, 1024, 0, 0, 0))
     return metrics.expose()
 
 

@@ -13,7 +13,7 @@ import pytest
 from server.running import Local, make_tiny
 
 from penstock import LLM
-from penstock.commands.speakers import Embedded, NoAnswer, Remote, Wishes
+from penstock.commands.speakers import ChatFailed, Embedded, Remote, Wishes
 from penstock.errors import ConfigError
 from penstock.server.app import AppSettings
 
@@ -99,7 +99,7 @@ def test_a_server_that_refuses(chat: Callable[..., Any], server: Local) -> None:
 def test_urls_with_and_without_their_path(server: Local) -> None:
     for path in ("", "/", "/v1", "/v1/"):
         assert Remote(server.url + path, KEY).name == "tiny"
-    with pytest.raises(NoAnswer, match="404"):
+    with pytest.raises(ChatFailed, match="404"):
         Remote(f"{server.url}/elsewhere", KEY)
     with pytest.raises(ConfigError):
         Remote("http://", KEY)
@@ -114,7 +114,7 @@ def test_an_answer_that_is_cut_off(cache: Path) -> None:
         heard.append(text)
         server.process.stop()
 
-    with pytest.raises(NoAnswer, match="in mid-answer"):
+    with pytest.raises(ChatFailed, match="in mid-answer"):
         speaker.answer(HELLO, Wishes(400, 0, None), hear)
     server.join()
     assert heard

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.plan.sizing import PRESETS
+from penstock.shapes.sizing import PRESETS
 
 Run = Callable[..., Any]
 SHAPE = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]

@@ -10,8 +10,8 @@ import pytest
 import typer.main
 
 from penstock.cli import app
+from penstock.config.options import EngineOptions, tiers_config
 from penstock.connectors.vllm.settings import VllmSettings
-from penstock.engine.options import EngineOptions, tiers_config
 
 Run = Callable[..., Any]
 GOOD = ["llama-3.1-8b", "--context", "8192", "--sessions", "64", "--gpu", "h200"]

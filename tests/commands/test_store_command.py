@@ -17,7 +17,7 @@ from penstock.commands import audit
 from penstock.errors import Foreign
 from penstock.stores import folder
 from penstock.stores.disk_folder import DiskFolder
-from penstock.stores.slab import RECORD_BYTES, Record, pack_record
+from penstock.stores.slab import RECORD_BYTES, SlabRecord, pack_record
 from penstock.types import Slot
 
 Run = Callable[..., Any]
@@ -186,7 +186,7 @@ def test_repair_clears_what_is_damaged_and_keeps_the_rest(
 
 def test_a_record_of_another_model_is_damage(run: Run, store_dir: Path, files: Path) -> None:
     data = bytearray((files / "index").read_bytes())
-    data[:RECORD_BYTES] = pack_record(Record(True, 7, key_of(0), bytes(32), 8192, bytes(16)))
+    data[:RECORD_BYTES] = pack_record(SlabRecord(True, 7, key_of(0), bytes(32), 8192, bytes(16)))
     (files / "index").write_bytes(data)
     (damage,) = run("store", "check", store_dir, "--json").json["namespaces"][0]["damaged"]
     assert (damage["slot"], damage["problem"]) == (0, "it is of another model or layout")

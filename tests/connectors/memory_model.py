@@ -16,8 +16,8 @@ from blake3 import blake3
 
 from penstock.keys import Namespace
 from penstock.stores.host import HostArena
-from penstock.transfer.io import Moved, Mover
-from penstock.transfer.paged import PagedMemory, PagedMover, Part, Stretch
+from penstock.transfer.io import Mover, MoveResult
+from penstock.transfer.paged import PagedMemory, PagedMover, PageStretch, Part
 from penstock.transfer.seals import Seals
 from penstock.types import KEY_BYTES, BlockKey, Direction, Slot, Transfer
 
@@ -75,7 +75,7 @@ class Device:
         address = ctypes.addressof(self._held)
         self.paged = PagedMemory(
             tuple(
-                Stretch(address + start, size, BLOCK_TOKENS * num_bytes)
+                PageStretch(address + start, size, BLOCK_TOKENS * num_bytes)
                 for start, size, num_bytes in self._layers
             ),
             num_blocks,
@@ -161,7 +161,7 @@ class SlowMover(Mover):
         self.gate.set()
         self.saves_gate.set()
 
-    def move(self, transfer: Transfer) -> Moved:
+    def move(self, transfer: Transfer) -> MoveResult:
         with self._lock:
             seconds = self._rng.random() * self.max_seconds
             fails = self._rng.random() < self.failing

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tools import keys_of
 
-from penstock.connectors.vllm.kv_events import BlockNews, Told
+from penstock.connectors.vllm.kv_events import BlockNews, TierEvent
 from penstock.events import LookedUp, Removed, Stored
 from penstock.types import BlockKey, Tier
 
@@ -35,14 +35,14 @@ def news() -> BlockNews:
     return news
 
 
-def stored(tier: Tier, index: int) -> Told:
+def stored(tier: Tier, index: int) -> TierEvent:
     parent = f"hash {index - 1}" if index else None
     first = 100 + index * TOKENS
-    return Told(tier, f"hash {index}", True, parent, list(range(first, first + TOKENS)))
+    return TierEvent(tier, f"hash {index}", True, parent, list(range(first, first + TOKENS)))
 
 
-def removed(tier: Tier, index: int) -> Told:
-    return Told(tier, f"hash {index}", False)
+def removed(tier: Tier, index: int) -> TierEvent:
+    return TierEvent(tier, f"hash {index}", False)
 
 
 def test_a_block_is_told_with_its_parent_and_its_tokens(news: BlockNews) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.connectors.vllm.layout import Cache, read_layout
 from penstock.errors import ConfigError
-from penstock.transfer.paged import PagedMemory, Stretch
+from penstock.transfer.paged import PagedMemory, PageStretch
 
 BLOCKS = 10
 
@@ -32,7 +32,7 @@ def refuse(cache: Cache, why: str, page_bytes: int = 512, num_blocks: int = BLOC
 def test_layers_of_their_own_are_a_stretch_each_in_the_order_given() -> None:
     caches = {f"layer {n}": dense(address, BLOCKS, 2, 4, 32) for n, address in enumerate([9000, 1])}
     memory, words = read_layout(caches, BLOCKS, 512)
-    assert memory == PagedMemory((Stretch(9000, 512, 512), Stretch(1, 512, 512)), BLOCKS)
+    assert memory == PagedMemory((PageStretch(9000, 512, 512), PageStretch(1, 512, 512)), BLOCKS)
     assert words == "2 layers of 1x[2, 4, 32] strides [128, 32, 1] bfloat16"
 
 
@@ -57,7 +57,7 @@ def test_any_order_of_a_blocks_inside_is_one_stretch(
     cache = Cache(4096, (BLOCKS, *shape), (block_stride, *strides), element_bytes, "any")
     memory, _ = read_layout({"layer": cache}, BLOCKS, expected * element_bytes)
     (stretch,) = memory.stretches
-    assert stretch == Stretch(4096, block_stride * element_bytes, expected * element_bytes)
+    assert stretch == PageStretch(4096, block_stride * element_bytes, expected * element_bytes)
 
 
 def test_one_order_is_described_apart_from_another() -> None:
@@ -78,14 +78,14 @@ def test_layers_side_by_side_within_a_block_become_one_stretch() -> None:
         for n in range(num_layers)
     }
     memory, words = read_layout(caches, BLOCKS, 512)
-    assert memory == PagedMemory((Stretch(1000, 4 * 512, 4 * 512),), BLOCKS)
+    assert memory == PagedMemory((PageStretch(1000, 4 * 512, 4 * 512),), BLOCKS)
     assert words.startswith("4 layers of ")
 
 
 def test_kernel_blocks_smaller_than_the_managers_are_taken_together() -> None:
     cache = dense(0, 4 * BLOCKS, 8, 16)
     memory, words = read_layout({"layer": cache}, BLOCKS, 4 * 256)
-    assert memory.stretches == (Stretch(0, 1024, 1024),)
+    assert memory.stretches == (PageStretch(0, 1024, 1024),)
     assert words == "1 layers of 4x[8, 16] strides [16, 1] bfloat16"
     apart = cache._replace(strides=(129, 16, 1))
     refuse(apart, "parts of a block do not follow each other", 1024)
@@ -158,10 +158,10 @@ def test_real_tensors_are_read_as_they_lie() -> None:
     assert cache.element_bytes == 2
     assert cache.dtype == "bfloat16"
     memory, _ = read_layout({"layer": cache}, BLOCKS, size)
-    assert memory.stretches == (Stretch(cache.address, size, size),)
+    assert memory.stretches == (PageStretch(cache.address, size, size),)
     across = torch.zeros(BLOCKS, 3, 8, 32, dtype=torch.float32)
     layers = {f"layer {n}": Cache.of(across[:, n]) for n in range(3)}
     memory, _ = read_layout(layers, BLOCKS, 8 * 32 * 4)
-    assert memory.stretches == (Stretch(across.data_ptr(), 3 * 1024, 3 * 1024),)
+    assert memory.stretches == (PageStretch(across.data_ptr(), 3 * 1024, 3 * 1024),)
     with pytest.raises(ConfigError, match="gaps"):
         read_layout({"layer": Cache.of(across[:, 0, :, :16])}, BLOCKS, 512)

@@ -13,7 +13,7 @@ from connectors.memory_model import BLOCK_TOKENS
 from connectors.pool_model import Request
 from connectors.vllm_model import Vllm
 
-from penstock.connectors.vllm.request_hints import RequestHints
+from penstock.connectors.vllm.request_hints import TransferParamHints
 from penstock.hints import NO_HINTS, Hints
 
 Models = Callable[..., Vllm]
@@ -129,7 +129,7 @@ def test_wrong_hints_are_ignored_with_one_warning(
 
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}, "text", {"penstock": None}])
 def test_a_request_without_hints_has_none(params: Any) -> None:
-    reader = RequestHints()
+    reader = TransferParamHints()
     assert reader.of(SimpleNamespace(kv_transfer_params=params)) is NO_HINTS
     assert reader.of(SimpleNamespace()) is NO_HINTS
     given = SimpleNamespace(kv_transfer_params={"penstock": {"session": "a"}})

@@ -27,7 +27,7 @@ from penstock.events import (
     TicketDone,
     TierRested,
     TierRevived,
-    Usage,
+    TierUsage,
 )
 from penstock.types import Direction, Tier, Verdict
 
@@ -40,7 +40,7 @@ events = st.one_of(
     st.builds(Moved, tiers, tiers, ways, counts, counts, seconds),
     st.builds(Lost, tiers, tiers, ways, st.sampled_from(Verdict), counts, st.text(max_size=9)),
     st.builds(Removed, tiers, st.integers(0, 9).map(lambda n: tuple(keys_of(n))), st.booleans()),
-    st.builds(Usage, tiers, counts, counts, counts, counts, counts),
+    st.builds(TierUsage, tiers, counts, counts, counts, counts, counts),
     st.builds(Retained, counts, counts),
     st.builds(Prefetched, counts, counts),
     st.builds(TicketDone, ways, counts, counts, seconds),
@@ -87,7 +87,7 @@ def test_the_log_hands_each_event_out_once(given_events: list[Event]) -> None:
         log(event)
     plain = log.take()
     assert log.take() == []
-    summed = Moved | Usage | Retained
+    summed = Moved | TierUsage | Retained
     others = [e for e in given_events if not isinstance(e, summed)]
     arrived = [e for e in map(from_plain, plain) if not isinstance(e, summed)]
     assert [type(event) for event in arrived] == [type(event) for event in others]
@@ -111,8 +111,8 @@ def test_moves_over_one_hop_are_summed_and_hops_kept_apart() -> None:
 
 def test_of_a_tiers_usage_only_the_last_counts() -> None:
     log = EventLog()
-    host = [Usage(Tier.HOST, used, 10, 0, 0, 0) for used in range(5)]
-    disk = Usage(Tier.DISK, 7, 100, 0, 0, 0)
+    host = [TierUsage(Tier.HOST, used, 10, 0, 0, 0) for used in range(5)]
+    disk = TierUsage(Tier.DISK, 7, 100, 0, 0, 0)
     for event in (host[0], disk, *host[1:]):
         log(event)
     assert [from_plain(plain) for plain in log.take()] == [host[-1], disk]
@@ -128,7 +128,7 @@ def test_a_line_for_the_log() -> None:
         Moved(Tier.HOST, Tier.DISK, SAVE, 1, 2_000_000, 0.5),
         Lost(Tier.DISK, Tier.HOST, LOAD, Verdict.CORRUPT, 3, "checksum"),
         Lost(Tier.HOST, Tier.DEVICE, LOAD, Verdict.MISSING, 1),
-        Usage(Tier.HOST, 1, 2, 0, 0, 0),
+        TierUsage(Tier.HOST, 1, 2, 0, 0, 0),
     ]
     for event in sent:
         log(event)

@@ -15,7 +15,7 @@ from penstock.connectors.vllm.promises import Results
 from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.stores.host import ArenaHandle
 from penstock.transfer.copiers import Copier, NoCopier, ThreadCopier
-from penstock.transfer.io import Moved, Mover
+from penstock.transfer.io import Mover, MoveResult
 from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
 
 OK, MISSING, FAILED = Verdict.OK, Verdict.MISSING, Verdict.FAILED
@@ -48,12 +48,12 @@ class GatedMover(Mover):
         self.missing: set[int] = set()
         self.moved: list[TransferId] = []
 
-    def move(self, transfer: Transfer) -> Moved:
+    def move(self, transfer: Transfer) -> MoveResult:
         self.gates[transfer.direction].wait()
         self.moved.append(transfer.id)
         if transfer.direction is Direction.SAVE:
-            return Moved([OK] * len(transfer.keys))
-        return Moved([MISSING if b in self.missing else OK for b in transfer.target_slots])
+            return MoveResult([OK] * len(transfer.keys))
+        return MoveResult([MISSING if b in self.missing else OK for b in transfer.target_slots])
 
     def close(self) -> None:
         pass

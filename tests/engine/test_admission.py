@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.admission import Admission, Busy, TooLong
-from penstock.engine.fairness import FairQueue, Turn
+from penstock.engine.fairness import FairQueue, QueuePlace
 
 
 def admission(lower: int | None = 20, max_waiting: int = 4) -> Admission:
@@ -125,8 +125,8 @@ def test_whatever_starts_and_ends_a_tenants_order_stays_and_nothing_is_remembere
     acts: list[tuple[str, int, int]],
 ) -> None:
     fair = FairQueue()
-    waiting: list[Turn] = []
-    running: list[Turn] = []
+    waiting: list[QueuePlace] = []
+    running: list[QueuePlace] = []
     for tenant, work, act in acts:
         if act < 5:
             waiting.append(fair.join(tenant, work))

@@ -27,7 +27,7 @@ from penstock.engine.table import BlockTable
 from penstock.keys import KeyChain
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
-from penstock.types import NO_HEADS, BlockKey, BlockSpec, Slot, TicketId
+from penstock.types import NO_PARENTS, BlockKey, BlockSpec, Slot, TicketId
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 NEVER_COLD = replace(GREEDY, kv_residency={"never_cold": True})
@@ -345,12 +345,12 @@ def test_what_is_saved_again_is_saved_in_its_tenants_name(engines: Engines) -> N
         source: Sequence[Slot],
         *,
         tenant: str = "",
-        heads: Mapping[int, BlockKey | None] = NO_HEADS,
+        parents: Mapping[int, BlockKey | None] = NO_PARENTS,
     ) -> TicketId:
         for position, key in enumerate(keys):
-            parent = heads.get(position, keys[position - 1] if position else None)
+            parent = parents.get(position, keys[position - 1] if position else None)
             saved.setdefault(key, []).append((tenant, parent))
-        return save(keys, source, tenant=tenant, heads=heads)
+        return save(keys, source, tenant=tenant, parents=parents)
 
     offloader.save = watched  # type: ignore[method-assign]
     tenants = ["north", "south", "", "east"]

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from penstock.config import Config, DiskConfig, HostConfig
-from penstock.costs import Choice
+from penstock.costs.choose import LoadChoice
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.params import SamplingParams
@@ -79,7 +79,7 @@ def make(
     )
     engine = Engine(loaded, settings, tiers)
     # A model as small as this is computed faster than loaded, and here loads are wanted.
-    engine.scheduler._choose = lambda match, num_past: Choice(match.num_blocks)
+    engine.scheduler._choose = lambda match, num_past: LoadChoice(match.num_blocks)
     return engine
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.fetch_choice import Choice, FetchChoice
+from penstock.engine.fetch_choice import FetchChoice, FetchPlan
 from penstock.engine.table import Addresses, BlockTable
 from penstock.types import Slot
 
@@ -19,16 +19,16 @@ def table_of(*places: int) -> BlockTable:
     return table
 
 
-def choose(choice: FetchChoice, *tables: BlockTable) -> Choice:
+def choose(choice: FetchChoice, *tables: BlockTable) -> FetchPlan:
     return choice.choose(tables, [table.places for table in tables], ADDRESSES)
 
 
-def pins(chosen: Choice) -> list[int]:
+def pins(chosen: FetchPlan) -> list[int]:
     """The slots of HOST that are fetched, by their numbers."""
     return ((chosen.sources - ADDRESSES.host_address) // ADDRESSES.host_stride).tolist()
 
 
-def steady(*tables: BlockTable, max_fetched: int = 8) -> FetchChoice:
+def steady(*tables: BlockTable, max_fetched: int = 8) -> FetchPlan:
     """After two steps, the second of which is followed by fetching ahead."""
     choice = FetchChoice(max_fetched)
     choose(choice, *tables)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from server.running import make_tiny, wait_until
 
+from penstock.config.options import EngineOptions
 from penstock.engine import engine as engines
 from penstock.engine import weights
 from penstock.engine.open import open_engine
-from penstock.engine.options import EngineOptions
 from penstock.engine.runner import TorchRunner
 from penstock.errors import ConfigError
 from penstock.units import GiB

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.params import KvResidency, SamplingParams
 from penstock.engine.request import Request
-from penstock.engine.residency import Residency, ResidencyConfig, Turns
+from penstock.engine.residency import ColdReadBudget, ResidencyConfig, ResidencyPolicy
 from penstock.engine.table import Addresses, BlockTable, shared_places
 from penstock.errors import ConfigError
 from penstock.keys import KeyChain, Namespace
@@ -33,13 +33,13 @@ def request(name: str, num_blocks: int, num_cold: int = 0, **wishes: Any) -> Req
     return made
 
 
-def residency(num_blocks: int = 100, **config: Any) -> Residency:
+def residency(num_blocks: int = 100, **config: Any) -> ResidencyPolicy:
     given = {"prefix_tokens": BLOCK_TOKENS, "tail_tokens": 2 * BLOCK_TOKENS, **config}
-    return Residency(ResidencyConfig(**given), BLOCK_TOKENS, 1000, num_blocks)
+    return ResidencyPolicy(ResidencyConfig(**given), BLOCK_TOKENS, 1000, num_blocks)
 
 
 def leaving(
-    policy: Residency,
+    policy: ResidencyPolicy,
     running: list[Request],
     count: int,
     shared: set[tuple[str, int]] = frozenset(),
@@ -137,13 +137,13 @@ def test_impossible_wishes_are_refused(wish: Any) -> None:
 
 def test_within_the_bound_everybody_takes_part() -> None:
     running = [request("a", 10, 3), request("b", 10, 2), request("c", 10)]
-    assert Turns(5000, 1000).pick(running) == running
-    assert Turns(None, 1000).pick(running) == running
+    assert ColdReadBudget(5000, 1000).pick(running) == running
+    assert ColdReadBudget(None, 1000).pick(running) == running
 
 
 def test_a_huge_one_takes_part_in_some_steps_and_the_others_in_all() -> None:
     huge, small, hot = request("a", 60, 40), request("b", 10, 2), request("c", 10)
-    turns = Turns(10_000, 1000)
+    turns = ColdReadBudget(10_000, 1000)
     taking = [turns.pick([huge, small, hot]) for _ in range(50)]
     assert all(small in step and hot in step for step in taking)
     # Of the bound's ten blocks small needs two: eight are left a step, and huge needs forty.
@@ -152,7 +152,7 @@ def test_a_huge_one_takes_part_in_some_steps_and_the_others_in_all() -> None:
 
 def test_a_huge_one_alone_does_not_wait_for_nobody() -> None:
     huge = request("a", 60, 40)
-    turns = Turns(10_000, 1000)
+    turns = ColdReadBudget(10_000, 1000)
     assert all(turns.pick([huge]) == [huge] for _ in range(5))
 
 
@@ -167,7 +167,7 @@ def test_nobody_starves_and_the_bound_holds_on_average(
         request(chr(97 + n), 64, num_cold if is_cold else 0)
         for n, (num_cold, is_cold) in enumerate(cold)
     ]
-    turns = Turns(bound * 1000, 1000)
+    turns = ColdReadBudget(bound * 1000, 1000)
     num_steps = 60 * len(cold) + 60
     taking = [turns.pick(running) for _ in range(num_steps)]
     assert all(step for step in taking)

@@ -14,7 +14,7 @@ from penstock.config import Config, HostConfig
 from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import KvResidency, SamplingParams
-from penstock.engine.request import Phase, Request
+from penstock.engine.request import Request, RequestPhase
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.rotation import Rotation
 from penstock.errors import ConfigError
@@ -185,7 +185,7 @@ def running(name: str, began: float, num_tokens: int = 10, **given: Any) -> Requ
     namespace = Namespace("m", "w", "d", "l", 4)
     params = SamplingParams(kv_residency=KvResidency(never_cold=given.pop("never_cold", False)))
     made = Request(name, (1, 2, 3), params, KeyChain(namespace), **given)
-    made.phase = Phase.RUNNING
+    made.phase = RequestPhase.RUNNING
     turns_of(1.0).begin(made, began)
     for token in range(num_tokens):
         made.append(token)

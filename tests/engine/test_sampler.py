@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.params import SamplingParams
-from penstock.engine.sampler import Row, Sampled, make_generator, sample
+from penstock.engine.sampler import Sampled, SamplerRow, make_generator, sample
 from penstock.errors import BookError
 
 GREEDY = SamplingParams(temperature=0)
@@ -21,18 +21,18 @@ def noise(seed: int, rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def stream(logits: torch.Tensor, row: Row, count: int) -> list[int]:
+def stream(logits: torch.Tensor, row: SamplerRow, count: int) -> list[int]:
     return [sample(logits, [row])[0].token_id for _ in range(count)]
 
 
 def drawn(probabilities: list[float], count: int = 300, **wishes: Any) -> Counter[int]:
     logits = torch.tensor([probabilities]).log()
-    return Counter(stream(logits, Row(SamplingParams(**wishes), make_generator(1)), count))
+    return Counter(stream(logits, SamplerRow(SamplingParams(**wishes), make_generator(1)), count))
 
 
 def test_greedy_is_argmax_and_ties_go_to_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0], [0.0, 0.0, 0.1]])
-    assert sample(logits, [Row(GREEDY)] * 3) == [Sampled(1), Sampled(0), Sampled(2)]
+    assert sample(logits, [SamplerRow(GREEDY)] * 3) == [Sampled(1), Sampled(0), Sampled(2)]
 
 
 def test_all_greedy_is_one_argmax_and_no_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_all_greedy_is_one_argmax_and_no_softmax(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch, name, never)
     monkeypatch.setattr("penstock.engine.sampler._choose", never)
     logits = noise(0, rows=8)
-    found = sample(logits, [Row(GREEDY)] * 8)
+    found = sample(logits, [SamplerRow(GREEDY)] * 8)
     assert [each.token_id for each in found] == logits.argmax(-1).tolist()
 
 
@@ -51,7 +51,7 @@ def test_logits_are_left_alone() -> None:
     logits = noise(0, rows=3)
     before = logits.clone()
     busy = SamplingParams(top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=2, logprobs=3)
-    sample(logits, [Row(busy, make_generator(1), [1, 2], 1, [3])] * 3)
+    sample(logits, [SamplerRow(busy, make_generator(1), [1, 2], 1, [3])] * 3)
     assert torch.equal(logits, before)
 
 
@@ -80,11 +80,11 @@ def test_a_row_does_not_see_its_batch(
     batch = noise(others, rows=5)
     alone = batch[place : place + 1].clone()
 
-    def row() -> Row:
-        return Row(params, make_generator(params.seed), [3, 4, 4], 1)
+    def row() -> SamplerRow:
+        return SamplerRow(params, make_generator(params.seed), [3, 4, 4], 1)
 
-    rows = [Row(SamplingParams(), make_generator(others, n)) for n in range(5)]
-    rows[0] = Row(GREEDY)
+    rows = [SamplerRow(SamplingParams(), make_generator(others, n)) for n in range(5)]
+    rows[0] = SamplerRow(GREEDY)
     rows[place] = row()
     assert sample(batch, rows)[place] == sample(alone, [row()])[0]
 
@@ -92,7 +92,9 @@ def test_a_row_does_not_see_its_batch(
 def test_the_same_seed_gives_the_same_tokens() -> None:
     logits = noise(0)
     params = SamplingParams()
-    one, two, three = (stream(logits, Row(params, make_generator(seed)), 40) for seed in (7, 7, 8))
+    one, two, three = (
+        stream(logits, SamplerRow(params, make_generator(seed)), 40) for seed in (7, 7, 8)
+    )
     assert one == two != three
 
 
@@ -117,9 +119,9 @@ def test_without_a_generator_the_global_one_is_used() -> None:
     logits = noise(0)
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        one = stream(logits, Row(SamplingParams()), 20)
+        one = stream(logits, SamplerRow(SamplingParams()), 20)
         torch.manual_seed(5)
-        assert stream(logits, Row(SamplingParams()), 20) == one
+        assert stream(logits, SamplerRow(SamplingParams()), 20) == one
 
 
 def test_tokens_come_as_often_as_they_are_likely() -> None:
@@ -182,10 +184,10 @@ def test_repetition_penalty_makes_less_likely_on_either_side_of_zero() -> None:
     params = SamplingParams(temperature=0, repetition_penalty=2)
     up, down = torch.tensor([[3.0, 2.0]]), torch.tensor([[-2.0, -3.0]])
     for logits in (up, down):
-        assert sample(logits, [Row(params)])[0].token_id == 0
+        assert sample(logits, [SamplerRow(params)])[0].token_id == 0
         # In the prompt or in the output, once or often.
         for num_prompt in (0, 2):
-            assert sample(logits, [Row(params, None, [0, 0], num_prompt)])[0].token_id == 1
+            assert sample(logits, [SamplerRow(params, None, [0, 0], num_prompt)])[0].token_id == 1
 
 
 def test_presence_counts_once_frequency_each_time_and_neither_the_prompt() -> None:
@@ -197,12 +199,12 @@ def test_presence_counts_once_frequency_each_time_and_neither_the_prompt() -> No
         ("frequency_penalty", [0, 0], 2, 0),
     ):
         params = SamplingParams(temperature=0, **{name: 1.5})
-        assert sample(logits, [Row(params, None, prior, num_prompt)])[0].token_id == expected
+        assert sample(logits, [SamplerRow(params, None, prior, num_prompt)])[0].token_id == expected
     half = SamplingParams(temperature=0, frequency_penalty=0.6)
-    assert sample(logits, [Row(half, None, [0])])[0].token_id == 0
-    assert sample(logits, [Row(half, None, [0, 0])])[0].token_id == 1
+    assert sample(logits, [SamplerRow(half, None, [0])])[0].token_id == 0
+    assert sample(logits, [SamplerRow(half, None, [0, 0])])[0].token_id == 1
     once = SamplingParams(temperature=0, presence_penalty=0.6)
-    assert sample(logits, [Row(once, None, [0, 0])])[0].token_id == 0
+    assert sample(logits, [SamplerRow(once, None, [0, 0])])[0].token_id == 0
 
 
 def test_a_bias_is_added_before_penalties() -> None:
@@ -210,7 +212,9 @@ def test_a_bias_is_added_before_penalties() -> None:
 
     def chosen(prior: list[int] | None = None, **wishes: Any) -> int:
         params = SamplingParams(temperature=0, **wishes)
-        return sample(logits, [Row(GREEDY), Row(params, None, prior or [])])[1].token_id
+        return sample(logits, [SamplerRow(GREEDY), SamplerRow(params, None, prior or [])])[
+            1
+        ].token_id
 
     logits = logits.repeat(2, 1)
     assert chosen(logit_bias={1: 0.9}) == 0
@@ -218,25 +222,25 @@ def test_a_bias_is_added_before_penalties() -> None:
     assert chosen(logit_bias={0: -100, 1: -100}) == 2
     # 3 times 0.5 is 1.5, less than 2; were the penalty first, 0.5 and 2 would make 2.5.
     assert chosen([1], logit_bias={1: 2}, repetition_penalty=2) == 0
-    row = Row(SamplingParams(logit_bias={2: 100}), make_generator(1))
+    row = SamplerRow(SamplingParams(logit_bias={2: 100}), make_generator(1))
     assert stream(logits[:1], row, 50) == [2] * 50
     params = SamplingParams(temperature=0, logit_bias={2: 100}, logprobs=0)
     plain = SamplingParams(temperature=0, logprobs=3)
-    biased, free = sample(logits, [Row(params), Row(plain)])
+    biased, free = sample(logits, [SamplerRow(params), SamplerRow(plain)])
     assert biased.logprob == pytest.approx(dict(free.top)[2])
 
 
 def test_banned_tokens_never_come() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    assert sample(logits, [Row(GREEDY, banned_ids=[0])])[0].token_id == 1
-    row = Row(SamplingParams(), make_generator(1), banned_ids=[0, 1])
+    assert sample(logits, [SamplerRow(GREEDY, banned_ids=[0])])[0].token_id == 1
+    row = SamplerRow(SamplingParams(), make_generator(1), banned_ids=[0, 1])
     assert stream(logits, row, 50) == [2] * 50
 
 
 def test_logprobs_are_of_the_model_alone() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     params = SamplingParams(temperature=0, repetition_penalty=9, logprobs=2)
-    (found,) = sample(logits, [Row(params, None, [0])])
+    (found,) = sample(logits, [SamplerRow(params, None, [0])])
     total = math.log(math.e**2 + math.e + 1)
     assert (found.token_id, found.rank) == (1, 2)
     assert found.logprob == pytest.approx(1 - total)
@@ -245,18 +249,18 @@ def test_logprobs_are_of_the_model_alone() -> None:
 
 
 def test_logprobs_zero_is_of_the_chosen_only_and_more_than_all_is_all() -> None:
-    (found,) = sample(torch.zeros(1, 4), [Row(SamplingParams(temperature=0, logprobs=0))])
+    (found,) = sample(torch.zeros(1, 4), [SamplerRow(SamplingParams(temperature=0, logprobs=0))])
     assert (found.top, found.rank) == ([], 1)
     assert found.logprob == pytest.approx(math.log(0.25))
-    (found,) = sample(torch.zeros(1, 4), [Row(SamplingParams(temperature=0, logprobs=20))])
+    (found,) = sample(torch.zeros(1, 4), [SamplerRow(SamplingParams(temperature=0, logprobs=20))])
     assert [token_id for token_id, _ in found.top] == [0, 1, 2, 3]
 
 
 def test_half_precision_is_sampled_in_full() -> None:
     logits = noise(0).to(torch.bfloat16)
     params = SamplingParams(logprobs=1)
-    one = sample(logits, [Row(params, make_generator(1))])
-    assert one == sample(logits.float(), [Row(params, make_generator(1))])
+    one = sample(logits, [SamplerRow(params, make_generator(1))])
+    assert one == sample(logits.float(), [SamplerRow(params, make_generator(1))])
 
 
 def test_nothing_in_nothing_out() -> None:
@@ -266,7 +270,7 @@ def test_nothing_in_nothing_out() -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 1, 4)])
 def test_logits_must_be_a_row_each(shape: tuple[int, ...]) -> None:
     with pytest.raises(BookError, match="for 1 rows: expected"):
-        sample(torch.zeros(shape), [Row(GREEDY)])
+        sample(torch.zeros(shape), [SamplerRow(GREEDY)])
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
@@ -283,7 +287,7 @@ def test_broken_logits_never_give_a_token_that_does_not_exist(
     value: float, params: SamplingParams
 ) -> None:
     for broken in (torch.full((1, 100), value), torch.zeros(1, 100).index_fill(1, IDS, value)):
-        (sampled,) = sample(broken, [Row(params, make_generator(1), [3, 4], 2)])
+        (sampled,) = sample(broken, [SamplerRow(params, make_generator(1), [3, 4], 2)])
         assert 0 <= sampled.token_id < 100
 
 

@@ -15,7 +15,7 @@ from penstock.engine.engine import Engine, EngineConfig
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.residency import ResidencyConfig
-from penstock.events import Event, Told
+from penstock.events import Event, RequestStory
 from penstock.types import Origin, Tier, Verdict
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -30,17 +30,17 @@ class Stage:
     """An engine, and what it has told."""
 
     def __init__(self, loaded: LoadedModel, num_blocks: int, tiers: Config | None = None) -> None:
-        self.told: list[Told] = []
+        self.told: list[RequestStory] = []
         config = EngineConfig(
             num_blocks * BLOCK_BYTES, BLOCK_TOKENS, residency=ResidencyConfig(cold=False)
         )
         self.engine = Engine(loaded, config, tiers, (self._hear,))
 
     def _hear(self, event: Event) -> None:
-        if isinstance(event, Told):
+        if isinstance(event, RequestStory):
             self.told.append(event)
 
-    def ask(self, name: str, prompt: list[int], **options: Any) -> Told:
+    def ask(self, name: str, prompt: list[int], **options: Any) -> RequestStory:
         self.engine.add(name, prompt, PARAMS, **options)
         while self.engine.has_work:
             self.engine.step()

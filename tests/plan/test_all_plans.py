@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.plan.catalog import GPUS, MODELS
 from penstock.plan.fit import Demand, Hardware, default_active
 from penstock.plan.planner import Plan, PlannedModel, make_plan
 from penstock.plan.ways import Host, Way, target_of
+from penstock.shapes.catalog import GPUS, MODELS
 from penstock.units import GiB
 
 COUNTS = (1, 2, 3, 4, 8)

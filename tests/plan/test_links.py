@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.costs import break_even_tokens
+from penstock.costs.rates import break_even_tokens
 from penstock.errors import ConfigError, StoreError
 from penstock.plan import disk_link, links
 from penstock.plan.disk_link import DiskProbe
@@ -17,13 +17,13 @@ from penstock.plan.links import (
     ChecksumProbe,
     CopyProbe,
     Link,
-    estimate_prefill,
     measure_links,
     measure_matrix_product,
     thread_counts,
     walk,
 )
-from penstock.plan.sizing import PRESETS, ModelShape
+from penstock.shapes.gpu_rates import estimate_prefill
+from penstock.shapes.sizing import PRESETS, ModelShape
 from penstock.types import Slot
 
 SIZE = 4 * BLOCK_BYTES

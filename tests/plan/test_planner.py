@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.catalog import GPUS, MODELS, find_gpu, find_model
 from penstock.plan.decode import decode_cost
 from penstock.plan.fit import Demand, Hardware, Layout, fit, num_copies
 from penstock.plan.planner import Plan, PlannedModel, make_plan
-from penstock.plan.rates import rates_from_table, with_prefill, with_probe
-from penstock.plan.shape import ModelShape
-from penstock.plan.sizing import PRESETS
 from penstock.plan.verdict import Kind
 from penstock.plan.ways import Mode
+from penstock.shapes.catalog import GPUS, MODELS, find_gpu, find_model
+from penstock.shapes.gpu_rates import rates_from_table, with_prefill, with_probe
+from penstock.shapes.shape import ModelShape
+from penstock.shapes.sizing import PRESETS
 from penstock.types import Tier
 from penstock.units import GiB
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tools import key_of
 
 from penstock import config
-from penstock.ledger import Ledger
+from penstock.books.ledger import Ledger
 from penstock.policies import POLICIES, Policy
 from penstock.types import BlockKey
 
@@ -30,7 +30,7 @@ KEYS = [key_of(number) for number in range(16)]
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 
 
-def before(number: int) -> BlockKey | None:
+def parent(number: int) -> BlockKey | None:
     """Prompts that share prefixes: a block always follows the same one."""
     return KEYS[number // 2] if number > 1 else None
 
@@ -43,9 +43,9 @@ class Watched:
         self.held: set[BlockKey] = set()
         self.leased: set[BlockKey] = set()
 
-    def insert(self, key: BlockKey, before: BlockKey | None = None) -> None:
+    def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
         if key not in self.held:
-            self.policy.insert(key, before)
+            self.policy.insert(key, parent)
             self.held.add(key)
 
     def touch(self, key: BlockKey) -> None:
@@ -92,7 +92,7 @@ def step(watched: Watched, what: str, number: int) -> list[BlockKey]:
     key = KEYS[number]
     match what:
         case "insert":
-            watched.insert(key, before(number))
+            watched.insert(key, parent(number))
         case "insert, not knowing what it follows":
             watched.insert(key)
         case "touch":

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tools import key_of
 
+from penstock.books.ledger import Ledger
 from penstock.config import DiskConfig, HostConfig
 from penstock.errors import BookError
-from penstock.ledger import Ledger
 from penstock.policies import POLICIES, Policy, PrefixLRU, Reuse
 from penstock.policies.reuse_rates import ReuseRates
 from penstock.policies.runs import Runs
@@ -29,14 +29,14 @@ def prompt(name: str, length: int = 5) -> list[BlockKey]:
 
 
 def use(policy: Policy, keys: Sequence[BlockKey], held: set[BlockKey]) -> None:
-    before = None
+    parent = None
     for key in keys:
         if key in held:
             policy.touch(key)
         else:
-            policy.insert(key, before)
+            policy.insert(key, parent)
             held.add(key)
-        before = key
+        parent = key
 
 
 def pick(policy: Policy, num: int, held: set[BlockKey]) -> list[BlockKey]:
@@ -86,11 +86,11 @@ def test_a_long_prompt_in_parts_is_still_one(make: type[PrefixLRU] | type[Reuse]
     long, other = prompt("long", 8), prompt("other", 8)
     for start in range(0, 8, 2):  # as two prompts are computed side by side
         for keys in (long, other):
-            before = keys[start - 1] if start else None
+            parent = keys[start - 1] if start else None
             for key in keys[start : start + 2]:
-                policy.insert(key, before)
+                policy.insert(key, parent)
                 held.add(key)
-                before = key
+                parent = key
     left = set(held) - set(pick(policy, 10, held))
     for keys in (long, other):
         places = [place for place, key in enumerate(keys) if key in left]

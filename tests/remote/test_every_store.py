@@ -76,7 +76,7 @@ def test_what_one_saved_another_loads(instances: Callable[[], Instance]) -> None
     keys = keys_of(24)
     a, b = instances(), instances()
     assert a.save(keys[:20]) == [Verdict.OK] * 20
-    assert b.look(keys) == 20
+    assert b.lookup(keys) == 20
     done = b.load(keys[:20])  # compares every block
     assert done.ok
     assert set(done.sources) == {Tier.REMOTE}
@@ -95,12 +95,12 @@ def test_a_damaged_value_is_a_miss_and_is_replaced(instances: Callable[[], Insta
     assert store.client.get([value]) == [None]
     whole[(2 * value_bytes if is_packed else 0) + HEAD_BYTES + 1000] ^= 1  # in the third block
     assert store.client.put([value], None) == [None]
-    assert b.look(keys) == 4
+    assert b.lookup(keys) == 4
     verdicts = b.load(keys).verdicts
     if is_packed:
         assert verdicts == (Verdict.CORRUPT,) * 4, "nothing of a damaged pack is believed"
     else:
         assert verdicts == (Verdict.OK, Verdict.OK, Verdict.CORRUPT, Verdict.OK)
     b.save(keys)
-    assert c.look(keys) == 4
+    assert c.lookup(keys) == 4
     assert c.load(keys).ok

@@ -14,7 +14,7 @@ from penstock.commands.remote_audit import audit, list_values
 from penstock.errors import Corrupt, Missing
 from penstock.stores.base import Block
 from penstock.stores.envelope import HEAD_BYTES
-from penstock.stores.packs import PackedStore, Stretch
+from penstock.stores.packs import PackedStore, PackStretch
 from penstock.stores.remote import Item
 from penstock.types import BlockKey, Slot, Tier, Verdict
 from servers import is_skipped
@@ -75,7 +75,7 @@ def test_a_chain_is_written_in_few_objects_and_found_with_few_questions(
     assert sum(sizes(a)) == 120
     assert len(sizes(a)) <= 20
     counts = asked(b, monkeypatch)
-    assert b.look(keys) == 120
+    assert b.lookup(keys) == 120
     assert sum(counts) <= 120
     done = b.load(keys)  # compares every block
     assert done.ok
@@ -87,7 +87,7 @@ def test_a_new_prompt_is_asked_for_no_more_often_than_it_has_blocks(
 ) -> None:
     a = instances()
     counts = asked(a, monkeypatch)
-    assert a.look(keys_of(100)) == 0
+    assert a.lookup(keys_of(100)) == 0
     assert sum(counts) <= 34
 
 
@@ -99,8 +99,8 @@ def test_packs_of_any_length_are_found(instances: Make, steps: list[int]) -> Non
     for step in steps:  # as a prompt and then its answer are saved
         a.save(keys[start : start + step])
         start += step
-    found = b.look(keys)
-    while (more := b.look(keys)) > found:
+    found = b.lookup(keys)
+    while (more := b.lookup(keys)) > found:
         found = more
     assert found == len(keys)
     assert b.load(keys).ok
@@ -111,13 +111,13 @@ def test_prompts_that_part_in_a_pack_never_see_each_others_blocks(instances: Mak
     one, two = shared + keys_of(20, "one"), shared + keys_of(20, "two")
     a, b, c = instances(), instances(), instances()
     a.save(one)
-    found = b.look(two)
+    found = b.lookup(two)
     assert found <= 10, "what follows is another's"
     if found:
         assert b.load(two[:found]).ok
     b.save(two)
     for keys in (one, two):
-        assert c.look(keys) == 30
+        assert c.lookup(keys) == 30
         assert c.load(keys).ok
 
 
@@ -128,14 +128,14 @@ def test_what_does_not_follow_is_not_packed(instances: Make) -> None:
     places = [Slot(index) for index in range(11)]
     for key, place in zip(one + two, places, strict=True):
         a.device.view(place)[: a.spec.block_bytes] = content(key, a.spec.block_bytes)
-    a.done(a.offloader.save(one + two, places, heads={0: None, 5: None}))
+    a.done(a.offloader.save(one + two, places, parents={0: None, 5: None}))
     a.drain()
-    assert b.look(one) == 5
-    assert b.look(two) == 6
+    assert b.lookup(one) == 5
+    assert b.lookup(two) == 6
     assert b.load(one).ok
     assert b.load(two).ok
     alone = keys_of(4, "alone")
-    a.offloader.save(alone, places[:4], heads=dict.fromkeys(range(4)))
+    a.offloader.save(alone, places[:4], parents=dict.fromkeys(range(4)))
     a.drain()
     assert sizes(a).count(1) >= 4
 
@@ -146,9 +146,9 @@ def test_the_middle_of_a_pack_is_read_alone(
     keys = keys_of(8)
     a, b = instances(), instances()
     a.save(keys)
-    assert b.look(keys) == 8
+    assert b.lookup(keys) == 8
     client: Any = store_of(b).client
-    read: list[Stretch] = []
+    read: list[PackStretch] = []
     real = client.get_stretches
     monkeypatch.setattr(client, "get_stretches", lambda some: read.extend(some) or real(some))
     done = b.load([keys[3], keys[4], keys[6]])
@@ -162,7 +162,7 @@ def test_a_pack_that_is_not_what_it_was_is_a_miss(instances: Make, damage: str) 
     a, b = instances(), instances()
     a.save(keys)
     a.save(others)
-    assert b.look(keys) == 6
+    assert b.lookup(keys) == 6
     store = store_of(a)
     value_bytes = HEAD_BYTES + a.spec.block_bytes
 
@@ -186,7 +186,7 @@ def test_a_pack_that_is_not_what_it_was_is_a_miss(instances: Make, damage: str) 
     assert Verdict.OK not in done.verdicts
     assert b.save(keys) == [Verdict.OK] * 6
     c = instances()
-    assert c.look(keys) == 6
+    assert c.lookup(keys) == 6
     assert c.load(keys).ok
 
 
@@ -230,10 +230,10 @@ def test_an_object_store_tells_what_it_lacks(
         assert store.get([block]) == [None]
         assert memory[: a.spec.block_bytes] == content(keys[2], a.spec.block_bytes)
 
-        def stretch(key: BlockKey, start: int) -> Stretch:
+        def stretch(key: BlockKey, start: int) -> PackStretch:
             body = memoryview(bytearray(a.spec.block_bytes))
             item = Item(store.name(key), memoryview(bytearray(HEAD_BYTES)), body)
-            return Stretch(store.name(key), start, [item])
+            return PackStretch(store.name(key), start, [item])
 
         beyond, across, nowhere = client.get_stretches(
             [

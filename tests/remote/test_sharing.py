@@ -70,7 +70,7 @@ def test_what_one_saved_another_loads(instances: Instances) -> None:
     a, b = instances(), instances()
     a.save(keys)
     assert b.offloader.match(keys).num_blocks == 0, "nobody asked yet"
-    assert b.look(keys) == 40
+    assert b.lookup(keys) == 40
     done = b.load(keys)
     assert done.ok
     assert set(done.sources) == {Tier.REMOTE}
@@ -83,7 +83,7 @@ def test_a_look_asks_for_hundreds_of_blocks_and_stops_where_they_end(instances: 
     a = instances(block_spec=small, num_host=2000, num_device=2000)
     a.save(keys[:1300])
     b = instances(block_spec=small, num_host=2000, num_device=2000)
-    assert b.look(keys) == 1300
+    assert b.lookup(keys) == 1300
     assert b.load(keys[:1300]).ok
 
 
@@ -91,7 +91,7 @@ def test_what_lies_above_is_not_asked_for(instances: Instances) -> None:
     a = instances()
     keys = keys_of(4)
     a.save(keys)
-    assert a.offloader.look(keys) is None
+    assert a.offloader.lookup(keys) is None
 
 
 def test_another_layout_dtype_or_size_never_shares(instances: Instances) -> None:
@@ -99,7 +99,7 @@ def test_another_layout_dtype_or_size_never_shares(instances: Instances) -> None
     keys = keys_of(4)
     a.save(keys)
     for other in (spec(BLOCK_BYTES, "of another layout"), spec(BLOCK_BYTES // 2, "half")):
-        assert instances(block_spec=other).look(keys) == 0
+        assert instances(block_spec=other).lookup(keys) == 0
 
 
 def test_blocks_survive_the_instance_that_wrote_them(instances: Instances) -> None:
@@ -108,7 +108,7 @@ def test_blocks_survive_the_instance_that_wrote_them(instances: Instances) -> No
     a.save(keys)
     a.close()
     b = instances()
-    assert b.look(keys) == 8
+    assert b.lookup(keys) == 8
     assert b.load(keys).ok
 
 
@@ -120,12 +120,12 @@ def test_a_fleet_with_a_secret(
     monkeypatch.setenv(ENV_REMOTE_SECRET, SECRET)
     a, b = instances(encrypt=encrypt), instances(encrypt=encrypt)
     a.save(keys, "tenant")
-    assert b.look(keys) == 6
+    assert b.lookup(keys) == 6
     assert b.load(keys, "tenant").ok
     monkeypatch.setenv(ENV_REMOTE_SECRET, SECRET + "!")
-    assert instances(encrypt=encrypt).look(keys) == 0
+    assert instances(encrypt=encrypt).lookup(keys) == 0
     monkeypatch.delenv(ENV_REMOTE_SECRET)
-    assert instances().look(keys) == 0
+    assert instances().lookup(keys) == 0
     stored: Any = values(server).get(names(server)[0])
     body = stored[192:]
     plain = [bytes(a.device.view(place)[:BLOCK_BYTES]) for place in range(6)]
@@ -140,7 +140,7 @@ def test_with_encryption_a_tenant_cannot_use_anothers_blocks(
     keys = keys_of(3)
     instances(encrypt=True).save(keys, "a")
     thief = instances(encrypt=True)
-    assert thief.look(keys) == 3
+    assert thief.lookup(keys) == 3
     assert thief.load(keys, "b").verdicts == (Verdict.CORRUPT,) * 3
 
 
@@ -153,7 +153,7 @@ def test_a_key_evicted_between_lookup_and_load_is_a_miss(
     keys = keys_of(8)
     instances().save(keys)
     b = instances()
-    assert b.look(keys) == 8
+    assert b.lookup(keys) == 8
     for name in names(server)[:3]:
         values(server).delete(name)
     verdicts = b.load(keys).verdicts
@@ -183,13 +183,13 @@ def test_a_damaged_value_is_a_counted_miss_and_is_replaced(
     other, value = (values(server).get(name) for name in held[-2:])
     values(server).set(held[-1], damage(value, other))
     b = instances()
-    assert b.look(keys) == 4
+    assert b.lookup(keys) == 4
     assert b.load(keys).verdicts == (Verdict.OK, Verdict.CORRUPT, Verdict.OK, Verdict.OK)
     b.offloader.step()
     assert b.lost[Tier.REMOTE, Verdict.CORRUPT] == 1
     b.save(keys)  # it was computed after all
     c = instances()
-    assert c.look(keys) == 4
+    assert c.lookup(keys) == 4
     assert c.load(keys).ok
 
 
@@ -200,7 +200,7 @@ def test_a_value_that_is_no_string_is_a_miss(instances: Instances, server: Redis
     values(server).delete(name)
     values(server).hset(name, "a", "b")
     b = instances()
-    assert b.look(keys) == 1
+    assert b.lookup(keys) == 1
     assert b.load(keys).verdicts == (Verdict.FAILED,)
 
 
@@ -212,7 +212,7 @@ def test_a_server_killed_in_the_middle_is_used_again_when_it_is_back(
     a = instances(num_host=128)
     a.save(keys)
     b = instances(num_host=128)
-    assert b.look(keys) == 64
+    assert b.lookup(keys) == 64
     killer = threading.Timer(0.003, server.kill)
     killer.start()
     if moment == "load":
@@ -232,7 +232,7 @@ def test_a_server_killed_in_the_middle_is_used_again_when_it_is_back(
         time.sleep(0.1)
     b.save(fresh)
     c = instances()
-    assert c.look(fresh) == 8
+    assert c.lookup(fresh) == 8
     assert c.load(fresh).ok
 
 
@@ -242,14 +242,14 @@ def test_a_server_that_hangs_costs_no_more_than_the_deadline_and_is_left_alone(
     keys = keys_of(8)
     instances().save(keys)
     b = instances(timeout_seconds=0.5, lookup_deadline_seconds=0.1)
-    assert b.look(keys) == 8
+    assert b.lookup(keys) == 8
     server.pause()
     assert b.load(keys).verdicts == (Verdict.FAILED,) * 8
-    b.look(keys_of(8, "others"))
+    b.lookup(keys_of(8, "others"))
     for number in range(6):
-        b.look(keys_of(2, str(number)))
+        b.lookup(keys_of(2, str(number)))
     b.until(lambda: b.offloader._stack.is_resting(Tier.REMOTE, Direction.LOAD))
-    assert b.offloader.look(keys_of(3, "resting")) is None, "nobody waits for it any more"
+    assert b.offloader.lookup(keys_of(3, "resting")) is None, "nobody waits for it any more"
     server.resume()
 
 
@@ -260,7 +260,7 @@ def test_a_port_that_accepts_and_never_answers(instances: Instances) -> None:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
         a = instances(url=url, timeout_seconds=0.3, lookup_deadline_seconds=0.1)
         keys = keys_of(8)
-        assert a.look(keys) == 0
+        assert a.lookup(keys) == 0
         assert a.save(keys) == [Verdict.OK] * 8, "DRAM has them all the same"
         assert a.load(keys).ok
 
@@ -271,7 +271,7 @@ def test_a_store_that_is_not_there_at_the_start_is_used_later(
     server.kill()
     a = instances()
     keys = keys_of(4)
-    assert a.look(keys) == 0
+    assert a.lookup(keys) == 0
     assert a.save(keys) == [Verdict.OK] * 4
     server.start()
     end = time.monotonic() + 60
@@ -285,7 +285,7 @@ def test_a_wrong_password_is_a_miss(instances: Instances, tmp_path: Path) -> Non
     server = RedisServer(tmp_path / "closed", "--requirepass", "word")
     a = instances(url=f"redis://:wrong@127.0.0.1:{server.port}/0")
     keys = keys_of(4)
-    assert a.look(keys) == 0
+    assert a.lookup(keys) == 0
     assert a.save(keys) == [Verdict.OK] * 4
     a.offloader.step()
     assert a.lost[Tier.HOST, Verdict.FAILED] == 4
@@ -299,7 +299,7 @@ def test_a_server_without_room_loses_nothing_here(instances: Instances, tmp_path
     assert a.save(keys) == [Verdict.OK] * 32
     assert a.load(keys).ok
     b = instances(url=server.url)
-    found = b.look(keys)
+    found = b.lookup(keys)
     assert 0 < found < 32
     assert b.load(keys[:found]).ok
     server.kill()
@@ -311,7 +311,7 @@ def test_a_slow_server_is_given_up_when_patience_ends(
     keys = keys_of(8)
     instances().save(keys)
     b = instances()
-    assert b.look(keys) == 8
+    assert b.lookup(keys) == 8
     server.pause()
     done = b.load(keys, patience_seconds=0.2)
     assert done.verdicts == (Verdict.EXPIRED,) * 8
@@ -367,7 +367,7 @@ def test_the_memory_of_what_others_hold_is_bounded(instances: Instances) -> None
     a = instances(block_spec=small, num_host=700, num_device=700)
     a.save(keys)
     b = instances(block_spec=small, num_host=700, num_device=700, max_known_blocks=100)
-    b.look(keys)
+    b.lookup(keys)
     b.offloader.check()
     assert b.offloader.match(keys).num_blocks <= 100
 
@@ -385,7 +385,7 @@ def test_clients_that_save_load_and_lose_find_nothing_wrong(
     for turn in range(80):
         instance = made[turn % 4]
         keys = prompts[int.from_bytes(os.urandom(1)) % len(prompts)]
-        found = instance.look(keys)
+        found = instance.lookup(keys)
         done = instance.load(keys[:found]) if found else None
         num_loaded += 0 if done is None else done.num_leading_ok
         instance.save(keys)

@@ -23,8 +23,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.config import Config
+from penstock.config.options import EngineOptions
 from penstock.engine.models import check_supported
-from penstock.engine.options import EngineOptions
 from penstock.engine.weights import embedded_gguf, gguf_folder, quiet
 from penstock.metrics import Metrics
 from penstock.server.app import AppSettings

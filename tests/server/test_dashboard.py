@@ -15,7 +15,7 @@ import pytest
 from server.running import Client, Local, wait_until
 
 from penstock.config import Config, HostConfig
-from penstock.events import Stage, Told
+from penstock.events import RequestStory, Stage
 from penstock.server import watching
 from penstock.server.app import AppSettings
 from penstock.server.stories import MAX_STORIES, Stories, stages_of
@@ -307,8 +307,8 @@ class TestStreams:
             client.check_serves()
 
 
-def told(*stages: Stage, first: float | None = 1.0, seconds: float = 2.0) -> Told:
-    return Told(
+def told(*stages: Stage, first: float | None = 1.0, seconds: float = 2.0) -> RequestStory:
+    return RequestStory(
         "1-0",
         Origin("mine"),
         "tenant",

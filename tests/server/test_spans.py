@@ -16,7 +16,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind
 
 from penstock.errors import ConfigError
-from penstock.events import Stage, Told
+from penstock.events import RequestStory, Stage
 from penstock.server.collector import Collector, find_collector
 from penstock.server.spans import emit
 from penstock.types import NO_ORIGIN, Origin, Tier, Verdict
@@ -27,7 +27,9 @@ OFFSET_NS = 1_700_000_000 * 10**9
 ARRIVAL = 12.5
 
 
-def told(*stages: tuple[str, float], first: float | None, seconds: float, **fields: Any) -> Told:
+def told(
+    *stages: tuple[str, float], first: float | None, seconds: float, **fields: Any
+) -> RequestStory:
     given: dict[str, Any] = {
         "request_id": "7-0",
         "origin": NO_ORIGIN,
@@ -50,13 +52,13 @@ def told(*stages: tuple[str, float], first: float | None, seconds: float, **fiel
         "block_tokens": 16,
         "block_bytes": 1000,
     }
-    return Told(**{**given, **fields})
+    return RequestStory(**{**given, **fields})
 
 
 PLAIN = (("waiting", 0.0), ("loading", 0.25), ("running", 0.5))
 
 
-def spans_of(story: Told) -> list[ReadableSpan]:
+def spans_of(story: RequestStory) -> list[ReadableSpan]:
     """By their start; the request comes first."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(sampler=DEFAULT_ON, shutdown_on_exit=False)
@@ -75,7 +77,7 @@ def seconds_of(span: ReadableSpan) -> tuple[float, float]:
     return (span.start_time - came) / 1e9, (span.end_time - came) / 1e9
 
 
-def drawn(story: Told) -> list[tuple[str, float, float]]:
+def drawn(story: RequestStory) -> list[tuple[str, float, float]]:
     """Its stages, after what holds of all has been checked."""
     request, *stages = spans_of(story)
     assert (request.name, request.kind) == ("penstock.request", SpanKind.SERVER)

@@ -9,8 +9,8 @@ import pytest
 from tiny import tiny_model
 
 from benchmarks.sim_agreement import Sizes, mirror, open_engine, play
-from penstock.choosing import LoadOrCompute
-from penstock.costs import Choice, LinkRate, PrefillRate
+from penstock.costs.choose import LoadChoice, LoadOrCompute
+from penstock.costs.rates import LinkRate, PrefillRate
 from penstock.engine.models import LoadedModel, load_model
 from penstock.sim.compute import ComputeRates, DecodeRate
 from penstock.sim.links import LinkSpec
@@ -38,9 +38,9 @@ def _always_load(monkeypatch: pytest.MonkeyPatch) -> None:
         num_past_tokens: int,
         rates: Mapping[Tier, LinkRate],
         *,
-        can_meet: bool = False,
-    ) -> Choice:
-        return Choice(match.num_blocks)
+        can_load_two_ended: bool = False,
+    ) -> LoadChoice:
+        return LoadChoice(match.num_blocks)
 
     monkeypatch.setattr(LoadOrCompute, "choose", choose)
 

@@ -96,12 +96,12 @@ def test_bailian(write: Callable[..., Path]) -> None:
 
 
 def test_azure(write: Callable[..., Path]) -> None:
-    heads = "TIMESTAMP,ContextTokens,GeneratedTokens", "OutputTokens,PromptTokens,TIMESTAMP"
+    parents = "TIMESTAMP,ContextTokens,GeneratedTokens", "OutputTokens,PromptTokens,TIMESTAMP"
     rows = [
         ("2023-11-16 18:17:03.9799600,300,10", "2023-11-16 18:17:04.4799600,300,129"),
         ("10,300,2024-05-10 00:00:00.5+00:00", "129,300,2024-05-10 00:00:01+00:00"),
     ]
-    for head, given in zip(heads, rows, strict=True):
+    for head, given in zip(parents, rows, strict=True):
         trace = read_trace(write(head, *given, name="azure.csv"))
         first, second = trace.requests
         assert second.arrival_seconds == pytest.approx(0.5)
@@ -441,7 +441,7 @@ def test_formats_by_name(write: Callable[..., Path]) -> None:
 
 
 def test_nothing_is_recognised_twice() -> None:
-    heads: dict[str, object] = {
+    parents: dict[str, object] = {
         "record": HEADING,
         "mooncake": moon(),
         "bailian": moon(chat_id=1),
@@ -450,7 +450,7 @@ def test_nothing_is_recognised_twice() -> None:
         "azure": "TIMESTAMP,ContextTokens,GeneratedTokens",
         "vllm": VLLM_OLD,
     }
-    for name, head in heads.items():
+    for name, head in parents.items():
         text = head if isinstance(head, str) else json.dumps(head)
         found = [each for each, format in FORMATS.items() if format.recognises(text.splitlines())]
         assert found == [name]

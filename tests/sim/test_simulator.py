@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from penstock.clock import ManualClock
-from penstock.costs import LinkRate, PrefillRate
+from penstock.costs.rates import LinkRate, PrefillRate
 from penstock.errors import ConfigError
 from penstock.events import Event, LookedUp
 from penstock.sim.compute import ComputeRates, DecodeRate
 from penstock.sim.instance import InstanceConfig, build_instance
 from penstock.sim.links import LinkSpec, SimulatedLinks
-from penstock.sim.plot import Chart, Line, Section, nice_ticks, page
+from penstock.sim.plot import Chart, PlotLine, Section, nice_ticks, page
 from penstock.sim.simulator import simulate
 from penstock.sim.sweep import Point, sweep
 from penstock.sim.tally import Simulated
@@ -240,8 +240,8 @@ def test_where_requests_are_rejected_the_optimum_is_of_those_served() -> None:
 
 
 def test_pages_are_complete_and_escaped() -> None:
-    line = Line("<lru>", ((0.0, 0.1), (4.0, 0.5), (8.0, 0.6)))
-    limit = Line("MIN", ((8.0, 0.7),), "limit")
+    line = PlotLine("<lru>", ((0.0, 0.1), (4.0, 0.5), (8.0, 0.6)))
+    limit = PlotLine("MIN", ((8.0, 0.7),), "limit")
     chart = Chart("Hits", "host", "share", (line, limit), str, str)
     html = page("a & b", "note", [Section("s", "n", (chart,), ("policy",), (("<lru>",),))])
     assert html.startswith("<!doctype html>")

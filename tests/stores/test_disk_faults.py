@@ -195,7 +195,9 @@ def test_a_value_of_the_wrong_length(rig: Rig, rigs: Rigs, length: int, restart:
     """Sealed properly, checksum and all, but not as long as a block is."""
     place = rig.place_of(KEYS[2])
     data = content(KEYS[2])[:length]
-    record = slab.Record(True, 1, KEYS[2], rig.spec.namespace, length, xxhash.xxh3_128_digest(data))
+    record = slab.SlabRecord(
+        True, 1, KEYS[2], rig.spec.namespace, length, xxhash.xxh3_128_digest(data)
+    )
     with rig.index.open("r+b") as file:
         file.seek(place * slab.RECORD_BYTES)
         file.write(slab.pack_record(record))

@@ -20,7 +20,7 @@ from penstock.stores.slab import (
     FORMAT_VERSION,
     RECORD_BYTES,
     Geometry,
-    Record,
+    SlabRecord,
     empty_record,
     pack_record,
     read_manifest,
@@ -34,7 +34,7 @@ from penstock.types import BlockKey, Slot
 KEY = BlockKey(bytes(range(32)))
 NAMESPACE = bytes(range(100, 132))
 CHECKSUM = bytes(range(200, 216))
-RECORD = Record(True, 0x0000_0102_0304_0506, KEY, NAMESPACE, 0x20_0000, CHECKSUM)
+RECORD = SlabRecord(True, 0x0000_0102_0304_0506, KEY, NAMESPACE, 0x20_0000, CHECKSUM)
 
 # Written out by hand: the format is a promise to the files that are on disk already.
 GOLDEN_BODY = (
@@ -91,7 +91,7 @@ def test_an_empty_record_is_sealed_and_holds_nothing() -> None:
 def test_round_trip(
     held: bool, generation: int, key: bytes, namespace: bytes, length: int, checksum: bytes
 ) -> None:
-    record = Record(held, generation, BlockKey(key), namespace, length, checksum)
+    record = SlabRecord(held, generation, BlockKey(key), namespace, length, checksum)
     assert unpack_record(pack_record(record)) == record
     assert unpack_record(memoryview(pack_record(record))) == record
 
@@ -121,7 +121,7 @@ def test_a_torn_record_is_none(cut: int) -> None:
     assert unpack_record(GOLDEN[:cut] + bytes(RECORD_BYTES - cut)) is None
 
 
-def replace_record(record: Record, key: BlockKey, generation: int) -> Record:
+def replace_record(record: SlabRecord, key: BlockKey, generation: int) -> SlabRecord:
     return record._replace(key=key, generation=generation, checksum=bytes(16))
 
 

@@ -11,7 +11,7 @@ from tools import TIMEOUT_SECONDS, keys_of
 
 from penstock.errors import StoreError
 from penstock.transfer.asking import Asker, Exists
-from penstock.types import Answer, BlockKey, LookId, Question, Tier
+from penstock.types import Answer, BlockKey, LookupId, Question, Tier
 
 KEYS = keys_of(1500)
 
@@ -19,7 +19,7 @@ KEYS = keys_of(1500)
 def ask(exists: Exists, keys: Sequence[BlockKey]) -> Answer:
     answers: SimpleQueue[Answer] = SimpleQueue()
     asker = Asker(exists, answers.put)
-    asker.ask(Question(LookId(7), Tier.REMOTE, tuple(keys)))
+    asker.ask(Question(LookupId(7), Tier.REMOTE, tuple(keys)))
     answer = answers.get(timeout=TIMEOUT_SECONDS)
     asker.close()
     return answer
@@ -35,7 +35,7 @@ def test_the_leading_blocks_that_are_held_are_found(num_asked: int, num_held: in
         return [key in held for key in keys[:limit]]
 
     answer = ask(exists, KEYS[:num_asked])
-    assert answer.look_id == 7
+    assert answer.lookup_id == 7
     assert not answer.error
     assert sum(answer.present) == min(num_asked, num_held)
     assert list(answer.present) == [key in held for key in KEYS[: len(answer.present)]]

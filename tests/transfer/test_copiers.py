@@ -10,7 +10,7 @@ import pytest
 from tools import TIMEOUT_SECONDS, key_of
 
 from penstock.transfer.copiers import Copier, NoCopier, ThreadCopier
-from penstock.transfer.io import Moved, Mover
+from penstock.transfer.io import Mover, MoveResult
 from penstock.types import Outcome, Slot, Tier, Transfer, TransferId, Verdict
 
 _ids = count(1)
@@ -36,12 +36,12 @@ class HeldMover(Mover):
         for order in transfers:
             self._gate(order.id).set()
 
-    def move(self, transfer: Transfer) -> Moved:
+    def move(self, transfer: Transfer) -> MoveResult:
         self.begun.release()
         self._gate(transfer.id).wait()
         if self.error is not None:
             raise self.error
-        return Moved([Verdict.OK] * len(transfer.keys))
+        return MoveResult([Verdict.OK] * len(transfer.keys))
 
     def close(self) -> None:
         pass

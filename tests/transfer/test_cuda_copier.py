@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from penstock.stores.host import HostArena  # noqa: E402
 from penstock.transfer.cuda_copier import CudaCopier  # noqa: E402
-from penstock.transfer.paged import PagedMemory, Part, Stretch  # noqa: E402
+from penstock.transfer.paged import PagedMemory, PageStretch, Part  # noqa: E402
 from penstock.transfer.seals import Seals  # noqa: E402
 from penstock.types import (  # noqa: E402
     BlockKey,
@@ -37,7 +37,7 @@ class Rig:
             torch.randint(0, 255, (NUM_BLOCKS, PIECE_BYTES), dtype=torch.uint8, device=GPU)
             for _ in range(num_layers)
         ]
-        stretches = tuple(Stretch(t.data_ptr(), PIECE_BYTES, PIECE_BYTES) for t in self.layers)
+        stretches = tuple(PageStretch(t.data_ptr(), PIECE_BYTES, PIECE_BYTES) for t in self.layers)
         memory = PagedMemory(stretches, NUM_BLOCKS)
         spec = BlockSpec(bytes(32), memory.block_bytes * num_workers, 16)
         self.host = HostArena(spec, 512 * spec.stride_bytes, shared=True)

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
 from penstock.transfer.delegate import DelegatingEngine
 from penstock.transfer.engine import TransferEngine
-from penstock.transfer.io import Moved, Mover
+from penstock.transfer.io import Mover, MoveResult
 from penstock.transfer.lanes import LaneSpec
 from penstock.transfer.seals import Seals
 from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
@@ -46,8 +46,8 @@ def transfer(
 class WholeMover(Mover):
     """Moves everything at once."""
 
-    def move(self, transfer: Transfer) -> Moved:
-        return Moved([OK] * len(transfer.keys))
+    def move(self, transfer: Transfer) -> MoveResult:
+        return MoveResult([OK] * len(transfer.keys))
 
     def close(self) -> None:
         pass

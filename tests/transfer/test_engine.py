@@ -9,7 +9,7 @@ from transfers import LOAD, SAVE, outcomes, transfer
 
 from penstock.clock import ManualClock
 from penstock.transfer.engine import TransferEngine
-from penstock.transfer.io import Moved, Mover
+from penstock.transfer.io import Mover, MoveResult
 from penstock.transfer.lanes import LaneSpec
 from penstock.types import Direction, Tier, Transfer, TransferId, Verdict
 
@@ -27,11 +27,11 @@ class GatedMover(Mover):
     def close(self) -> None:
         pass
 
-    def move(self, transfer: Transfer) -> Moved:
+    def move(self, transfer: Transfer) -> MoveResult:
         self.begun.append(transfer.id)
         self._begins.release()
         self.gate.wait()
-        return Moved([Verdict.OK] * len(transfer.keys))
+        return MoveResult([Verdict.OK] * len(transfer.keys))
 
     def await_begin(self) -> None:
         assert self._begins.acquire(timeout=TIMEOUT_SECONDS), "no transfer was begun"
@@ -40,7 +40,7 @@ class GatedMover(Mover):
 class Script(Mover):
     """A mover that does for each transfer what a test says."""
 
-    def __init__(self, move: Callable[[Transfer], Moved]) -> None:
+    def __init__(self, move: Callable[[Transfer], MoveResult]) -> None:
         self.move = move
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ def test_a_transfer_is_run_and_reported_once(engines: Engines) -> None:
 
 def test_what_the_mover_says_of_each_block_is_passed_on(engines: Engines) -> None:
     verdicts = [Verdict.OK, Verdict.CORRUPT, Verdict.MISSING]
-    engine = engines(Script(lambda transfer: Moved(verdicts, "words")))
+    engine = engines(Script(lambda transfer: MoveResult(verdicts, "words")))
     engine.submit(transfer(num=3))
     (outcome,) = outcomes(engine, 1).values()
     assert outcome.verdicts == tuple(verdicts)
@@ -227,10 +227,10 @@ def test_a_mover_that_raises_costs_only_its_blocks(
 ) -> None:
     bad = transfer(num=3)
 
-    def move(order: Transfer) -> Moved:
+    def move(order: Transfer) -> MoveResult:
         if order is bad:
             raise error
-        return Moved([Verdict.OK] * len(order.keys))
+        return MoveResult([Verdict.OK] * len(order.keys))
 
     engine = engines(Script(move))
     good = [transfer(), transfer(SAVE)]
@@ -297,11 +297,11 @@ def test_a_hung_transfer_leaves_the_other_threads_of_its_lane_at_work(engines: E
     gate, begun = threading.Event(), threading.Event()
     stuck = transfer()
 
-    def move(order: Transfer) -> Moved:
+    def move(order: Transfer) -> MoveResult:
         if order is stuck:
             begun.set()
             gate.wait()
-        return Moved([Verdict.OK] * len(order.keys))
+        return MoveResult([Verdict.OK] * len(order.keys))
 
     engine = engines(Script(move), threads=2)
     try:
@@ -347,7 +347,7 @@ def test_wait_ends_by_itself_when_nothing_comes(engines: Engines) -> None:
 
 def test_a_mover_may_know_what_the_link_took(engines: Engines) -> None:
     """What its thread waited for, say the end of a computation, is not the link's doing."""
-    engine = engines(Script(lambda transfer: Moved([Verdict.OK], seconds=0.25)))
+    engine = engines(Script(lambda transfer: MoveResult([Verdict.OK], seconds=0.25)))
     assert engine.submit(transfer())
     assert engine.wait(TIMEOUT_SECONDS)
     assert [outcome.seconds for outcome in engine.poll()] == [0.25]

@@ -13,7 +13,7 @@ from transfers import LOAD, SAVE, outcomes, transfer
 
 from penstock.clock import ManualClock
 from penstock.transfer.engine import TransferEngine
-from penstock.transfer.io import Moved, Mover
+from penstock.transfer.io import Mover, MoveResult
 from penstock.transfer.lanes import LaneSpec
 from penstock.transfer.pool import DaemonPool
 from penstock.types import Direction, Tier, Transfer, TransferId, Verdict
@@ -30,18 +30,18 @@ class Stream(Mover):
         self.begun: list[TransferId] = []
         self.threads: set[int] = set()
         self.is_closed = False
-        self._open: dict[TransferId, tuple[Transfer, Future[Moved]]] = {}
+        self._open: dict[TransferId, tuple[Transfer, Future[MoveResult]]] = {}
 
-    def move(self, transfer: Transfer) -> Future[Moved]:
+    def move(self, transfer: Transfer) -> Future[MoveResult]:
         self.begun.append(transfer.id)
         self.threads.add(threading.get_ident())
-        future: Future[Moved] = Future()
+        future: Future[MoveResult] = Future()
         self._open[transfer.id] = (transfer, future)
         return future
 
     def end(self, transfer_id: TransferId) -> None:
         transfer, future = self._open.pop(transfer_id)
-        future.set_result(Moved([Verdict.OK] * len(transfer.keys)))
+        future.set_result(MoveResult([Verdict.OK] * len(transfer.keys)))
 
     def fail(self, transfer_id: TransferId) -> None:
         self._open.pop(transfer_id)[1].set_exception(RuntimeError("the device fell off the bus"))
@@ -129,7 +129,7 @@ def test_what_waited_past_its_deadline_is_not_begun(
 
 def test_an_error_at_the_beginning_costs_that_transfer_alone(clock: ManualClock) -> None:
     class Picky(Stream):
-        def move(self, transfer: Transfer) -> Future[Moved]:
+        def move(self, transfer: Transfer) -> Future[MoveResult]:
             if len(self.begun) == 1:
                 self.begun.append(transfer.id)
                 raise RuntimeError("no")
@@ -147,7 +147,7 @@ def test_an_error_at_the_beginning_costs_that_transfer_alone(clock: ManualClock)
 
 def test_transfers_that_end_at_once_do_not_pile_up_on_the_stack(clock: ManualClock) -> None:
     class AtOnce(Stream):
-        def move(self, transfer: Transfer) -> Future[Moved]:
+        def move(self, transfer: Transfer) -> Future[MoveResult]:
             future = super().move(transfer)
             if transfer.id != first:
                 self.end(transfer.id)
@@ -193,17 +193,17 @@ def test_nothing_is_lost_or_repeated_between_threads(clock: ManualClock) -> None
             self.num_ahead = dict.fromkeys(Direction, 0)
             self.most = 0
 
-        def move(self, transfer: Transfer) -> Future[Moved]:
+        def move(self, transfer: Transfer) -> Future[MoveResult]:
             with self.lock:
                 self.num_ahead[transfer.direction] += 1
                 self.most = max(self.most, *self.num_ahead.values())
 
-            def finish() -> Moved:
+            def finish() -> MoveResult:
                 with self.lock:
                     self.num_ahead[transfer.direction] -= 1
                 if rng.random() < 0.1:
                     raise RuntimeError("now and then")
-                return Moved([Verdict.OK])
+                return MoveResult([Verdict.OK])
 
             return self.waiters.submit(finish)
 

@@ -14,7 +14,7 @@ from tools import content, key_of, spec
 
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
-from penstock.transfer.paged import PagedMemory, PagedMover, Part, Stretch
+from penstock.transfer.paged import PagedMemory, PagedMover, PageStretch, Part
 from penstock.transfer.seals import Seals
 from penstock.types import BlockKey, Slot, Tier, Transfer, TransferId, Verdict
 
@@ -36,7 +36,7 @@ class Device:
         for (gap, num_bytes), stride in zip(pieces, strides, strict=True):
             self.places.append((start + gap, stride, num_bytes))
             address = ctypes.addressof(self._view) + start + gap
-            stretches.append(Stretch(address, stride, num_bytes))
+            stretches.append(PageStretch(address, stride, num_bytes))
             start += stride * num_blocks
         self.paged = PagedMemory(tuple(stretches), num_blocks)
 
@@ -181,14 +181,14 @@ def bytes_of(memory: PagedMemory, block: int) -> list[int]:
 
 
 def test_neighbouring_layers_become_one_stretch() -> None:
-    layers = tuple(Stretch(1000 + 16 * layer, 64, 16) for layer in range(4))
-    assert PagedMemory(layers, 8).merged() == PagedMemory((Stretch(1000, 64, 64),), 8)
+    layers = tuple(PageStretch(1000 + 16 * layer, 64, 16) for layer in range(4))
+    assert PagedMemory(layers, 8).merged() == PagedMemory((PageStretch(1000, 64, 64),), 8)
 
 
 def test_layers_that_only_look_like_neighbours_stay_apart() -> None:
-    other_stride = (Stretch(1000, 64, 16), Stretch(1016, 32, 16))
-    other_order = (Stretch(1016, 64, 16), Stretch(1000, 64, 16))
-    gap = (Stretch(1000, 64, 16), Stretch(1017, 64, 16))
+    other_stride = (PageStretch(1000, 64, 16), PageStretch(1016, 32, 16))
+    other_order = (PageStretch(1016, 64, 16), PageStretch(1000, 64, 16))
+    gap = (PageStretch(1000, 64, 16), PageStretch(1017, 64, 16))
     for stretches in (other_stride, other_order, gap):
         assert PagedMemory(stretches, 8).merged() == PagedMemory(stretches, 8)
 
@@ -196,7 +196,7 @@ def test_layers_that_only_look_like_neighbours_stay_apart() -> None:
 @given(
     st.lists(
         st.builds(
-            Stretch,
+            PageStretch,
             st.integers(0, 6).map(lambda place: 8 * place),
             st.sampled_from([64, 128]),
             st.sampled_from([8, 16]),
@@ -204,7 +204,7 @@ def test_layers_that_only_look_like_neighbours_stay_apart() -> None:
         max_size=6,
     )
 )
-def test_merging_keeps_every_byte_in_its_place(stretches: list[Stretch]) -> None:
+def test_merging_keeps_every_byte_in_its_place(stretches: list[PageStretch]) -> None:
     memory = PagedMemory(tuple(stretches), 3)
     merged = memory.merged()
     assert merged.block_bytes == memory.block_bytes

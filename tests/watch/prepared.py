@@ -17,7 +17,7 @@ from penstock.events import (
     Sequences,
     Stepped,
     TierRested,
-    Usage,
+    TierUsage,
 )
 from penstock.metrics import Metrics
 from penstock.types import Direction, Tier, Verdict
@@ -29,9 +29,9 @@ LOAD, SAVE = Direction.LOAD, Direction.SAVE
 
 def usage() -> list[Event]:
     return [
-        Usage(Tier.DEVICE, 680, 1000, 512, 0, 0),
-        Usage(Tier.HOST, 32768, 32768, 100, 3, 0),
-        Usage(Tier.DISK, 100_000, 524_288, 0, 0, 12),
+        TierUsage(Tier.DEVICE, 680, 1000, 512, 0, 0),
+        TierUsage(Tier.HOST, 32768, 32768, 100, 3, 0),
+        TierUsage(Tier.DISK, 100_000, 524_288, 0, 0, 12),
         Sequences(5, 2, 12),
         ResidentShare(0.4, 0.78),
         Retained(120, 400),

@@ -25,7 +25,7 @@ from penstock.events import (
     Stepped,
     TierRested,
     TierRevived,
-    Usage,
+    TierUsage,
 )
 from penstock.metrics import Metrics
 from penstock.types import BlockKey, Direction, Tier, Verdict
@@ -83,7 +83,7 @@ def test_a_host_tier_that_is_too_small_by_so_much() -> None:
         *lookups(1),
         moved(Tier.DEVICE, Tier.HOST, 2048),
         Removed(Tier.HOST, keys(512), evicted=True),
-        Usage(Tier.HOST, 1000, 1024, 0, 0, 0),
+        TierUsage(Tier.HOST, 1000, 1024, 0, 0, 0),
     )
     (advice,) = about("hits", seen)
     assert block_bytes(seen) == 2 * MiB
@@ -98,7 +98,7 @@ def test_no_more_is_useful_than_was_missed() -> None:
         *lookups(0)[:30],
         moved(Tier.DEVICE, Tier.HOST, 10),
         Removed(Tier.HOST, keys(5000), evicted=True),
-        Usage(Tier.HOST, 10, 10, 0, 0, 0),
+        TierUsage(Tier.HOST, 10, 10, 0, 0, 0),
     )
     (advice,) = about("hits", seen)
     assert dict(advice.numbers)["more_bytes"] == 400 * 2 * MiB
@@ -115,7 +115,7 @@ def test_an_index_that_is_still_read_is_waited_for() -> None:
 
 
 def test_hits_from_below_a_full_dram() -> None:
-    full = Usage(Tier.HOST, 99, 100, 0, 0, 0)
+    full = TierUsage(Tier.HOST, 99, 100, 0, 0, 0)
     (advice,) = about("tiers", told(*lookups(8, Tier.DISK), *lookups(2), full))
     assert "80% of hits come from below DRAM, most from disk" in advice.finding
     assert not about("tiers", told(*lookups(8), full))
@@ -235,7 +235,7 @@ def stopped_store() -> Samples:
         *[Decided(8, 0, 0.5, 0.1)] * 30,
         moved(Tier.DEVICE, Tier.HOST, 100),
         Removed(Tier.HOST, keys(329), evicted=True),
-        Usage(Tier.HOST, 14, 14, 0, 0, 0),
+        TierUsage(Tier.HOST, 14, 14, 0, 0, 0),
     )
 
 
@@ -298,7 +298,7 @@ def test_refusals_and_preemptions() -> None:
 
 
 def test_dram_that_running_sessions_hold() -> None:
-    (advice,) = about("room", told(Usage(Tier.HOST, 100, 100, 90, 0, 0)))
+    (advice,) = about("room", told(TierUsage(Tier.HOST, 100, 100, 90, 0, 0)))
     assert "90% of DRAM" in advice.finding
 
 
@@ -327,8 +327,8 @@ def test_vllms_labels_are_summed_over() -> None:
 
 
 def test_an_interval_counts_what_is_new_and_shows_gauges_as_they_are() -> None:
-    before = told(*lookups(0), Usage(Tier.HOST, 5, 10, 0, 0, 0))
-    after = told(*lookups(0), *lookups(9), Usage(Tier.HOST, 9, 10, 0, 0, 0))
+    before = told(*lookups(0), TierUsage(Tier.HOST, 5, 10, 0, 0, 0))
+    after = told(*lookups(0), *lookups(9), TierUsage(Tier.HOST, 9, 10, 0, 0, 0))
     seen = after.since(before)
     assert hit_rate(seen) == pytest.approx(0.9)
     assert seen.total("penstock_used_blocks", tier="host") == 9

@@ -15,7 +15,7 @@ from penstock.events import (
     Recovered,
     Stepped,
     TierRevived,
-    Usage,
+    TierUsage,
 )
 from penstock.types import Direction, Tier
 from penstock.watch.dialects import in_our_words
@@ -72,7 +72,7 @@ def test_tiers_from_the_top_down(busy: View) -> None:
 
 
 def test_sizes_are_unknown_until_a_block_has_moved() -> None:
-    (host,) = seen(samples([Usage(Tier.HOST, 1, 10, 0, 0, 0)])).tiers
+    (host,) = seen(samples([TierUsage(Tier.HOST, 1, 10, 0, 0, 0)])).tiers
     assert (host.used_blocks, host.used_bytes, host.capacity_bytes) == (1, None, None)
 
 

@@ -23,7 +23,7 @@ class _Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TierEvent:
     """One block came to a tier, or left it."""
 
     tier: Tier
@@ -39,7 +39,7 @@ class BlockNews:
 
     def __init__(self) -> None:
         self._named: dict[BlockKey, _Named] = {}
-        self._news: list[Told] = []
+        self._news: list[TierEvent] = []
 
     def name(self, keys: Sequence[BlockKey], start: int, request: Any, block_tokens: int) -> None:
         """These keys are those of `request`'s blocks from `start` on."""
@@ -71,7 +71,7 @@ class BlockNews:
             if named is not None and not named.tiers:
                 del self._named[key]
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[TierEvent]:
         news, self._news = self._news, []
         return news
 
@@ -79,7 +79,9 @@ class BlockNews:
         named = self._named.get(key)
         if named is not None and tier not in named.tiers:
             named.tiers.add(tier)
-            told = Told(tier, named.hash, True, named.parent, named.tokens.tolist(), named.lora)
+            told = TierEvent(
+                tier, named.hash, True, named.parent, named.tokens.tolist(), named.lora
+            )
             self._news.append(told)
 
     def _removed(self, tier: Tier, key: BlockKey) -> None:
@@ -87,6 +89,6 @@ class BlockNews:
         if named is None or tier not in named.tiers:
             return
         named.tiers.discard(tier)
-        self._news.append(Told(tier, named.hash, False))
+        self._news.append(TierEvent(tier, named.hash, False))
         if not named.tiers:
             del self._named[key]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError
-from penstock.transfer.paged import PagedMemory, Stretch
+from penstock.transfer.paged import PagedMemory, PageStretch
 
 
 class Cache(NamedTuple):
@@ -41,7 +41,7 @@ def read_layout(
 
     `page_bytes` is what vLLM says a block takes in one layer.
     """
-    stretches: list[Stretch] = []
+    stretches: list[PageStretch] = []
     shapes: list[str] = []
     seen: set[int] = set()
     for name, cache in caches.items():
@@ -63,7 +63,7 @@ def read_layout(
     return PagedMemory(tuple(stretches), num_blocks).merged(), words
 
 
-def _read(name: str, cache: Cache, num_blocks: int) -> tuple[Stretch, str]:
+def _read(name: str, cache: Cache, num_blocks: int) -> tuple[PageStretch, str]:
     rows = cache.shape[0] if cache.shape else 0
     if rows == 0 or rows % num_blocks:
         raise _unknown(name, cache, f"the first dimension does not count the {num_blocks} blocks")
@@ -74,7 +74,7 @@ def _read(name: str, cache: Cache, num_blocks: int) -> tuple[Stretch, str]:
         raise _unknown(name, cache, "a block's bytes have gaps, or blocks lie within each other")
     if per_block > 1 and cache.strides[0] != num_elements:
         raise _unknown(name, cache, "the parts of a block do not follow each other")
-    stretch = Stretch(
+    stretch = PageStretch(
         cache.address,
         cache.strides[0] * per_block * cache.element_bytes,
         num_elements * per_block * cache.element_bytes,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.choosing import LoadOrCompute
 from penstock.connectors.vllm.tracked import Loading, Offer
-from penstock.costs import Choice, LinkRate
-from penstock.meters import WaitMeter
+from penstock.costs.choose import LoadChoice, LoadOrCompute
+from penstock.costs.meters import WaitMeter
+from penstock.costs.rates import LinkRate
 from penstock.types import Match, Tier
 
 
@@ -22,7 +22,7 @@ class Offers:
 
     def make(self, start: int, match: Match, now: float) -> Offer:
         """For a prompt of which `start` blocks are there and `match` could follow."""
-        choice = Choice(match.num_blocks)
+        choice = LoadChoice(match.num_blocks)
         if not self._always_load:
             choice = self.costs.choose(match, start * self._block_tokens, self._rates())
         return Offer(start, match, choice.num_blocks * self._block_tokens, choice, now)

@@ -8,17 +8,17 @@ from typing import Any
 from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from penstock.connectors.vllm.kv_events import Told
+from penstock.connectors.vllm.kv_events import TierEvent
 from penstock.types import Tier
 
 _STORAGE = getattr(kv_events, "MEDIUM_STORAGE", None) or getattr(kv_events, "MEDIUM_FS", "FS")
 
 
-def published(news: Iterable[Told], block_tokens: int) -> list[Any]:
+def published(news: Iterable[TierEvent], block_tokens: int) -> list[Any]:
     return [_event(told, block_tokens) for told in news]
 
 
-def _event(told: Told, block_tokens: int) -> Any:
+def _event(told: TierEvent, block_tokens: int) -> Any:
     medium = kv_events.MEDIUM_CPU if told.tier is Tier.HOST else _STORAGE
     block_hash = maybe_convert_block_hash(told.hash)
     if not told.is_stored:

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 KEY = "penstock"
 
 
-class RequestHints:
+class TransferParamHints:
     """Reads them. Wrong ones are ignored with one warning: no request fails for a hint."""
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from penstock.books.sessions import Sessions
 from penstock.build import Delegated
 from penstock.clock import Clock
 from penstock.connectors.vllm.dispatch import Dispatch
@@ -31,15 +32,14 @@ from penstock.connectors.vllm.identity import Naming
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.offers import Offers
 from penstock.connectors.vllm.orders import Orders, Reports
-from penstock.connectors.vllm.request_hints import RequestHints
+from penstock.connectors.vllm.request_hints import TransferParamHints
 from penstock.connectors.vllm.ticker import Ticker
 from penstock.connectors.vllm.tracked import Loading, Offer, Tracked
-from penstock.costs import Choice
+from penstock.costs.choose import LoadChoice
 from penstock.errors import BookError
 from penstock.events import Decided, Observer, tell
 from penstock.hints import NO_HINTS
 from penstock.keys import Namespace
-from penstock.sessions import Sessions
 from penstock.types import (
     Direction,
     Done,
@@ -100,7 +100,7 @@ class SchedulerSide:
         self._will_compute = False  # whether the next step has something to compute
         self._computing: set[str] = set()  # the requests of the last step
         self._tracked: dict[str, Tracked] = {}
-        self._hints = RequestHints()
+        self._hints = TransferParamHints()
         self._sessions = Sessions(tiers.offloader)
         self._loadings: dict[TicketId, Loading] = {}
         self._timed: dict[int, list[tuple[int, int]]] = {}
@@ -127,7 +127,7 @@ class SchedulerSide:
                 self._will_compute = True
                 return 0
             start = num_computed // self._block_tokens
-            if self._is_time_to_begin or self._is_looking(tracked, request, start):
+            if self._is_time_to_begin or self._is_looking_up(tracked, request, start):
                 return None
             offer = self._offer(tracked, request, start)
             self._will_compute |= offer.num_tokens == 0
@@ -148,21 +148,21 @@ class SchedulerSide:
             offer = tracked.offer = self._offers.make(start, match, now)
         return offer
 
-    def _is_looking(self, tracked: Tracked, request: Any, start: int) -> bool:
+    def _is_looking_up(self, tracked: Tracked, request: Any, start: int) -> bool:
         """Ask once for what a request has beyond vLLM's own cache; then wait for the answer."""
         assert tracked.keys is not None
-        if not tracked.has_looked:
-            tracked.has_looked = True
+        if not tracked.has_looked_up:
+            tracked.has_looked_up = True
             keys = tracked.keys.first(request.num_tokens)
             self._offloader.used(keys[:start], tenant=tracked.tenant)
-            tracked.look = self._offloader.look(keys[start:])
-            if tracked.look is not None:
+            tracked.lookup = self._offloader.lookup(keys[start:])
+            if tracked.lookup is not None:
                 self._ticker.wake()
-        if tracked.look is not None:
+        if tracked.lookup is not None:
             self._settle()
-            if self._offloader.is_looking(tracked.look):
+            if self._offloader.is_looking_up(tracked.lookup):
                 return True
-            tracked.look = None
+            tracked.lookup = None
         return False
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
@@ -369,8 +369,8 @@ class SchedulerSide:
         if keys:
             if self._news is not None:
                 self._news.name(keys, start, tracked.request, self._block_tokens)
-            heads = {0: tracked.key_before(start, self._block_tokens)}
-            self._offloader.save(keys, slots, tenant=tracked.tenant, heads=heads)
+            parents = {0: tracked.key_before(start, self._block_tokens)}
+            self._offloader.save(keys, slots, tenant=tracked.tenant, parents=parents)
             self._ticker.wake()
 
     def _save_rest(self, tracked: Tracked) -> None:
@@ -379,7 +379,7 @@ class SchedulerSide:
 
     # Loads.
 
-    def _tell_choice(self, num_matched: int, choice: Choice) -> None:
+    def _tell_choice(self, num_matched: int, choice: LoadChoice) -> None:
         event = Decided(num_matched, choice.num_blocks, choice.load_seconds, choice.compute_seconds)
         tell(self._observers, [event])
 
@@ -409,7 +409,7 @@ class SchedulerSide:
             slots,
             patience_seconds=offer.choice.patience_seconds,
             tenant=tracked.tenant,
-            heads={0: tracked.key_before(offer.start, self._block_tokens)},
+            parents={0: tracked.key_before(offer.start, self._block_tokens)},
         )
         self._loadings[loading.ticket] = loading
         self._ticker.wake()

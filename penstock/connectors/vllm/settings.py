@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Config
-from penstock.engine.options import OPTIONS, load_tiers
+from penstock.config.options import OPTIONS, load_tiers
+from penstock.config.urls import shown_value
 from penstock.errors import ConfigError
 from penstock.units import GiB
-from penstock.urls import shown_value
 
 CONNECTOR = "PenstockConnector"
 MODULE = "penstock.connectors.vllm"

@@ -19,7 +19,7 @@ from penstock.events import (
     TicketDone,
     TierRested,
     TierRevived,
-    Usage,
+    TierUsage,
 )
 from penstock.types import BlockKey, Direction, Tier, Verdict
 
@@ -33,7 +33,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._moved: dict[_Hop, Moved] = {}
-        self._usage: dict[Tier, Usage] = {}
+        self._usage: dict[Tier, TierUsage] = {}
         self._retained: Retained | None = None
         self._others: list[Event] = []
 
@@ -42,7 +42,7 @@ class EventLog:
             case Moved(source, target, direction):
                 hop = (source, target, direction)
                 self._moved[hop] = _sum(self._moved.get(hop), event)
-            case Usage(tier):
+            case TierUsage(tier):
                 self._usage[tier] = event  # only the last one counts
             case LookedUp() | Lost() | Removed() | TicketDone() | TierRested() | TierRevived():
                 self._others.append(event)
@@ -92,7 +92,7 @@ def to_plain(event: Event) -> Plain:
             ]
         case Removed(tier, keys, evicted):
             return ["removed", tier, len(keys), evicted]
-        case Usage():
+        case TierUsage():
             return [
                 "usage",
                 event.tier,
@@ -155,7 +155,7 @@ _READERS: dict[str, Callable[..., Event]] = {
     ),
     "asked": lambda tier, *rest: Asked(Tier(tier), *rest),
     "removed": lambda tier, count, evicted: Removed(Tier(tier), (BlockKey(b""),) * count, evicted),
-    "usage": lambda tier, *rest: Usage(Tier(tier), *rest),
+    "usage": lambda tier, *rest: TierUsage(Tier(tier), *rest),
     "retained": Retained,
     "prefetched": Prefetched,
     "ticket": lambda way, *rest: TicketDone(Direction(way), *rest),

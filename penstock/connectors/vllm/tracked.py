@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.connectors.vllm.identity import RequestKeys, tenant_of
-from penstock.costs import Choice
+from penstock.costs.choose import LoadChoice
 from penstock.hints import NO_HINTS, Hints
-from penstock.types import BlockKey, LookId, Match, Slot, TicketId, Tier
+from penstock.types import BlockKey, LookupId, Match, Slot, TicketId, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Offer:
     start: int
     match: Match
     num_tokens: int
-    choice: Choice
+    choice: LoadChoice
     at: float
 
 
@@ -48,8 +48,8 @@ class Tracked:
     offer: Offer | None = None
     loading: Loading | None = None  # the one that it waits for
     num_found: int | None = None  # leading blocks that were there when it was first let in
-    has_looked: bool = False
-    look: LookId | None = None  # an answer of the tier that instances share, awaited
+    has_looked_up: bool = False
+    lookup: LookupId | None = None  # an answer of the tier that instances share, awaited
     barred_until: float = 0.0  # a load failed: computing cannot fail in the same way again
     tokens_from: dict[Tier, int] = field(default_factory=dict)
 

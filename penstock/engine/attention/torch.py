@@ -27,7 +27,7 @@ _without_cudnn: set[torch.device] = set()  # those that were seen to lack it
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SequenceSpan:
     """One sequence's share of a packed row."""
 
     begin: int  # in the row
@@ -55,11 +55,11 @@ class KvMemory(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AttentionStep:
     """What every layer of one forward pass needs to know."""
 
     memory: KvMemory
-    spans: Sequence[Span]  # but for those below
+    spans: Sequence[SequenceSpan]  # but for those below
     decode: DecodeKernel | None = None  # sequences of one new token, at the row's beginning
     num_decode: int = 0
     between_layers: Callable[[], None] = lambda: None
@@ -74,7 +74,7 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    penstock: Step,
+    penstock: AttentionStep,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, row, head_dim]; key and value [1, kv_heads, row, head_dim]."""
@@ -87,7 +87,7 @@ def paged_attention(
 
 
 def attend(
-    step: Step, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    step: AttentionStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
     """query [row, heads, head_dim], key and value [row, kv_heads, head_dim]; the query's shape."""
     step.between_layers()
@@ -110,7 +110,7 @@ def attend(
     return out
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, span: SequenceSpan, scale: float) -> Tensor:
     mask = None
     if span.num_new > 1 and span.num_past and _is_better_in_two(query, span):
         return _attend_in_two(query, key, value, span.num_past, scale)
@@ -130,7 +130,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float)
     )
 
 
-def _is_better_in_two(query: Tensor, span: Span) -> bool:
+def _is_better_in_two(query: Tensor, span: SequenceSpan) -> bool:
     if query.device.type == "cpu":
         return span.num_past >= _LONG_PAST
     return query.dtype is not torch.float32  # with a mask, a GPU's fast kernel cannot be used

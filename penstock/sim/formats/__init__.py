@@ -11,10 +11,10 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.sim.formats import azure, bailian, mooncake, record, requests, sglang, vllm
 from penstock.sim.formats.lines import TraceFile
-from penstock.sim.formats.record import Record, RecordedRequest, read_record, write_trace
+from penstock.sim.formats.record import RecordedRequest, TraceRecord, read_record, write_trace
 from penstock.sim.trace import Trace
 
-__all__ = ["FORMATS", "Record", "RecordedRequest", "read_record", "read_trace", "write_trace"]
+__all__ = ["FORMATS", "RecordedRequest", "TraceRecord", "read_record", "read_trace", "write_trace"]
 
 _MAX_BLOCK_TOKENS = 1 << 20
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from penstock.errors import TraceError
-from penstock.sim.formats.lines import Line, TraceFile
+from penstock.sim.formats.lines import TraceFile, TraceLine
 
 MAX_TOKENS = 1 << 24  # of one request; nothing reads more, and a slip of the pen takes no memory
 _MAX_SECONDS = 1e11  # thousands of years
@@ -101,7 +101,7 @@ def entries(file: TraceFile) -> Iterator[Entry]:
         yield Entry(file, line.number, parse_object(file, line))
 
 
-def parse_object(file: TraceFile, line: Line) -> dict[str, Any]:
+def parse_object(file: TraceFile, line: TraceLine) -> dict[str, Any]:
     try:
         value = json.loads(line.text)
     except (ValueError, RecursionError) as error:

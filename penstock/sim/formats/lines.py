@@ -17,7 +17,7 @@ _HEAD_LINES = 200
 _HEAD_BYTES = 1 * MiB
 
 
-class Line(NamedTuple):
+class TraceLine(NamedTuple):
     number: int  # from 1
     text: str  # without its end
     is_cut: bool  # the file ends without ending the line
@@ -39,7 +39,7 @@ class TraceFile:
     def fault_of_all(self, sentence: str) -> TraceError:
         return TraceError(f"{self.path}: {sentence}")
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[TraceLine]:
         """All that are not blank."""
         number = 0
         with self._open() as file:
@@ -56,7 +56,7 @@ class TraceFile:
                     raise self.fault(
                         number, "the bytes are not UTF-8; expected text, or text in gzip."
                     ) from None
-                yield Line(number, text.rstrip("\r\n"), not raw.endswith(b"\n"))
+                yield TraceLine(number, text.rstrip("\r\n"), not raw.endswith(b"\n"))
 
     def head(self) -> list[str]:
         """The first lines: enough to tell what kind of file it is."""

@@ -45,7 +45,7 @@ class RecordedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TraceRecord:
     name: str
     block_tokens: int
     model: str
@@ -71,7 +71,7 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     return trace
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> TraceRecord:
     """With what became of each request. Raises TraceError."""
     record = _read(TraceFile(path))
     if not record.requests:
@@ -138,7 +138,7 @@ class _Names(dict[str, BlockKey]):
         return name
 
 
-def _read(file: TraceFile) -> Record:
+def _read(file: TraceFile) -> TraceRecord:
     block_tokens, started, model = 0, 0.0, ""
     settings: Mapping[str, Any] = {}
     offset = 0.0
@@ -164,7 +164,7 @@ def _read(file: TraceFile) -> Record:
             settings = entry.inner("settings").fields if entry.first_of("settings") else {}
         offset, block_tokens = max(0.0, begin - started), again
     found.sort(key=lambda each: each.request.arrival_seconds)
-    return Record(file.name, block_tokens, model, settings, tuple(found))
+    return TraceRecord(file.name, block_tokens, model, settings, tuple(found))
 
 
 def _block_tokens(entry: Entry) -> int:

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from penstock.sim.formats.entries import Entry, parse_moment
-from penstock.sim.formats.lines import Line, TraceFile
+from penstock.sim.formats.lines import TraceFile, TraceLine
 from penstock.sim.formats.naming import DEFAULT_BLOCK_TOKENS, ChainNames, pseudo_tokens
 from penstock.sim.formats.prompts import Exchange
 from penstock.sim.trace import Trace
@@ -95,7 +95,7 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     return Trace(file.name, block_tokens, tuple(requests))
 
 
-def _unwrap(line: Line) -> tuple[Any, str]:
+def _unwrap(line: TraceLine) -> tuple[Any, str]:
     """A line's own time, where it is JSON, and what it says."""
     if line.text.startswith("{"):
         try:
@@ -108,7 +108,7 @@ def _unwrap(line: Line) -> tuple[Any, str]:
     return None, line.text
 
 
-def _moment(file: TraceFile, line: Line, stamp: Any, before: str) -> float:
+def _moment(file: TraceFile, line: TraceLine, stamp: Any, before: str) -> float:
     if type(stamp) in (int, float):
         return float(stamp)
     if isinstance(stamp, str):
@@ -133,7 +133,7 @@ def _moment(file: TraceFile, line: Line, stamp: Any, before: str) -> float:
     return moment.timestamp() + float(f"0.{found[6] or 0}")
 
 
-def _prompt(file: TraceFile, line: Line, message: str) -> list[int]:
+def _prompt(file: TraceFile, line: TraceLine, message: str) -> list[int]:
     ids = _last_ids(_PROMPT_IDS, message)
     if ids is not None:
         return ids

@@ -12,16 +12,16 @@ from penstock.errors import ConfigError
 from penstock.sim.trace import Trace
 from penstock.sim.workloads.agents import Agents
 from penstock.sim.workloads.batch import Batch
-from penstock.sim.workloads.chat import Chat
+from penstock.sim.workloads.chat import ChatWorkload
 from penstock.sim.workloads.code import Code
 from penstock.sim.workloads.rag import Rag
 from penstock.sim.workloads.world import World, in_order
 
 __all__ = ["WORKLOADS", "generate", "knobs_of"]
 
-_Workload = Chat | Rag | Code | Agents | Batch
+_Workload = ChatWorkload | Rag | Code | Agents | Batch
 _KINDS: dict[str, type[_Workload]] = {
-    "chat": Chat,
+    "chat": ChatWorkload,
     "rag": Rag,
     "code": Code,
     "agents": Agents,

@@ -10,7 +10,7 @@ from penstock.sim.workloads.world import TOKEN_SECONDS, World, Zipf, starts
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatWorkload:
     """Turns and lengths are WildChat's means (Zhao et al., ICLR'24: 2.54 turns, 296 tokens asked
     and 441 answered). Rates, thinking and system prompts are assumptions."""
 

@@ -1,0 +1,317 @@
+"""One tier's book: which block lies in which slot, in what state, leased by how many.
+
+Pure: no I/O, no threads, no clock. A block goes
+
+    claim -> FILLING -> commit -> READY -> evicted by a later claim, or dropped
+                     -> abort  -> FREE
+
+and a READY block that is leased is neither evicted nor overwritten until it is released.
+A dropped block that is still leased is DOOMED: nobody finds it, and its slot is freed with its
+last lease. After a restart slots start UNKNOWN and become READY or FREE through `adopt`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import KeysView, Sequence
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+from penstock.errors import BookError
+from penstock.policies.base import Policy
+from penstock.types import BlockKey, Slot, State
+
+_NEIGHBOURS = 16
+_UNKNOWN, _FREE, _FILLING, _READY, _DOOMED = (int(state) for state in State)
+
+
+class Claim(NamedTuple):
+    slots: tuple[Slot, ...]
+    evicted: tuple[BlockKey, ...]
+
+
+class Ledger:
+    """Every method is atomic: when it raises BookError or returns None, nothing has changed."""
+
+    def __init__(self, capacity: int, policy: Policy, *, recovering: bool = False) -> None:
+        if capacity < 1:
+            raise BookError(f"a ledger needs at least one slot, got {capacity}")
+        self._policy = policy
+        self._slot_of: dict[BlockKey, Slot] = {}
+        self._key_in: list[BlockKey | None] = [None] * capacity
+        self._parents: list[BlockKey | None] = [None] * capacity  # what a block follows, if known
+        self._state = bytearray([_UNKNOWN if recovering else _FREE]) * capacity
+        self._num_leases = array("I", bytes(4 * capacity))
+        # Slots from `_fresh` on were never used: they are handed out in order, so that blocks
+        # claimed together lie together and one transfer can move them as one run.
+        self._fresh = capacity if recovering else 0
+        self._freed: list[Slot] = []
+        self._num_filling = 0
+        self._num_leased = 0  # READY or DOOMED slots with at least one lease
+        self._num_doomed = 0
+
+    @property
+    def capacity(self) -> int:
+        return len(self._key_in)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._freed) + self.capacity - self._fresh
+
+    @property
+    def num_leased(self) -> int:
+        return self._num_leased
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a block or are being filled."""
+        return len(self._slot_of) + self._num_doomed
+
+    @property
+    def num_claimable(self) -> int:
+        """How many blocks a claim could take now: free slots and idle blocks."""
+        ready_leased = self._num_leased - self._num_doomed
+        return self.num_free + len(self._slot_of) - self._num_filling - ready_leased
+
+    @property
+    def num_filling(self) -> int:
+        return self._num_filling
+
+    @property
+    def held(self) -> KeysView[BlockKey]:
+        """The blocks that are here or on their way here: a live view, for fast membership."""
+        return self._slot_of.keys()
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._slot_of
+
+    def slot_of(self, key: BlockKey) -> Slot | None:
+        return self._slot_of.get(key)
+
+    def is_ready(self, key: BlockKey) -> bool:
+        slot = self._slot_of.get(key)
+        return slot is not None and self._state[slot] == _READY
+
+    def is_filling(self, key: BlockKey) -> bool:
+        slot = self._slot_of.get(key)
+        return slot is not None and self._state[slot] == _FILLING
+
+    def admits(self, key: BlockKey) -> bool:
+        """Whether the policy would have this block. Changes nothing."""
+        return self._policy.admit(key)
+
+    def claim(
+        self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None] = ()
+    ) -> Claim | None:
+        """Take a slot for each key, evicting idle blocks if need be: all of them or None.
+
+        `parents` tells which block each one follows in its prompt, where that is known.
+        """
+        if len(set(keys)) != len(keys):
+            raise BookError("a claim names a block twice")
+        if parents and len(parents) != len(keys):
+            raise BookError(f"a claim of {len(keys)} blocks tells what {len(parents)} follow")
+        if not self._slot_of.keys().isdisjoint(keys):
+            again = next(key for key in keys if key in self._slot_of)
+            raise BookError(f"claimed again while {self._describe(again)}")
+        if len(keys) > self.num_claimable:
+            return None
+        num_short = len(keys) - self.num_free
+        victims: list[BlockKey] = []
+        if num_short > 0:
+            victims = self._policy.pick(num_short, self._is_idle)
+            if not victims:
+                raise BookError("the policy offers fewer idle blocks than the ledger counts")
+        slots = self._take(len(keys) - len(victims))
+        if victims:
+            slots += map(self._slot_of.pop, victims)
+            slots.sort()  # neighbours become one run
+        parents = parents or [None] * len(keys)
+        self._slot_of.update(zip(keys, slots, strict=True))
+        _put_all(self._key_in, slots, keys)
+        _put_all(self._parents, slots, parents)
+        _put_all(self._state, slots, bytes([_FILLING]) * len(slots))
+        self._num_filling += len(keys)
+        return Claim(tuple(slots), tuple(victims))
+
+    def commit(self, keys: Sequence[BlockKey]) -> None:
+        """The claimed blocks have arrived and may be offered."""
+        slots = self._filling(keys)
+        _put_all(self._state, slots, bytes([_READY]) * len(slots))
+        self._policy.insert_all(keys, [self._parents[slot] for slot in slots])
+        self._num_filling -= len(slots)
+
+    def abort(self, keys: Sequence[BlockKey]) -> None:
+        """The claimed blocks will not arrive; their slots are free again."""
+        for key, slot in zip(keys, self._filling(keys), strict=True):
+            del self._slot_of[key]
+            self._free(slot)
+            self._num_filling -= 1
+
+    def lease(self, keys: Sequence[BlockKey]) -> tuple[Slot, ...]:
+        """Promise that these READY blocks stay in the slots returned until released.
+
+        A lease says nothing about use: whoever uses a block says so with `touch`.
+        """
+        for key in keys:
+            if not self.is_ready(key):
+                raise BookError(f"cannot lease a block that is {self._describe(key)}")
+        slots = tuple(self._slot_of[key] for key in keys)
+        self._count_leases(slots)
+        return slots
+
+    def use_ready(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
+        """Lease and touch those of `keys` that are READY; None stands for each that is not."""
+        state = self._state
+        found = [
+            slot if slot is not None and state[slot] == _READY else None
+            for slot in map(self._slot_of.get, keys)
+        ]
+        used = [slot for slot in found if slot is not None]
+        self._count_leases(used)
+        if len(used) < len(found):
+            keys = [key for key, slot in zip(keys, found, strict=True) if slot is not None]
+        self._policy.touch_all(keys)
+        return found
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        """Take back one lease on each slot. By slot: a doomed block's key may be here anew."""
+        num_leases = self._num_leases
+        if len(set(slots)) < len(slots):
+            for slot, count in Counter(slots).items():
+                if num_leases[slot] < count:
+                    raise BookError(f"slot {slot} is released more often than leased")
+        elif 0 in map(num_leases.__getitem__, slots):
+            slot = next(slot for slot in slots if not num_leases[slot])
+            raise BookError(f"slot {slot} is released more often than leased")
+        state = self._state
+        for slot in slots:
+            num_left = num_leases[slot] = num_leases[slot] - 1
+            if not num_left:
+                self._num_leased -= 1
+                if state[slot] == _DOOMED:
+                    self._num_doomed -= 1
+                    self._free(slot)
+
+    def drop(self, key: BlockKey) -> None:
+        """Forget a READY block at once; a leased one keeps its slot until released."""
+        if not self.is_ready(key):
+            raise BookError(f"cannot drop a block that is {self._describe(key)}")
+        slot = self._slot_of.pop(key)
+        self._policy.forget(key)
+        if self._num_leases[slot]:
+            self._state[slot] = _DOOMED
+            self._num_doomed += 1
+        else:
+            self._free(slot)
+
+    def touch(self, key: BlockKey) -> None:
+        """Note a use of a block, if it is READY."""
+        if self.is_ready(key):
+            self._policy.touch(key)
+
+    def demote(self, key: BlockKey) -> None:
+        """Let a block go before all others, if it is READY."""
+        if self.is_ready(key):
+            self._policy.demote(key)
+
+    def adopt(self, slot: Slot, key: BlockKey | None) -> bool:
+        """Enter what a restart found in an UNKNOWN slot. False if the block is here already."""
+        if self._state[slot] != _UNKNOWN:
+            raise BookError(f"slot {slot} is adopted twice")
+        if key is None or key in self._slot_of:
+            self._free(slot)
+            return key is None
+        self._slot_of[key] = slot
+        self._key_in[slot] = key
+        self._state[slot] = _READY
+        # What follows what is not written down; but slots are given out in the order of prompts.
+        parent = self._key_in[slot - 1] if slot % _NEIGHBOURS else None
+        self._policy.insert(key, parent)
+        return True
+
+    def leases(self) -> dict[Slot, int]:
+        """How many leases each leased slot has, for whoever audits who holds them."""
+        return {Slot(slot): num for slot, num in enumerate(self._num_leases) if num}
+
+    def filling_keys(self) -> set[BlockKey]:
+        return {key for key, slot in self._slot_of.items() if self._state[slot] == _FILLING}
+
+    def ready_keys(self) -> list[BlockKey]:
+        return [key for key, slot in self._slot_of.items() if self._state[slot] == _READY]
+
+    def check(self) -> None:
+        """Audit the whole book; raises BookError on the first thing that does not add up."""
+        counts = [self._state.count(state) for state in range(len(State))]
+        free = set(self._freed)
+        free.update(Slot(slot) for slot in range(self._fresh, self.capacity))
+        _expect(len(free) == self.num_free == counts[_FREE], "free slots are counted wrongly")
+        _expect(counts[_FILLING] == self._num_filling, "filling slots are counted wrongly")
+        _expect(counts[_DOOMED] == self._num_doomed, "doomed slots are counted wrongly")
+        _expect(len(self._policy) == counts[_READY], "the policy's order misses or adds blocks")
+        _expect(len(self._slot_of) == counts[_READY] + counts[_FILLING], "the index has extra keys")
+        for key, slot in self._slot_of.items():
+            _expect(self._key_in[slot] == key, "index and slots disagree")
+            _expect(self._state[slot] in (_READY, _FILLING), "an indexed slot holds no block")
+        num_leased = 0
+        for slot in self.leases():
+            num_leased += 1
+            _expect(self._state[slot] in (_READY, _DOOMED), "a lease on a slot with no block")
+        _expect(num_leased == self._num_leased, "leased slots are counted wrongly")
+        for slot in free:
+            _expect(self._key_in[slot] is None, "a free slot still names a block")
+
+    def _is_idle(self, key: BlockKey) -> bool:
+        return not self._num_leases[self._slot_of[key]]
+
+    def _count_leases(self, slots: Sequence[Slot]) -> None:
+        num_leases, num_new = self._num_leases, 0
+        for slot in slots:
+            if not num_leases[slot]:
+                num_new += 1
+            num_leases[slot] += 1
+        self._num_leased += num_new
+
+    def _take(self, count: int) -> list[Slot]:
+        num_recycled = min(count, len(self._freed))
+        # The lowest first: neighbours become one run, and a disk fills from its beginning.
+        slots = [heappop(self._freed) for _ in range(num_recycled)]
+        num_fresh = count - num_recycled
+        slots.extend(map(Slot, range(self._fresh, self._fresh + num_fresh)))
+        self._fresh += num_fresh
+        return slots
+
+    def _free(self, slot: Slot) -> None:
+        self._key_in[slot] = None
+        self._parents[slot] = None
+        self._state[slot] = _FREE
+        heappush(self._freed, slot)
+
+    def _filling(self, keys: Sequence[BlockKey]) -> list[Slot]:
+        slots = [slot for slot in map(self._slot_of.get, keys) if slot is not None]
+        if len(slots) < len(keys) or not self._are(slots, _FILLING):
+            wrong = next(key for key in keys if not self.is_filling(key))
+            raise BookError(f"cannot commit or abort a block that is {self._describe(wrong)}")
+        return slots
+
+    def _are(self, slots: Sequence[Slot], state: int) -> bool:
+        return bytes(map(self._state.__getitem__, slots)).count(state) == len(slots)
+
+    def _describe(self, key: BlockKey) -> str:
+        slot = self._slot_of.get(key)
+        return "absent" if slot is None else State(self._state[slot]).name
+
+
+def _put_all(book: Any, slots: Sequence[Slot], values: Sequence[Any]) -> None:
+    """`book[slot] = value` for each; at once where they lie side by side, as most of them do."""
+    if slots and list(slots) == list(range(slots[0], slots[0] + len(slots))):
+        book[slots[0] : slots[0] + len(slots)] = values
+        return
+    for slot, value in zip(slots, values, strict=True):
+        book[slot] = value
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise BookError(f"the book does not add up: {otherwise}")

@@ -1,0 +1,44 @@
+"""Blocks of HOST that are read where they lie, by sequences whose KV is partly off the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from penstock.books.ledger import Ledger
+from penstock.errors import BookError
+from penstock.types import BlockKey, Slot
+
+
+class Pins:
+    """A pin is a lease that the host holds, as long as it likes."""
+
+    def __init__(self, host: Ledger) -> None:
+        self._host = host
+        self._pins: Counter[Slot] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def counts(self) -> Mapping[Slot, int]:
+        """For whoever audits the leases."""
+        return self._pins
+
+    def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
+        slots = self._host.use_ready(keys)
+        self._pins.update(slot for slot in slots if slot is not None)
+        return slots
+
+    def keep(self, slot: Slot) -> None:
+        """Turn a lease that is held already into a pin."""
+        self._pins[slot] += 1
+
+    def unpin(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            self._pins[slot] -= 1
+            if self._pins[slot] < 0:
+                raise BookError(f"slot {slot} of HOST is unpinned more often than pinned")
+            if not self._pins[slot]:
+                del self._pins[slot]
+        self._host.release(slots)

@@ -1,0 +1,140 @@
+"""Blocks that are brought from lower tiers up to HOST before a request asks for them.
+
+Pure. A prefetch goes a few blocks at a time, so that a request's own load never waits for more than
+those, and takes no more of HOST than a share. It is a favour: with the first block that does not
+come it ends, and nobody is told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.books.stack import TierStack
+from penstock.types import BlockKey, Done, LookupId, TicketId, Tier, Verdict
+
+_MAX_UNDER_WAY = 32  # blocks
+_MAX_WAITING = 64  # prefetches
+_WINDOW_BLOCKS = 256  # looked at in one go
+
+
+@dataclass(slots=True)
+class _Prefetch:
+    keys: tuple[BlockKey, ...]
+    num_left: int  # blocks that it may still fetch
+    deadline_seconds: float  # of each of its loads
+    tenant: str
+    lookup: LookupId | None  # of the tier that instances share: what it has is not known before
+    retain: tuple[str, float] | None  # under which name, until when
+    position: int = 0  # all before it are in HOST or on their way
+
+
+class Prefetches:
+    def __init__(self, stack: TierStack) -> None:
+        self._stack = stack
+        self._max_blocks = max(1, stack.num_host_blocks // 4)  # of one prefetch
+        self._waiting: deque[_Prefetch] = deque()
+        self._loading: dict[TicketId, _Prefetch] = {}
+        self._num_under_way = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._loading)
+
+    def ask(
+        self,
+        keys: Sequence[BlockKey],
+        deadline_seconds: float,
+        *,
+        tenant: str = "",
+        lookup: LookupId | None = None,
+        retain: tuple[str, float] | None = None,
+    ) -> int:
+        """Fetch the leading blocks; returns how many are known to lie in lower tiers.
+
+        `retain` names a group under which what has come is kept, and until when.
+        """
+        if len(self) >= _MAX_WAITING:
+            return 0
+        match = self._stack.match(keys)
+        num_below = match.num_blocks - match.num_from(Tier.HOST)
+        if num_below or lookup is not None:
+            self._waiting.append(
+                _Prefetch(tuple(keys), self._max_blocks, deadline_seconds, tenant, lookup, retain)
+            )
+        return min(num_below, self._max_blocks)
+
+    def advance(self, now: float) -> bool:
+        """Start what there is room for. True: transfers may have to be submitted."""
+        started = False
+        for _ in range(len(self._waiting)):
+            if self._num_under_way >= _MAX_UNDER_WAY:
+                break
+            prefetch = self._waiting.popleft()
+            if prefetch.lookup is not None and self._stack.is_looking_up(prefetch.lookup):
+                self._waiting.append(prefetch)
+            elif self._start(prefetch, now):
+                started = True
+        return started
+
+    def settle(self, done: Done, now: float) -> tuple[int, int] | None:
+        """How many blocks have come and how many have not; None: it was somebody else's load."""
+        prefetch = self._loading.pop(done.ticket, None)
+        if prefetch is None:
+            return None
+        self._num_under_way -= len(done.keys)
+        pairs = zip(done.keys, done.verdicts, strict=True)
+        came = [key for key, verdict in pairs if verdict is Verdict.OK]
+        if prefetch.retain is not None and prefetch.retain[1] > now:
+            self._stack.retain(came, *prefetch.retain)
+        self._stack.unpin([slot for slot in done.pins if slot is not None])
+        if len(came) == len(done.keys) and prefetch.num_left:
+            self._waiting.append(prefetch)
+        return len(came), len(done.keys) - len(came)
+
+    def clear(self) -> None:
+        """Begin nothing more; what is under way ends by itself."""
+        self._waiting.clear()
+        for prefetch in self._loading.values():
+            prefetch.num_left = 0
+
+    def _start(self, prefetch: _Prefetch, now: float) -> bool:
+        """Load its next blocks that are not in HOST. False: there are none."""
+        room = min(_MAX_UNDER_WAY - self._num_under_way, prefetch.num_left)
+        while True:
+            positions = self._next_below(prefetch, room)
+            if positions or prefetch.position >= len(prefetch.keys):
+                break
+        if not positions:
+            return False
+        keys = [prefetch.keys[position] for position in positions]
+        parents = {
+            index: prefetch.keys[position - 1] if position else None
+            for index, position in enumerate(positions)
+        }
+        ticket = self._stack.load(
+            keys, [None] * len(keys), now, now + prefetch.deadline_seconds, prefetch.tenant, parents
+        )
+        prefetch.num_left -= len(keys)
+        self._loading[ticket] = prefetch
+        self._num_under_way += len(keys)
+        return True
+
+    def _next_below(self, prefetch: _Prefetch, room: int) -> list[int]:
+        """Where its next blocks below HOST are, within a window; moves on behind them."""
+        start = prefetch.position
+        window = prefetch.keys[start : start + _WINDOW_BLOCKS]
+        match = self._stack.match(window)
+        positions: list[int] = []
+        end = start
+        for run in match.runs:
+            if run.tier is not Tier.HOST:
+                positions += range(end, end + run.num_blocks)
+            end += run.num_blocks
+            if len(positions) >= room:
+                positions = positions[:room]
+                prefetch.position = positions[-1] + 1
+                return positions
+        # Behind a gap nothing is of use.
+        prefetch.position = end if match.num_blocks == len(window) else len(prefetch.keys)
+        return positions

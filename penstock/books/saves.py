@@ -1,0 +1,85 @@
+"""Saves: from the device into HOST; the copies below follow by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.books.flights import Flight, Flights
+from penstock.books.ledgers import Books, all_ok
+from penstock.books.tickets import Ticket
+from penstock.books.write_down import WriteDown
+from penstock.types import BlockKey, Tier, Verdict
+
+_Arrive = Callable[[Sequence[BlockKey], Sequence[Verdict]], None]
+
+
+class Saves:
+    def __init__(
+        self,
+        books: Books,
+        flights: Flights,
+        write_down: WriteDown,
+        arrive: _Arrive,
+        max_pending_blocks: int,
+    ) -> None:
+        """`arrive` is told what came into HOST or did not: somebody may wait for it there."""
+        self._books = books
+        self._host = books.host
+        self._flights = flights
+        self._write_down = write_down
+        self._arrive = arrive
+        self._max_pending_blocks = max_pending_blocks
+        self.num_pending = 0  # blocks on their way into HOST
+
+    def plan(self, ticket: Ticket, positions: Sequence[int]) -> None:
+        held = self._host.held
+        fresh = positions
+        if not held.isdisjoint(ticket.keys_at(positions)):
+            fresh = [position for position in positions if ticket.keys[position] not in held]
+            there = [position for position in positions if ticket.keys[position] in held]
+            ticket.judge(there, Verdict.OK)
+            ready = [p for p in there if self._host.is_ready(ticket.keys[p])]
+            for position in ready:
+                self._host.touch(ticket.keys[position])
+            self._offer(ticket, ready)
+        room = min(self._host.num_claimable, self._max_pending_blocks - self.num_pending)
+        taken, refused = fresh[:room], fresh[room:]  # leading blocks are worth more
+        if refused:
+            ticket.judge(refused, Verdict.DROPPED)
+            self._books.lose(
+                Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST"
+            )
+        if taken:
+            keys = ticket.keys_at(taken)
+            slots = self._books.claim(Tier.HOST, keys, ticket.parents_at(taken))
+            self.num_pending += len(taken)
+            self._flights.post(
+                Tier.DEVICE,
+                Tier.HOST,
+                keys,
+                [slot for slot in ticket.slots_at(taken) if slot is not None],
+                slots,
+                spread=ticket.planned,
+                ticket=ticket,
+                positions=taken,
+            )
+
+    def settle(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
+        ticket, keys = flight.ticket, flight.transfer.keys
+        assert ticket is not None
+        self.num_pending -= len(keys)
+        self._arrive(keys, verdicts)
+        if all_ok(verdicts):
+            ticket.judge(flight.positions, Verdict.OK)
+            self._offer(ticket, flight.positions)
+            return
+        pairs = list(zip(flight.positions, verdicts, strict=True))
+        for position, verdict in pairs:
+            ticket.judge([position], verdict)
+        self._offer(ticket, [position for position, verdict in pairs if verdict is Verdict.OK])
+
+    def _offer(self, ticket: Ticket, positions: Sequence[int]) -> None:
+        if not self._write_down.tiers:
+            return
+        keys = ticket.keys_at(positions)
+        self._write_down.offer(keys, ticket.tenant, ticket.parents_at(positions))

@@ -1,0 +1,27 @@
+"""What users can set: the tiers' settings, the engine's options, and URLs as they may be shown."""
+
+from penstock.config.load import as_typed, describe, load_config
+from penstock.config.settings import (
+    ENV_API_KEY,
+    ENV_REMOTE_SECRET,
+    POLICIES,
+    Config,
+    DiskConfig,
+    HostConfig,
+    RemoteConfig,
+    TransferConfig,
+)
+
+__all__ = [
+    "ENV_API_KEY",
+    "ENV_REMOTE_SECRET",
+    "POLICIES",
+    "Config",
+    "DiskConfig",
+    "HostConfig",
+    "RemoteConfig",
+    "TransferConfig",
+    "as_typed",
+    "describe",
+    "load_config",
+]

@@ -1,0 +1,269 @@
+"""All settings of the tiers, as frozen dataclasses that check their own values.
+
+A setting is named `section.key`, for example `host.size`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any
+
+from penstock.config.urls import HIDDEN, shown_value
+from penstock.errors import ConfigError
+from penstock.units import GiB, MiB, parse_bytes
+
+POLICIES = ("reuse", "prefix-lru", "lru", "s3fifo", "arc", "lfu")
+ADMISSIONS = ("always", "second-use")
+ENV_PREFIX = "PENSTOCK_"
+ENV_FILE = "PENSTOCK_CONFIG"
+# Read where they are needed: a secret is no setting.
+ENV_API_KEY = "PENSTOCK_API_KEY"
+ENV_REMOTE_SECRET = "PENSTOCK_REMOTE_SECRET"
+
+ENV_OTHERS = (ENV_FILE, ENV_API_KEY, ENV_REMOTE_SECRET)
+_SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class SettingKind:
+    """What a setting may be, and how it is read."""
+
+    expected: str
+    accepts: Callable[[Any], bool]  # judges the value as the dataclass holds it
+    from_text: Callable[[str], object]  # ValueError where the text is no such thing
+    from_file: Callable[[Any], object] = lambda value: value
+    optional: bool = False
+    may_be_secret: bool = False
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _whole(low: int, high: int, *, optional: bool = False) -> SettingKind:
+    return SettingKind(
+        f"a whole number from {low} to {high}",
+        accepts=lambda value: _is_whole(value, low, high),
+        from_text=int,
+        optional=optional,
+    )
+
+
+def _bool_from_text(text: str) -> bool:
+    word = text.strip().lower()
+    if word in ("true", "yes", "on", "1"):
+        return True
+    if word in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(text)
+
+
+_SIZE = SettingKind(
+    'a size above 0 and below 8EiB such as "32GiB"',
+    accepts=lambda value: _is_whole(value, 1, (1 << 63) - 1),
+    from_text=parse_bytes,
+    from_file=parse_bytes,
+)
+_OPTIONAL_SIZE = replace(_SIZE, optional=True)
+_FLAG = SettingKind(
+    "true or false", accepts=lambda value: isinstance(value, bool), from_text=_bool_from_text
+)
+
+
+def _seconds(most: int, *, optional: bool = False) -> SettingKind:
+    return SettingKind(
+        f"a number of seconds above 0 and up to {most}",
+        accepts=lambda value: (
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+        ),
+        from_text=float,
+        # Whole seconds in a file are seconds all the same.
+        from_file=lambda value: float(value) if _is_whole(value, 0, most) else value,
+        optional=optional,
+    )
+
+
+def _one_of(words: tuple[str, ...]) -> SettingKind:
+    return SettingKind(
+        " or ".join(f'"{word}"' for word in words),
+        accepts=lambda value: value in words,
+        from_text=str.strip,
+    )
+
+
+_SECONDS = _seconds(_SECONDS_PER_DAY)
+_POLICY = _one_of(POLICIES)
+_ADMISSION = _one_of(ADMISSIONS)
+_FOLDER = SettingKind(
+    "the path of a folder",
+    accepts=lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
+    from_text=os.path.expanduser,
+    # A "~" in a file is expanded by no shell, and a folder named "~" is wanted by nobody.
+    from_file=lambda value: os.path.expanduser(value) if isinstance(value, str) else value,
+    optional=True,
+)
+_URL = SettingKind(
+    'a URL such as "redis://host:6379/0"',
+    accepts=lambda value: isinstance(value, str) and "://" in value and value.isprintable(),
+    from_text=str.strip,
+    optional=True,
+    may_be_secret=True,
+)
+_RETAIN_SHARE = SettingKind(
+    "a share from 0 to 0.5",
+    accepts=lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 0.5
+    ),
+    from_text=float,
+    from_file=lambda value: float(value) if _is_whole(value, 0, 0) else value,
+)
+_THREADS = _whole(1, 256)
+_COUNT = _whole(1, 1 << 20)
+
+
+def _setting(kind: SettingKind, key: str = "") -> dict[str, Any]:
+    """Field metadata; `key` where the file's name for it differs from the attribute's."""
+    return {"kind": kind, "key": key}
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """Pinned DRAM."""
+
+    size_bytes: int = field(default=4 * GiB, metadata=_setting(_SIZE, "size"))
+    numa_node: int | None = field(default=None, metadata=_setting(_whole(0, 1023, optional=True)))
+    huge_pages: bool = field(default=True, metadata=_setting(_FLAG))
+    verify: bool = field(default=False, metadata=_setting(_FLAG))  # checksums on DRAM loads too
+    policy: str = field(default="reuse", metadata=_setting(_POLICY))
+    # Of it, what hints may keep from being evicted for a time.
+    retain_share: float = field(default=0.25, metadata=_setting(_RETAIN_SHARE))
+
+    def __post_init__(self) -> None:
+        _check_section("host", self)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """A folder on a local disk; without a path there is no disk tier."""
+
+    path: str | None = field(default=None, metadata=_setting(_FOLDER))
+    size_bytes: int = field(default=32 * GiB, metadata=_setting(_SIZE, "size"))
+    read_only: bool = field(default=False, metadata=_setting(_FLAG))
+    direct: bool = field(default=True, metadata=_setting(_FLAG))  # O_DIRECT: past the page cache
+    policy: str = field(default="reuse", metadata=_setting(_POLICY))
+    threads: int = field(default=4, metadata=_setting(_THREADS))
+    admit: str = field(default="always", metadata=_setting(_ADMISSION))
+    # The most that is written in 24 hours, so that flash lasts; counted from the start.
+    write_per_day_bytes: int | None = field(
+        default=None, metadata=_setting(_OPTIONAL_SIZE, "write_per_day")
+    )
+
+    def __post_init__(self) -> None:
+        _check_section("disk", self)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteConfig:
+    """A store that instances share; without a URL there is none.
+
+    The fleet's secret is in PENSTOCK_REMOTE_SECRET, not here.
+    """
+
+    url: str | None = field(default=None, repr=False, metadata=_setting(_URL))
+    read_only: bool = field(default=False, metadata=_setting(_FLAG))
+    encrypt: bool = field(default=False, metadata=_setting(_FLAG))  # AES-256-GCM, by tenant
+    admit: str = field(default="always", metadata=_setting(_ADMISSION))
+    ttl_seconds: float | None = field(
+        default=None, metadata=_setting(_seconds(366 * _SECONDS_PER_DAY, optional=True))
+    )
+    timeout_seconds: float = field(default=5.0, metadata=_setting(_SECONDS))  # of one operation
+    lookup_deadline_seconds: float = field(default=0.25, metadata=_setting(_SECONDS))
+    # That put and get; by default up to 4, and no more than there are cores.
+    threads: int | None = field(default=None, metadata=_setting(replace(_THREADS, optional=True)))
+    # Blocks that are remembered to lie there, about 200 bytes each.
+    max_known_blocks: int = field(default=1 << 18, metadata=_setting(_whole(1, 1 << 26)))
+    write_per_day_bytes: int | None = field(
+        default=None, metadata=_setting(_OPTIONAL_SIZE, "write_per_day")
+    )
+    # The most that this instance keeps there for one tenant, within the TTL.
+    tenant_size_bytes: int | None = field(
+        default=None, metadata=_setting(_OPTIONAL_SIZE, "tenant_size")
+    )
+
+    def __post_init__(self) -> None:
+        _check_section("remote", self)
+        if self.tenant_size_bytes is not None and self.ttl_seconds is None:
+            raise ConfigError(
+                "remote.tenant_size is set without remote.ttl_seconds: what never expires can "
+                "never be written anew; set both"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Queues and their limits."""
+
+    copy_threads: int = field(default=2, metadata=_setting(_THREADS))
+    queue_transfers: int = field(default=256, metadata=_setting(_COUNT))  # bound of each queue
+    batch_bytes: int = field(default=32 * MiB, metadata=_setting(_SIZE))  # most of one transfer
+    load_deadline_seconds: float = field(default=10.0, metadata=_setting(_SECONDS))
+    max_pending_loads: int = field(default=1024, metadata=_setting(_COUNT))  # tickets
+    max_pending_save_bytes: int = field(default=4 * GiB, metadata=_setting(_SIZE))
+
+    def __post_init__(self) -> None:
+        _check_section("transfer", self)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    host: HostConfig = field(default_factory=HostConfig)
+    disk: DiskConfig = field(default_factory=DiskConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
+    # What the user typed for a setting, where that is not its name: an option, or a variable.
+    typed: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+
+Section = HostConfig | DiskConfig | RemoteConfig | TransferConfig
+
+SECTIONS: dict[str, type[Section]] = {
+    "host": HostConfig,
+    "disk": DiskConfig,
+    "remote": RemoteConfig,
+    "transfer": TransferConfig,
+}
+
+
+def file_key(setting: Field[Any]) -> str:
+    return setting.metadata["key"] or setting.name
+
+
+SETTINGS = {
+    f"{section}.{file_key(setting)}": (section, setting)
+    for section, cls in SECTIONS.items()
+    for setting in fields(cls)
+}
+ENV_NAMES = {ENV_PREFIX + dotted.replace(".", "_").upper(): dotted for dotted in SETTINGS}
+
+
+def _check_section(section: str, values: Section) -> None:
+    for setting in fields(values):
+        value, kind = getattr(values, setting.name), setting.metadata["kind"]
+        if not holds(kind, value):
+            raise wrong(f"{section}.{file_key(setting)}", value, "", kind)
+
+
+def holds(kind: SettingKind, value: object) -> bool:
+    return kind.optional if value is None else kind.accepts(value)
+
+
+def wrong(dotted: str, value: object, origin: str, kind: SettingKind) -> ConfigError:
+    where = f" {origin}" if origin else ""
+    is_hidden = kind.may_be_secret and not (isinstance(value, str) and "://" in value)
+    found = HIDDEN if is_hidden else shown_value(value)
+    return ConfigError(
+        f"{dotted} is {found}{where}: expected {kind.expected}; "
+        "correct it, or leave it out for the default"
+    )

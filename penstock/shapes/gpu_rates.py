@@ -1,0 +1,139 @@
+"""How fast things would go on a GPU that is not here: the vendor's sheet times a measured share.
+
+The shares are what one H200 reached with Llama-3.1-8B in bf16 (989.4 TFLOP/s, 4.8 TB/s by the
+sheet):
+
+    compute  0.70  8,192 tokens took 204 ms (0.74 of the sheet), 32,768 took 1,184 (0.69)
+    memory   0.65  a step at batch 1 took 5.05 ms, in which 16.1 GB of weights are read (0.66)
+
+For other GPUs that is an extrapolation. Two shares are assumed and not measured:
+
+    mixtures of experts prefill at half of the dense share: a token's experts are small products
+    a step over several GPUs waits for two exchanges a layer, whatever they carry
+
+Beyond that several GPUs are taken to scale fully, each with a link of its own: that flatters
+computing as much as loading. A probe's figures take the place of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.costs.rates import LinkRate, PrefillRate
+from penstock.errors import ConfigError
+from penstock.shapes.catalog import COMMON_DISK, Gpu
+from penstock.shapes.shape import ModelShape
+from penstock.types import Tier
+
+COMPUTE_SHARE = 0.70
+MIXTURE_COMPUTE_SHARE = COMPUTE_SHARE / 2
+MEMORY_SHARE = 0.65
+EXCHANGE_SECONDS = 30e-6
+EXCHANGES_PER_LAYER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLink:
+    rate: LinkRate
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of all GPUs together."""
+
+    links: Mapping[Tier, KnownLink]  # towards the device
+    cold_bytes_per_second: float  # DRAM read in place by a step
+    memory_bytes_per_second: float
+    prefill: PrefillRate | None
+    prefill_source: str
+    exchange_seconds: float = 0.0  # of a step, between GPUs that share a model
+
+
+RatesOf = Callable[[int], Rates]
+"""The rates of one server over so many GPUs."""
+
+
+def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
+    link = gpu.link
+    host = LinkRate(link.bytes_per_second * num_gpus, link.latency_seconds)
+    disk = LinkRate(COMMON_DISK.bytes_per_second, COMMON_DISK.latency_seconds)
+    each = f", on each of {num_gpus} GPUs" if num_gpus > 1 else ""
+    share, why = COMPUTE_SHARE, "the share that one H200 reached with a dense model"
+    if shape.is_mixture:
+        share = MIXTURE_COMPUTE_SHARE
+        why = (
+            f"for the {(shape.num_active_params or 0) / 1e9:,.1f} billion active parameters of a "
+            f"mixture of experts; assumed: half of the {COMPUTE_SHARE:.0%} that one H200 reached "
+            "with a dense model"
+        )
+    exchanges = EXCHANGES_PER_LAYER * shape.num_layers if num_gpus > 1 else 0
+    return Rates(
+        links={
+            Tier.HOST: KnownLink(host, f"{link.name}{each}: {link.source}"),
+            Tier.DISK: KnownLink(disk, COMMON_DISK.source),
+        },
+        cold_bytes_per_second=link.cold_bytes_per_second * num_gpus,
+        memory_bytes_per_second=gpu.memory_bytes_per_second * MEMORY_SHARE * num_gpus,
+        prefill=estimate_prefill(shape, gpu.operations_per_second * share * num_gpus),
+        prefill_source=(
+            f"{share:.0%} of the sheet's {gpu.operations_per_second / 1e12:,.0f} TFLOP/s"
+            f"{each}, {why}"
+        ),
+        exchange_seconds=exchanges * EXCHANGE_SECONDS,
+    )
+
+
+def estimate_prefill(shape: ModelShape, operations_per_second: float) -> PrefillRate | None:
+    """What prefill would take at the speed of a matrix product: the order of it, not more.
+
+    Each token is multiplied with all parameters, 2 operations each. Attention multiplies each
+    token with those before it, once for the scores and once for the values: 4 operations for
+    each pair and element of all heads, and half of all pairs. None where the shape has no
+    parameter count.
+    """
+    if shape.params_per_token is None:
+        return None
+    width = (shape.num_heads or shape.num_kv_heads) * shape.head_dim
+    return PrefillRate(
+        tokens_per_second=operations_per_second / (2 * shape.params_per_token),
+        quadratic_seconds_per_token2=2 * shape.num_layers * width / operations_per_second,
+    )
+
+
+def with_prefill(rates: Rates, tokens_per_second: float) -> Rates:
+    """The given rate for the matrix products; what attention adds stays an estimate."""
+    quadratic = rates.prefill.quadratic_seconds_per_token2 if rates.prefill else 0.0
+    return replace(rates, prefill=PrefillRate(tokens_per_second, quadratic), prefill_source="given")
+
+
+def with_probe(rates: Rates, probe: Any, kv_bytes_per_token: int) -> Rates:
+    """What `penstock probe --json` measured, in place of the table's disk and remote store.
+
+    Its copies are from memory to memory, and its compute is this machine's processor: neither is
+    the GPU's. A prefill rate counts where somebody gave it for the same model.
+    """
+    expected = "expected what `penstock probe --json` prints"
+    try:
+        found = [(str(link["name"]), _link(link)) for link in probe["links"] if link["loads"]]
+        prefill = probe["prefill"]
+        is_given = prefill["source"] == "given" and prefill["tokens_per_second"]
+        is_same = probe["kv_bytes_per_token"] == kv_bytes_per_token
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"the probe's file has other fields: {expected}; make it anew") from None
+    links = dict(rates.links)
+    for kind, tier in (("disk read", Tier.DISK), ("remote get", Tier.REMOTE)):
+        fitting = [rate for name, rate in found if name.startswith(kind)]
+        if fitting:
+            best = max(fitting, key=lambda rate: rate.bytes_per_second)
+            links[tier] = KnownLink(best, "measured by penstock probe")
+    rates = replace(rates, links=links)
+    return (
+        with_prefill(rates, float(prefill["tokens_per_second"])) if is_given and is_same else rates
+    )
+
+
+def _link(link: Mapping[str, Any]) -> LinkRate:
+    return LinkRate(float(link["bytes_per_second"]), float(link["latency_seconds"]))
