@@ -39,7 +39,11 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     ),
     "engine/test_triton.py": ("test_it_is_attention?32-*", "test_it_is_attention?8-*"),
     # The engine: slow stores, many ways to fail or to be interrupted.
-    "engine/test_models.py": ("test_embedded_model*", "test_truncated_gguf*", "test_fingerprint_is_the_same_in_another*"),
+    "engine/test_models.py": (
+        "test_embedded_model*",
+        "test_truncated_gguf*",
+        "test_fingerprint_is_the_same_in_another*",
+    ),
     "engine/test_engine_folder.py": ("test_every_spelling_of_a_path*",),
     "engine/test_two_ended_loads.py": ("test_a_store_slower_than_computing*",),
     "engine/test_faults.py": ("*an outcome is lost*",),
