@@ -29,7 +29,7 @@ def all_ok(verdicts: Sequence[Verdict]) -> bool:
     return verdicts.count(Verdict.OK) == len(verdicts)
 
 
-class Books:
+class Ledgers:
     """Everything that changes a ledger goes through here, so that the journal misses nothing."""
 
     def __init__(self, block_bytes: int, host: Ledger, lower: Mapping[Tier, Ledger]) -> None:

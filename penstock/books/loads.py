@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from penstock.books.flights import Flight, Flights
-from penstock.books.ledgers import GONE, Books, all_ok
+from penstock.books.ledgers import GONE, Ledgers, all_ok
 from penstock.books.pins import Pins
 from penstock.books.tickets import Ticket, Tickets
 from penstock.books.write_down import WriteDown
@@ -19,14 +19,14 @@ from penstock.types import BlockKey, Slot, TicketId, Tier, Transfer, Verdict
 class Loads:
     def __init__(
         self,
-        books: Books,
+        ledgers: Ledgers,
         flights: Flights,
         tickets: Tickets,
         write_down: WriteDown,
         pins: Pins,
     ) -> None:
-        self._books = books
-        self._host = books.host
+        self._ledgers = ledgers
+        self._host = ledgers.host
         self._flights = flights
         self._tickets = tickets
         self._write_down = write_down
@@ -65,7 +65,7 @@ class Loads:
         ticket, transfer = flight.ticket, flight.transfer
         assert ticket is not None
         self._host.release(transfer.source_slots)
-        self._books.drop_gone(transfer, verdicts)
+        self._ledgers.drop_gone(transfer, verdicts)
         if all_ok(verdicts):
             ticket.judge(flight.positions, Verdict.OK)
             return
@@ -76,13 +76,13 @@ class Loads:
 
     def settle_fill(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
         """Blocks came from a lower tier into HOST or did not."""
-        self._books.lower[transfer.source].release(transfer.source_slots)
-        self._books.drop_gone(transfer, verdicts)
+        self._ledgers.lower[transfer.source].release(transfer.source_slots)
+        self._ledgers.drop_gone(transfer, verdicts)
         self.arrive(transfer.keys, verdicts)
 
     def arrive(self, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
         """Blocks came into HOST or did not: tell the books and the tickets that joined them."""
-        self._books.conclude(Tier.HOST, keys, verdicts)
+        self._ledgers.conclude(Tier.HOST, keys, verdicts)
         if not self._joiners:
             return
         joined: dict[TicketId, Ticket] = {}
@@ -100,7 +100,7 @@ class Loads:
         slots = {t: self._host.lease(joined[t].keys_at(at)) for t, at in arrived.items()}
         for ticket_id, ticket in joined.items():
             self._send(ticket, arrived.get(ticket_id, ()), slots.get(ticket_id, ()))
-            self._tickets.close_if_over(ticket, self._books.now)
+            self._tickets.close_if_over(ticket, self._ledgers.now)
 
     def leave(self, ticket: Ticket) -> None:
         """A ticket waits for nothing any more."""
@@ -128,7 +128,7 @@ class Loads:
         return {
             flight.transfer.source
             for flight in self._flights
-            if flight.transfer.source in self._books.lower
+            if flight.transfer.source in self._ledgers.lower
             and owed.intersection(flight.transfer.keys)
         }
 
@@ -136,7 +136,7 @@ class Loads:
         """Blocks that are not in HOST: join those that come, fetch those that lie below."""
         below: dict[Tier, list[int]] = {}
         missing: list[int] = []
-        lower = self._books.readable()
+        lower = self._ledgers.readable()
         for position in positions:
             key = ticket.keys[position]
             if self._host.is_filling(key):
@@ -155,14 +155,14 @@ class Loads:
         ticket.waiting.sort()
         if missing:
             ticket.judge(missing, Verdict.MISSING)
-            self._books.lose(Tier.HOST, Tier.DEVICE, Verdict.MISSING, len(missing), "")
+            self._ledgers.lose(Tier.HOST, Tier.DEVICE, Verdict.MISSING, len(missing), "")
 
     def _fetch(self, tier: Tier, ticket: Ticket, positions: Sequence[int]) -> None:
         keys = [ticket.keys[position] for position in positions]
-        source_slots = self._books.lower[tier].lease(keys)
+        source_slots = self._ledgers.lower[tier].lease(keys)
         for key in keys:
-            self._books.lower[tier].touch(key)
-        target_slots = self._books.claim(Tier.HOST, keys, ticket.parents_at(positions))
+            self._ledgers.lower[tier].touch(key)
+        target_slots = self._ledgers.claim(Tier.HOST, keys, ticket.parents_at(positions))
         for position, key in zip(positions, keys, strict=True):
             ticket.comes_from(position, tier)
             self._joiners.setdefault(key, []).append((ticket, position))

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from penstock.books.ledgers import Books
+from penstock.books.ledgers import Ledgers
 from penstock.types import Answer, BlockKey, Direction, LookupId, Question, Tier
 
 _MAX_OPEN = 256
 
 
 class Lookups:
-    def __init__(self, books: Books, tier: Tier, deadline_seconds: float) -> None:
-        self._books = books
+    def __init__(self, ledgers: Ledgers, tier: Tier, deadline_seconds: float) -> None:
+        self._ledgers = ledgers
         self._tier = tier
         self._deadline_seconds = deadline_seconds
         self._ids = count(1)
@@ -32,16 +32,16 @@ class Lookups:
 
     def ask(self, keys: Sequence[BlockKey]) -> LookupId | None:
         """Ask for what no tier above holds; None where there is nothing or nobody to ask."""
-        if self._books.is_resting(self._tier, Direction.LOAD) or len(self._open) >= _MAX_OPEN:
+        if self._ledgers.is_resting(self._tier, Direction.LOAD) or len(self._open) >= _MAX_OPEN:
             return None
-        above = [ledger.held for tier, ledger in self._books if tier < self._tier]
+        above = [ledger.held for tier, ledger in self._ledgers if tier < self._tier]
         wanted = [key for key in keys if not any(key in held for held in above)]
         if not wanted:
             return None
         question = Question(LookupId(next(self._ids)), self._tier, tuple(wanted))
         self._unasked.append(question)
         self._open[question.id] = question
-        self._deadlines[question.id] = self._books.now + self._deadline_seconds
+        self._deadlines[question.id] = self._ledgers.now + self._deadline_seconds
         return question.id
 
     def is_open(self, lookup_id: LookupId) -> bool:
@@ -54,12 +54,12 @@ class Lookups:
     def settle(self, answer: Answer) -> None:
         question = self._open.pop(answer.lookup_id)
         is_late = self._deadlines.pop(answer.lookup_id, None) is None
-        self._books.asked(question, answer, is_late=is_late)
-        self._books.learn(question.tier, question.keys[: len(answer.present)], answer.present)
+        self._ledgers.asked(question, answer, is_late=is_late)
+        self._ledgers.learn(question.tier, question.keys[: len(answer.present)], answer.present)
 
     def tick(self) -> None:
         """Let nobody wait past a deadline."""
         for lookup_id, deadline in list(self._deadlines.items()):
-            if self._books.now >= deadline:
+            if self._ledgers.now >= deadline:
                 del self._deadlines[lookup_id]
-                self._books.fault(self._tier, Direction.LOAD, "a lookup passed its deadline")
+                self._ledgers.fault(self._tier, Direction.LOAD, "a lookup passed its deadline")

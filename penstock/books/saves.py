@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.books.flights import Flight, Flights
-from penstock.books.ledgers import Books, all_ok
+from penstock.books.ledgers import Ledgers, all_ok
 from penstock.books.tickets import Ticket
 from penstock.books.write_down import WriteDown
 from penstock.types import BlockKey, Tier, Verdict
@@ -16,15 +16,15 @@ _Arrive = Callable[[Sequence[BlockKey], Sequence[Verdict]], None]
 class Saves:
     def __init__(
         self,
-        books: Books,
+        ledgers: Ledgers,
         flights: Flights,
         write_down: WriteDown,
         arrive: _Arrive,
         max_pending_blocks: int,
     ) -> None:
         """`arrive` is told what came into HOST or did not: somebody may wait for it there."""
-        self._books = books
-        self._host = books.host
+        self._ledgers = ledgers
+        self._host = ledgers.host
         self._flights = flights
         self._write_down = write_down
         self._arrive = arrive
@@ -46,12 +46,12 @@ class Saves:
         taken, refused = fresh[:room], fresh[room:]  # leading blocks are worth more
         if refused:
             ticket.judge(refused, Verdict.DROPPED)
-            self._books.lose(
+            self._ledgers.lose(
                 Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST"
             )
         if taken:
             keys = ticket.keys_at(taken)
-            slots = self._books.claim(Tier.HOST, keys, ticket.parents_at(taken))
+            slots = self._ledgers.claim(Tier.HOST, keys, ticket.parents_at(taken))
             self.num_pending += len(taken)
             self._flights.post(
                 Tier.DEVICE,

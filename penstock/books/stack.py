@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from penstock.books.flights import Flights, HasRoom
 from penstock.books.ledger import Ledger
-from penstock.books.ledgers import Books
+from penstock.books.ledgers import Ledgers
 from penstock.books.loads import Loads
 from penstock.books.lookups import Lookups
 from penstock.books.pins import Pins
@@ -83,7 +83,7 @@ class TierStack:
         gates: Mapping[Tier, WriteGate] | None = None,
     ) -> None:
         self._limits = limits or Limits()
-        self._books = Books(block_bytes, host, lower or {})
+        self._ledgers = Ledgers(block_bytes, host, lower or {})
         self._host = host
         self._flights = Flights(
             self._limits.max_host_blocks,
@@ -92,9 +92,9 @@ class TierStack:
             spread_host=self._limits.spread_host,
         )
         self._write_down = WriteDown(
-            self._books,
+            self._ledgers,
             self._flights,
-            [tier for tier in self._books.lower if tier not in read_only],
+            [tier for tier in self._ledgers.lower if tier not in read_only],
             self._limits.max_pending_saves,
             gates,
         )
@@ -102,19 +102,23 @@ class TierStack:
         self._pins = Pins(host)
         self._retention = Retention(host, self._limits.retain_share)
         self._demotions = Demotions(host, self._retention)
-        self._books.on_host_stored += [self._retention.arrived, self._demotions.arrived]
-        self._books.on_host_removed.append(self._retention.removed)
-        self._loads = Loads(self._books, self._flights, self._tickets, self._write_down, self._pins)
+        self._ledgers.on_host_stored += [self._retention.arrived, self._demotions.arrived]
+        self._ledgers.on_host_removed.append(self._retention.removed)
+        self._loads = Loads(
+            self._ledgers, self._flights, self._tickets, self._write_down, self._pins
+        )
         self._saves = Saves(
-            self._books,
+            self._ledgers,
             self._flights,
             self._write_down,
             self._loads.arrive,
             self._limits.max_pending_saves,
         )
         self._lookups: Lookups | None = None
-        if Tier.REMOTE in self._books.lower:
-            self._lookups = Lookups(self._books, Tier.REMOTE, self._limits.lookup_deadline_seconds)
+        if Tier.REMOTE in self._ledgers.lower:
+            self._lookups = Lookups(
+                self._ledgers, Tier.REMOTE, self._limits.lookup_deadline_seconds
+            )
         self._cancels: list[TransferId] = []
         self._usage: dict[Tier, TierUsage] = {}
         self._retained: Retained | None = None  # as it was last told
@@ -125,7 +129,7 @@ class TierStack:
         """How many leading blocks could be loaded, and from where. Changes nothing."""
         tiers: list[tuple[Tier, _Held, tuple[_Held, ...]]] = []
         faster: tuple[_Held, ...] = ()
-        for tier, ledger in [(Tier.HOST, self._host), *self._books.readable()]:
+        for tier, ledger in [(Tier.HOST, self._host), *self._ledgers.readable()]:
             tiers.append((tier, ledger.held, faster))
             faster = (*faster, ledger.held)
         runs: list[Run] = []
@@ -158,13 +162,13 @@ class TierStack:
         None in place of a slot brings a block as far as HOST and pins it there. `parents` names by
         position the blocks that do not follow the one before them, with what they do follow.
         """
-        self._books.now = now
+        self._ledgers.now = now
         num_loads = self._tickets.num_open(Direction.LOAD)
         ticket = self._tickets.open(Direction.LOAD, keys, into, now, deadline, tenant, parents)
         if num_loads >= self._limits.max_pending_loads:
             ticket.num_planned = len(keys)
             ticket.judge(range(len(keys)), Verdict.DROPPED)
-            self._books.lose(Tier.HOST, Tier.DEVICE, Verdict.DROPPED, len(keys), "too many loads")
+            self._ledgers.lose(Tier.HOST, Tier.DEVICE, Verdict.DROPPED, len(keys), "too many loads")
         self._plan(ticket)
         return ticket.id
 
@@ -177,7 +181,7 @@ class TierStack:
         parents: Mapping[int, BlockKey | None] = NO_PARENTS,
     ) -> TicketId:
         """Start copying device slots into HOST. What is there, or coming, is not copied again."""
-        self._books.now = now
+        self._ledgers.now = now
         ticket = self._tickets.open(Direction.SAVE, keys, source, now, None, tenant, parents)
         self._plan(ticket)
         return ticket.id
@@ -187,7 +191,7 @@ class TierStack:
 
     def cancel(self, ticket_id: TicketId, now: float) -> None:
         """Give up a ticket. It is done as soon as no running copy touches its device slots."""
-        self._books.now = now
+        self._ledgers.now = now
         ticket = self._tickets.get(ticket_id)
         if ticket is not None and ticket.given_up is None:
             self._give_up(ticket, Verdict.CANCELLED)
@@ -197,7 +201,7 @@ class TierStack:
 
         None where there is nothing to ask; else `match` knows more once it is no longer open.
         """
-        self._books.now = now
+        self._ledgers.now = now
         return None if self._lookups is None else self._lookups.ask(keys)
 
     def is_looking_up(self, lookup_id: LookupId) -> bool:
@@ -213,7 +217,7 @@ class TierStack:
         Without a shared tier, or one that counts uses before it takes a block, only the last one in
         HOST is noted, since it is in the way of a request: who knows prompts knows of the others.
         """
-        self._books.now = now
+        self._ledgers.now = now
         if self._lookups is None and not self._write_down.counts_uses:
             last = next((key for key in reversed(keys) if self._host.is_ready(key)), None)
             if last is not None:
@@ -272,7 +276,7 @@ class TierStack:
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         """Forget blocks of HOST that turned out wrong."""
-        self._books.drop(Tier.HOST, [key for key in keys if self._host.is_ready(key)])
+        self._ledgers.drop(Tier.HOST, [key for key in keys if self._host.is_ready(key)])
 
     def empty_host(self) -> int:
         """Drop every READY block from HOST; running copies keep their slots until they end."""
@@ -281,8 +285,8 @@ class TierStack:
 
     def forget(self, tier: Tier, survivors: Container[BlockKey] = ()) -> int:
         """Drop every READY block but the survivors from a tier's book; returns how many."""
-        keys = [key for key in self._books.of(tier).ready_keys() if key not in survivors]
-        self._books.drop(tier, keys)
+        keys = [key for key in self._ledgers.of(tier).ready_keys() if key not in survivors]
+        self._ledgers.drop(tier, keys)
         return len(keys)
 
     # What the transfers ask for and report.
@@ -302,12 +306,12 @@ class TierStack:
 
     def settle(self, outcome: Outcome, now: float) -> None:
         """Enter what became of a transfer."""
-        self._books.now = now
+        self._ledgers.now = now
         flight = self._flights.land(outcome.transfer_id)
         transfer = flight.transfer
         if len(outcome.verdicts) != len(transfer.keys):
             raise BookError(f"transfer {transfer.id} has a verdict too few or too many")
-        self._books.report(transfer, outcome)
+        self._ledgers.report(transfer, outcome)
         if transfer.target is Tier.DEVICE:
             self._loads.settle_arrival(flight, outcome.verdicts)
         elif transfer.source is Tier.DEVICE:
@@ -325,14 +329,14 @@ class TierStack:
 
     def answer(self, answer: Answer, now: float) -> None:
         """Enter what REMOTE said."""
-        self._books.now = now
+        self._ledgers.now = now
         assert self._lookups is not None
         self._lookups.settle(answer)
 
     def tick(self, now: float) -> None:
         """Let time pass: end rests and retentions, give up loads past their deadline."""
-        self._books.now = now
-        self._books.tick()
+        self._ledgers.now = now
+        self._ledgers.tick()
         self._retention.tick(now, len(self._pins))
         if self._lookups is not None:
             self._lookups.tick()
@@ -340,12 +344,12 @@ class TierStack:
             late = ticket.deadline is not None and now >= ticket.deadline
             if late and ticket.given_up is None:
                 for tier in self._loads.owing(ticket):
-                    self._books.fault(tier, Direction.LOAD, "a load passed its deadline")
+                    self._ledgers.fault(tier, Direction.LOAD, "a load passed its deadline")
                 self._give_up(ticket, Verdict.EXPIRED)
 
     def adopt(self, tier: Tier, found: Sequence[tuple[Slot, BlockKey | None]]) -> int:
         """Enter what a restart found on a lower tier; returns how many blocks are new."""
-        return self._books.adopt(tier, found)
+        return self._ledgers.adopt(tier, found)
 
     @property
     def num_loading(self) -> dict[Tier, int]:
@@ -371,12 +375,12 @@ class TierStack:
 
     def take_events(self) -> list[Event]:
         """What happened since the last call."""
-        return self._books.take_events()
+        return self._ledgers.take_events()
 
     def take_usage(self, depth: Callable[[Tier, Direction], int]) -> list[Event]:
         """What has changed of the tiers' usage. `depth` tells how much the transfers queue."""
         changed: list[Event] = []
-        for tier, ledger in self._books:
+        for tier, ledger in self._ledgers:
             usage = TierUsage(
                 tier,
                 ledger.num_used,
@@ -397,7 +401,7 @@ class TierStack:
     @property
     def num_blocks(self) -> int:
         """Different blocks that this instance can keep: DISK also holds what lies above it."""
-        return max(ledger.capacity for tier, ledger in self._books if tier is not Tier.REMOTE)
+        return max(ledger.capacity for tier, ledger in self._ledgers if tier is not Tier.REMOTE)
 
     @property
     def has_more_to_plan(self) -> bool:
@@ -410,12 +414,12 @@ class TierStack:
         return not (self._tickets or self._flights or can_write)
 
     def is_resting(self, tier: Tier, direction: Direction) -> bool:
-        return self._books.is_resting(tier, direction)
+        return self._ledgers.is_resting(tier, direction)
 
     def check(self) -> None:
         """Audit all books: every lease and claim belongs to something that is under way."""
-        leases: dict[Tier, Counter[Slot]] = {tier: Counter() for tier, _ in self._books}
-        filling: dict[Tier, list[BlockKey]] = {tier: [] for tier, _ in self._books}
+        leases: dict[Tier, Counter[Slot]] = {tier: Counter() for tier, _ in self._ledgers}
+        filling: dict[Tier, list[BlockKey]] = {tier: [] for tier, _ in self._ledgers}
         num_flying: Counter[TicketId] = Counter()
         num_saving = 0
         for flight in self._flights:
@@ -436,7 +440,7 @@ class TierStack:
         for ticket in self._tickets:
             if ticket.over or num_flying[ticket.id] != ticket.num_flying:
                 raise BookError(f"ticket {ticket.id} is over, idle or miscounted")
-        for tier, ledger in self._books:
+        for tier, ledger in self._ledgers:
             ledger.check()
             if ledger.leases() != dict(leases[tier]):
                 raise BookError(f"{tier.name} has leases that nothing under way holds")
@@ -461,7 +465,7 @@ class TierStack:
             window = self._host.num_claimable + self._limits.max_lower_blocks
             stretch_again, ticket.waiting = ticket.waiting[:window], ticket.waiting[window:]
             self._loads.plan(ticket, stretch_again)
-        self._tickets.close_if_over(ticket, self._books.now)
+        self._tickets.close_if_over(ticket, self._ledgers.now)
 
     def _give_up(self, ticket: Ticket, verdict: Verdict) -> None:
         """Let go of all that is not flying, and call back what flies."""
@@ -481,14 +485,14 @@ class TierStack:
         if stranded:
             ends = (Tier.HOST, Tier.DEVICE)
             source, target = ends if ticket.direction is Direction.LOAD else ends[::-1]
-            self._books.lose(source, target, verdict, len(stranded), "")
+            self._ledgers.lose(source, target, verdict, len(stranded), "")
         for transfer in unwanted:
             if self._flights.withdraw(transfer):
                 verdicts = (Verdict.CANCELLED,) * len(transfer.keys)
-                self.settle(Outcome(transfer.id, verdicts), self._books.now)
+                self.settle(Outcome(transfer.id, verdicts), self._ledgers.now)
             else:
                 self._cancels.append(transfer.id)
-        self._tickets.close_if_over(ticket, self._books.now)
+        self._tickets.close_if_over(ticket, self._ledgers.now)
 
 
 def _leading_end(

@@ -131,7 +131,7 @@ class Books(RuleBasedStateMachine):
         match = self.stack.match(keys)
         assert match == self.stack.match(keys)
         for key in keys[: match.num_blocks]:
-            assert any(key in book for _, book in self.stack._books)
+            assert any(key in book for _, book in self.stack._ledgers)
 
     @rule(keys=some_keys, is_written=st.booleans())
     def others_write_or_evict(self, keys: list[BlockKey], is_written: bool) -> None:
@@ -238,7 +238,7 @@ class Books(RuleBasedStateMachine):
         assert not self.prefetches, "a prefetch never ended"
         assert not self.tickets, "a ticket was never reported"
         assert len(self.free_device) == NUM_DEVICE_SLOTS
-        for _, book in self.stack._books:
+        for _, book in self.stack._ledgers:
             assert not book.leases()
             assert not book.filling_keys()
         self.stack.tick(self.now + 1000)
