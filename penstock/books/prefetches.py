@@ -33,7 +33,7 @@ class _Prefetch:
 class Prefetches:
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
-        self._max_blocks = max(1, stack.num_host_blocks // 4)  # of one prefetch
+        self._max_blocks = max(1, stack.host.capacity // 4)  # per prefetch
         self._waiting: deque[_Prefetch] = deque()
         self._loading: dict[TicketId, _Prefetch] = {}
         self._num_under_way = 0
@@ -71,7 +71,7 @@ class Prefetches:
             if self._num_under_way >= _MAX_UNDER_WAY:
                 break
             prefetch = self._waiting.popleft()
-            if prefetch.lookup is not None and self._stack.is_looking_up(prefetch.lookup):
+            if prefetch.lookup is not None and self._stack.lookups.is_open(prefetch.lookup):
                 self._waiting.append(prefetch)
             elif self._start(prefetch, now):
                 started = True
@@ -86,8 +86,8 @@ class Prefetches:
         pairs = zip(done.keys, done.verdicts, strict=True)
         came = [key for key, verdict in pairs if verdict is Verdict.OK]
         if prefetch.retain is not None and prefetch.retain[1] > now:
-            self._stack.retain(came, *prefetch.retain)
-        self._stack.unpin([slot for slot in done.pins if slot is not None])
+            self._stack.retention.retain(came, *prefetch.retain)
+        self._stack.pins.unpin([slot for slot in done.pins if slot is not None])
         if len(came) == len(done.keys) and prefetch.num_left:
             self._waiting.append(prefetch)
         return len(came), len(done.keys) - len(came)
