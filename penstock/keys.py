@@ -55,7 +55,7 @@ class Namespace:
             )
 
     def digest(self) -> bytes:
-        """32 bytes. Every field is hashed with its name and length, so the encoding is unambiguous."""
+        """32 bytes. Each field is hashed with its name and length, so that none can be confused."""
         hasher = blake3(b"penstock namespace 2")
         for field in fields(self):
             if field.name in _LABELS:

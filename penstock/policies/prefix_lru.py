@@ -1,8 +1,8 @@
-"""Least recently used, aware of prefixes: a prompt is evicted from its tail, its head goes last.
+"""Least recently used, aware of prefixes: a prompt is evicted from its end.
 
-What every prefix cache in use does in some form; the tree of SGLang's RadixAttention (Zheng et
-al., "SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024) evicts the
-least recently used leaf. Runs of blocks stand for its nodes here.
+All prefix caches do this in some form. The tree of SGLang's RadixAttention (Zheng et al., "SGLang:
+Efficient Execution of Structured Language Model Programs", NeurIPS 2024) evicts the least recently
+used leaf. Here runs of blocks take the place of tree nodes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PrefixLRU(Policy):
         self._runs.check(self._order)
 
     def _join(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
-        """Blocks that follow each other were used just now."""
+        """Add consecutive blocks that were used just now."""
         run = self._runs.ending_with(parent)
         if run is None:
             run = self._runs.start(parent)
