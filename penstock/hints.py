@@ -77,8 +77,8 @@ class Hints:
         names = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping) or not set(value) <= set(names):
             raise ConfigError(
-                f"hints are {reprlib.repr(value)}: expected a mapping with some of the keys "
-                f"{', '.join(names)}; remove the others"
+                f"hints are {reprlib.repr(value)}: expected a mapping with some of "
+                f"{', '.join(names)}; remove all other keys"
             )
         return cls(**value)
 

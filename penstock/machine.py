@@ -25,7 +25,7 @@ def check_machine(config: Config, *, total_memory_bytes: int | None = None) -> N
     memory = _physical_memory_bytes() if total_memory_bytes is None else total_memory_bytes
     if memory is not None and config.host.size_bytes > memory:
         raise ConfigError(
-            f"host.size is {_exact(config.host.size_bytes)}: expected no more than the machine's "
+            f"host.size is {_exact(config.host.size_bytes)}: expected at most the machine's "
             f"memory of {_exact(memory)}; lower host.size"
         )
     if config.disk.path is not None:

@@ -86,7 +86,7 @@ class Offloader:
         self._block_bytes = block_bytes
         self._load_deadline_seconds = load_deadline_seconds
         self.host = host  # where pinned blocks are read
-        self._pin_check = PinCheck(stack, seals, host, self._report_lost_pins)
+        self._pin_check = PinCheck(stack, seals, host)
         self._recovery = recovery  # None once it is complete
         self._num_recovered = 0
         self._incidents = dict(incidents or {})
@@ -218,7 +218,9 @@ class Offloader:
     def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
         """Pin blocks for reading in HOST; returns each one's slot, or None if it is not there."""
         self._require_open()
-        return self._pin_check.verify(keys, self._stack.pins.pin(keys))
+        slots = self._pin_check.verify(keys, self._stack.pins.pin(keys))
+        self._report_lost_pins()
+        return slots
 
     def is_in_host(self, key: BlockKey) -> bool:
         """Whether `pin` would find the block."""
@@ -279,76 +281,6 @@ class Offloader:
         dones, self._kept = self._kept + self._advance(), []
         return dones
 
-    def _advance(self) -> list[Done]:
-        self._settle()
-        self._stack.tick(self._clock.now())
-        self._recover()
-        self._submit()
-        dones = [self._pin_check.verify_done(done) for done in self._client_dones()]
-        events = self._stack.ledgers.take_events()
-        for event in events:
-            if isinstance(event, Moved) and event.direction is Direction.LOAD:
-                self._meters.setdefault(event.source, LinkMeter()).observe(event)
-            elif isinstance(event, TierRested):
-                what = f"{event.direction.value}s are paused for {event.seconds:.0f} s"
-                log.warning("%s: %s after repeated errors: %s", event.tier.name, what, event.error)
-            elif isinstance(event, TierRevived):
-                log.warning("%s: %ss work again", event.tier.name, event.direction.value)
-            elif isinstance(event, Lost) and event.verdict is Verdict.CORRUPT:
-                self._warn_damaged(event.source, event.num_blocks, event.error)
-        self._warn(self._damages.tick(self._clock.now()))
-        if self._observers:
-            events += self._stack.take_usage(self._engine.depth)
-            events += [
-                TicketDone(
-                    done.direction, len(done.keys), done.verdicts.count(Verdict.OK), done.seconds
-                )
-                for done in dones
-            ]
-            self._tell(events)
-        return dones
-
-    def _take_incidents(self) -> None:
-        """Report what stores found on their own: damaged blocks, or a folder that vanished."""
-        for tier, take in self._incidents.items():
-            for incident in take():
-                if incident.num_damaged:
-                    self._warn_damaged(tier, incident.num_damaged, incident.what)
-                    self._tell([Damaged(tier, incident.num_damaged, incident.what)])
-                if incident.survivors is not None:
-                    num_blocks = self._stack.forget(tier, incident.survivors)
-                    log.error("%s: %s; %d blocks were lost", tier.name, incident.what, num_blocks)
-                    self._tell([TierEmptied(tier, num_blocks, incident.what)])
-
-    def _warn_damaged(self, tier: Tier, num_blocks: int, error: str) -> None:
-        self._warn(self._damages.note(tier, num_blocks, error, self._clock.now()))
-
-    def _warn(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            log.warning("%s", line)
-
-    def _report_lost_pins(self, counts: Mapping[Verdict, int]) -> None:
-        if num_corrupt := counts.get(Verdict.CORRUPT):
-            self._warn_damaged(Tier.HOST, num_corrupt, "in DRAM")
-        self._tell(
-            Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, verdict, count)
-            for verdict, count in counts.items()
-        )
-
-    def _client_dones(self) -> list[Done]:
-        """The tickets of the client that have ended. Settles and continues prefetches."""
-        now = self._clock.now()
-        dones: list[Done] = []
-        for done in self._stack.tickets.take_dones():
-            prefetched = self._prefetches.settle(done, now)
-            if prefetched is None:
-                dones.append(done)
-            else:
-                self._tell([Prefetched(*prefetched)])
-        if self._prefetches.advance(now):
-            self._submit()
-        return dones
-
     def wait(self, tickets: Collection[TicketId], timeout_seconds: float = 60.0) -> list[Done]:
         """Step until all of `tickets` are done or time is up; returns every Done on the way.
 
@@ -397,7 +329,7 @@ class Offloader:
         audit(self._stack)
 
     def close(self, timeout_seconds: float = 30.0) -> bool:
-        """Finish the saves, stop the threads and close the stores. False if a tier hangs."""
+        """Finish all saves, stop the threads and close the stores. False if a tier hangs."""
         if self._closed:
             return True
         self._closed = True
@@ -449,6 +381,78 @@ class Offloader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _advance(self) -> list[Done]:
+        self._settle()
+        self._stack.tick(self._clock.now())
+        self._recover()
+        self._submit()
+        dones = [self._pin_check.verify_done(done) for done in self._client_dones()]
+        self._report_lost_pins()
+        events = self._stack.ledgers.take_events()
+        for event in events:
+            if isinstance(event, Moved) and event.direction is Direction.LOAD:
+                self._meters.setdefault(event.source, LinkMeter()).observe(event)
+            elif isinstance(event, TierRested):
+                what = f"{event.direction.value}s are paused for {event.seconds:.0f} s"
+                log.warning("%s: %s after repeated errors: %s", event.tier.name, what, event.error)
+            elif isinstance(event, TierRevived):
+                log.warning("%s: %ss work again", event.tier.name, event.direction.value)
+            elif isinstance(event, Lost) and event.verdict is Verdict.CORRUPT:
+                self._warn_damaged(event.source, event.num_blocks, event.error)
+        self._warn(self._damages.tick(self._clock.now()))
+        if self._observers:
+            events += self._stack.take_usage(self._engine.depth)
+            events += [
+                TicketDone(
+                    done.direction, len(done.keys), done.verdicts.count(Verdict.OK), done.seconds
+                )
+                for done in dones
+            ]
+            self._tell(events)
+        return dones
+
+    def _take_incidents(self) -> None:
+        """Report what stores found on their own: damaged blocks, or a folder that vanished."""
+        for tier, take in self._incidents.items():
+            for incident in take():
+                if incident.num_damaged:
+                    self._warn_damaged(tier, incident.num_damaged, incident.what)
+                    self._tell([Damaged(tier, incident.num_damaged, incident.what)])
+                if incident.survivors is not None:
+                    num_blocks = self._stack.forget(tier, incident.survivors)
+                    log.error("%s: %s; %d blocks were lost", tier.name, incident.what, num_blocks)
+                    self._tell([TierEmptied(tier, num_blocks, incident.what)])
+
+    def _warn_damaged(self, tier: Tier, num_blocks: int, error: str) -> None:
+        self._warn(self._damages.note(tier, num_blocks, error, self._clock.now()))
+
+    def _warn(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            log.warning("%s", line)
+
+    def _report_lost_pins(self) -> None:
+        counts = self._pin_check.take_lost()
+        if num_corrupt := counts[Verdict.CORRUPT]:
+            self._warn_damaged(Tier.HOST, num_corrupt, "in DRAM")
+        self._tell(
+            Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, verdict, count)
+            for verdict, count in counts.items()
+        )
+
+    def _client_dones(self) -> list[Done]:
+        """The tickets of the client that have ended. Settles and continues prefetches."""
+        now = self._clock.now()
+        dones: list[Done] = []
+        for done in self._stack.tickets.take_dones():
+            prefetched = self._prefetches.settle(done, now)
+            if prefetched is None:
+                dones.append(done)
+            else:
+                self._tell([Prefetched(*prefetched)])
+        if self._prefetches.advance(now):
+            self._submit()
+        return dones
+
     def _seconds_ahead(self) -> float:
         """How long the links will be busy with earlier loads."""
         rates = self.rates
@@ -477,7 +481,9 @@ class Offloader:
         while True:
             for transfer in self._stack.next_transfers(self._engine.has_room):
                 if not self._engine.submit(transfer):
-                    raise RuntimeError("the transfer engine refused what it had room for")
+                    raise RuntimeError(
+                        "the transfer engine refused a transfer although it had room"
+                    )
             if not self._stack.has_more_to_plan:
                 return
             # Planning holds the interpreter lock. Sleep, so that threads can start copies.

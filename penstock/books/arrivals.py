@@ -58,7 +58,7 @@ class Arrivals:
                 else:
                     # Another ticket's deadline or cancellation ended this fetch: try again.
                     ticket.waiting.append(position)
-        # Lease all of them first, because delivering one may make room by evicting another.
+        # Lease all blocks before delivering any, so that nothing can evict them in between.
         slots = {t: self._host.lease(joined[t].keys_at(at)) for t, at in arrived.items()}
         for ticket_id, ticket in joined.items():
             self.deliver(ticket, arrived.get(ticket_id, ()), slots.get(ticket_id, ()))

@@ -93,7 +93,7 @@ class Prefetches:
         return len(came), len(done.keys) - len(came)
 
     def clear(self) -> None:
-        """Start no more loads. Those under way still finish."""
+        """Drop all prefetches. Loads under way still finish."""
         self._waiting.clear()
         for prefetch in self._loading.values():
             prefetch.num_left = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.books.ledgers import all_ok
@@ -14,17 +14,11 @@ from penstock.types import BlockKey, Done, Slot, Tier, Verdict
 
 
 class PinCheck:
-    def __init__(
-        self,
-        stack: TierStack,
-        seals: Seals | None,
-        host: HostArena | None,
-        report_lost: Callable[[Mapping[Verdict, int]], None],
-    ) -> None:
+    def __init__(self, stack: TierStack, seals: Seals | None, host: HostArena | None) -> None:
         self._stack = stack
         self._seals = seals
         self._host = host
-        self._report_lost = report_lost
+        self._lost: Counter[Verdict] = Counter()
 
     def verify(self, keys: Sequence[BlockKey], slots: Sequence[Slot | None]) -> list[Slot | None]:
         """Unpin and drop blocks that fail verification; returns None in place of their slots."""
@@ -42,7 +36,7 @@ class PinCheck:
         self._stack.pins.unpin([slot for _, slot in pairs if slot in bad])
         host = self._stack.host
         self._stack.ledgers.drop(Tier.HOST, [key for key in bad.values() if host.is_ready(key)])
-        self._report_lost(Counter(verdict for verdict in verdicts if verdict))
+        self._lost.update(verdict for verdict in verdicts if verdict)
         return [None if slot in bad else slot for slot in slots]
 
     def verify_done(self, done: Done) -> Done:
@@ -56,3 +50,8 @@ class PinCheck:
             for gone, verdict in zip(lost, done.verdicts, strict=True)
         )
         return replace(done, pins=pins, verdicts=verdicts)
+
+    def take_lost(self) -> Counter[Verdict]:
+        """How many blocks failed since the last call, by verdict."""
+        lost, self._lost = self._lost, Counter()
+        return lost

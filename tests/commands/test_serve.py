@@ -48,7 +48,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
     [
         (["--kv-offloading-size", "-1"], "--kv-offloading-size"),
         (["--kv-offloading-size", "nan"], "size"),
-        (["--kv-offloading-size", "1e9"], "no more than the machine's memory"),
+        (["--kv-offloading-size", "1e9"], "at most the machine's memory"),
         (["--disk-size", "-1"], "--disk-size"),
         (["--device-kv-gib", "-1"], "--device-kv-gib"),
         (["--max-waiting", "0"], "--max-waiting"),
