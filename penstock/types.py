@@ -14,7 +14,7 @@ BlockKey = NewType("BlockKey", bytes)
 KEY_BYTES = 32
 
 NO_PARENTS: Mapping[int, BlockKey | None] = MappingProxyType({})
-"""Each block's parent is the block before it. The first one has no parent."""
+"""Each block's parent is the block before it. The first one's parent is unknown."""
 
 Slot = NewType("Slot", int)
 """An index into a tier's fixed-size storage."""

@@ -29,7 +29,7 @@ class Ticket:
     num_planned: int = 0  # leading positions that have been planned
     num_flying: int = 0  # blocks whose device slot a transfer may touch now
     waiting: list[int] = field(default_factory=list)  # positions that found no room in HOST yet
-    given_up: Verdict | None = None  # EXPIRED or CANCELLED
+    given_up: Verdict | None = None  # the reason: EXPIRED or CANCELLED
     pins: dict[int, Slot] = field(default_factory=dict)  # by position: blocks pinned in HOST
     _verdicts: list[Verdict | None] = field(init=False)
     _sources: list[Tier] = field(init=False)

@@ -63,7 +63,7 @@ class WriteGate:
         self._max_bytes_per_tenant = max_bytes_per_tenant
         self._tenant_seconds = tenant_seconds
         self._tenants: dict[str, ByteWindow] = {}
-        self._look_at = _MIN_TENANTS
+        self._prune_at = _MIN_TENANTS
 
     def is_worth_it(self, key: BlockKey) -> bool:
         """Count a use of a block that the tier lacks. Returns whether to write it now."""
@@ -96,8 +96,8 @@ class WriteGate:
 
     def _of(self, tenant: str, now: float) -> ByteWindow:
         if tenant not in self._tenants:
-            if len(self._tenants) >= self._look_at:  # forget tenants without recent writes
+            if len(self._tenants) >= self._prune_at:  # forget tenants without recent writes
                 self._tenants = {n: w for n, w in self._tenants.items() if w.total(now)}
-                self._look_at = 2 * len(self._tenants) + _MIN_TENANTS
+                self._prune_at = 2 * len(self._tenants) + _MIN_TENANTS
             self._tenants[tenant] = ByteWindow(self._tenant_seconds)
         return self._tenants[tenant]

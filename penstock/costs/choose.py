@@ -22,7 +22,7 @@ _MIN_GAIN = 0.25
 _MIN_BLOCKS = 4
 _MIN_PATIENCE_SECONDS = 1.0
 # Only loads measure a link. So load one match in 32 even if the link seems too slow.
-_LOOK_AGAIN = 32
+_PROBE_EVERY = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +114,14 @@ def choose_two_ended(
         lead = loading(_head(match.runs, start))
         if lead is None or num_all - start < _MIN_BLOCKS:
             break
-        meeting = _meet(match.runs, start, loading, computing)
-        if meeting is not None and lead + meeting < best_seconds:
-            best_seconds = lead + meeting
+        both = _two_ended_seconds(match.runs, start, loading, computing)
+        if both is not None and lead + both < best_seconds:
+            best_seconds = lead + both
             best = LoadChoice(start, lead, computing(0, start), num_two_ended=num_all - start)
     return best
 
 
-def _meet(
+def _two_ended_seconds(
     runs: Sequence[Run],
     start: int,
     loading: _Loading,
@@ -166,7 +166,7 @@ class LoadOrCompute:
         self._block_bytes = block_bytes
         self._block_tokens = block_tokens
         self._meter = PrefillMeter()
-        self._num_spurned = 0
+        self._num_declined = 0
 
     @property
     def prefill(self) -> PrefillRate | None:
@@ -206,7 +206,7 @@ class LoadOrCompute:
             )
         if choice.num_blocks or choice.num_two_ended or not match.num_blocks:
             return choice
-        self._num_spurned += 1
-        if self._num_spurned % _LOOK_AGAIN:
+        self._num_declined += 1
+        if self._num_declined % _PROBE_EVERY:
             return choice
         return LoadChoice(match.num_blocks, choice.load_seconds, choice.compute_seconds)

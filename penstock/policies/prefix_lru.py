@@ -45,9 +45,9 @@ class PrefixLRU(Policy):
             del self._order[run]
 
     def demote(self, key: BlockKey) -> None:
-        _, behind = self._runs.split(key)
-        self._order[behind] = None
-        self._order.move_to_end(behind, last=False)
+        _, tail = self._runs.split(key)
+        self._order[tail] = None
+        self._order.move_to_end(tail, last=False)
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
         victims, emptied = self._runs.evict(lambda: self._order, num_victims, is_idle)

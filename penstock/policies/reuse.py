@@ -29,11 +29,11 @@ _MAX_GHOSTS = 1 << 17  # about 30 MB
 class _Shelf(OrderedDict[PromptRun, None]):
     """Runs of one kind and age, least recently used first."""
 
-    __slots__ = ("due", "stays")
+    __slots__ = ("due", "max_age")
 
-    def __init__(self, stays: float = math.inf) -> None:
+    def __init__(self, max_age: float = math.inf) -> None:
         super().__init__()
-        self.stays = stays  # age at which a run moves to the next shelf
+        self.max_age = max_age  # age at which a run moves to the next shelf
         self.due = math.inf  # no run moves before this time
 
 
@@ -61,12 +61,12 @@ class Reuse(Policy):
         self._ages_next = 0  # no run changes its shelf before this time
         self._learning_blocks = max(_MIN_LEARNING_BLOCKS, capacity // 4)
         # By kind and age. Runs of the last age stay there.
-        stays = [*self._rates.starts[1:-1], math.inf]
-        self._shelves = [[_Shelf(age) for age in stays] for _ in range(NUM_KINDS)]
+        max_ages = [*self._rates.starts[1:-1], math.inf]
+        self._shelves = [[_Shelf(age) for age in max_ages] for _ in range(NUM_KINDS)]
         self._oldest_first = [
             (shelves[age], age, shelves)
             for shelves in self._shelves
-            for age in reversed(range(len(stays) - 1))
+            for age in reversed(range(len(max_ages) - 1))
         ]
         self._shelf_of: OrderedDict[PromptRun, _Shelf] = OrderedDict()  # least recently used first
         self._trial = Trial(capacity, self._rates.worth)
@@ -120,9 +120,9 @@ class Reuse(Policy):
             self._unshelve(run)
 
     def demote(self, key: BlockKey) -> None:
-        _, behind = self._runs.split(key)
-        self._shelve(behind, self._demoted)
-        self._shelf_of.move_to_end(behind, last=False)
+        _, tail = self._runs.split(key)
+        self._shelve(tail, self._demoted)
+        self._shelf_of.move_to_end(tail, last=False)
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
         self._age()
@@ -175,7 +175,7 @@ class Reuse(Policy):
         if (old := self._shelf_of.get(run)) is not None:
             del old[run]  # its place in the order of recency stays
         if not shelf:
-            shelf.due = run.tick + shelf.stays
+            shelf.due = run.tick + shelf.max_age
         shelf[run] = None
         self._shelf_of[run] = shelf
 
@@ -204,12 +204,12 @@ class Reuse(Policy):
         for shelf, age, shelves in self._oldest_first:
             if shelf.due > now:
                 continue
-            while shelf and (run := next(iter(shelf))).tick + shelf.stays <= now:
+            while shelf and (run := next(iter(shelf))).tick + shelf.max_age <= now:
                 by_now = age + 1
                 if now - run.tick >= starts[by_now + 1]:
                     by_now = max(by_now, self._rates.age_of(now - run.tick))
                 self._shelve(run, shelves[by_now])
-            shelf.due = next(iter(shelf)).tick + shelf.stays if shelf else math.inf
+            shelf.due = next(iter(shelf)).tick + shelf.max_age if shelf else math.inf
 
     def _learn(self) -> None:
         self._rates.compute()

@@ -18,14 +18,14 @@ from penstock.types import BlockKey
 class PromptRun:
     parent: BlockKey | None  # of its first block, if known
     keys: list[BlockKey] = field(default_factory=list)
-    num_left_behind: int = 0  # leading `keys` that have moved to another run
+    num_moved: int = 0  # leading `keys` that have moved to another run
     num_evicted: int = 0
     uses: int = 1  # of each of its blocks
     tick: int = 0  # when it was last used, on its policy's clock
 
     @property
     def is_empty(self) -> bool:
-        return self.num_left_behind == len(self.keys)
+        return self.num_moved == len(self.keys)
 
 
 class Runs:
@@ -67,11 +67,11 @@ class Runs:
         Returns the run, which may be empty now, the parent of the first block, and the blocks.
         """
         run = self._run_of[key]
-        start = run.num_left_behind
+        start = run.num_moved
         end = start + 1 if run.keys[start] == key else run.keys.index(key, start) + 1
         taken, parent = run.keys[start:end], run.parent
         self._leave(run)
-        run.num_left_behind, run.parent = end, key
+        run.num_moved, run.parent = end, key
         if not run.is_empty:
             self._follow(run)
         for each in taken:
@@ -84,7 +84,7 @@ class Runs:
         start = 0
         while start < len(keys):
             run = run_of[keys[start]]
-            first = run.num_left_behind
+            first = run.num_moved
             end = start + 1
             while end < len(keys) and run_of[keys[end]] is run:
                 end += 1
@@ -98,20 +98,20 @@ class Runs:
     def split(self, key: BlockKey) -> tuple[PromptRun, PromptRun]:
         """Move a block and those after it into a new run; returns the old and the new run."""
         run = self._run_of[key]
-        place = run.keys.index(key, run.num_left_behind)
-        if place == run.num_left_behind:
+        place = run.keys.index(key, run.num_moved)
+        if place == run.num_moved:
             return run, run
-        behind = self.start(run.keys[place - 1])
-        behind.uses, behind.tick, behind.num_evicted = run.uses, run.tick, run.num_evicted
-        self.add(run.keys[place:], behind)
+        tail = self.start(run.keys[place - 1])
+        tail.uses, tail.tick, tail.num_evicted = run.uses, run.tick, run.num_evicted
+        self.add(run.keys[place:], tail)
         del run.keys[place:]
         run.num_evicted = 0
-        return run, behind
+        return run, tail
 
     def remove(self, key: BlockKey) -> PromptRun:
         """Remove one block from its run."""
         run = self._run_of.pop(key)
-        del run.keys[run.keys.index(key, run.num_left_behind)]
+        del run.keys[run.keys.index(key, run.num_moved)]
         if run.is_empty:
             self._leave(run)
         return run
@@ -130,7 +130,7 @@ class Runs:
         num_left = num_victims
         for run in order():
             while num_left and not run.is_empty:
-                last = self._end_behind(run)
+                last = self._last_after(run)
                 keys = self._pop_idle(last, num_left, is_idle)
                 if not keys:
                     break
@@ -147,7 +147,7 @@ class Runs:
                 return [], {}
             for key in held_up[:num_left]:
                 run = self._run_of[key]
-                del run.keys[run.keys.index(key, run.num_left_behind)]
+                del run.keys[run.keys.index(key, run.num_moved)]
                 taken.append((run, [key]))
         victims: list[BlockKey] = []
         emptied: dict[PromptRun, BlockKey] = {}
@@ -165,7 +165,7 @@ class Runs:
     def check(self, order: Iterable[PromptRun]) -> None:
         """Raise BookError if the runs in `order` do not match the index."""
         runs = list(order)
-        keys = [key for run in runs for key in run.keys[run.num_left_behind :]]
+        keys = [key for run in runs for key in run.keys[run.num_moved :]]
         if len(keys) != len(self._run_of) or set(keys) != self._run_of.keys():
             raise BookError("a block is in no run, or in two runs")
         if any(run.is_empty for run in runs):
@@ -177,14 +177,14 @@ class Runs:
         """Remove idle blocks from the end of a run, up to a block that another run follows."""
         keys, following = run.keys, self._following
         popped: list[BlockKey] = []
-        for _ in range(min(max_keys, len(keys) - run.num_left_behind)):
+        for _ in range(min(max_keys, len(keys) - run.num_moved)):
             key = keys[-1]
             if not is_idle(key) or (popped and key in following):
                 break
             popped.append(keys.pop())
         return popped
 
-    def _end_behind(self, run: PromptRun) -> PromptRun:
+    def _last_after(self, run: PromptRun) -> PromptRun:
         """Follow the runs after this one to a last one.
 
         Parents may have been guessed after a restart, so there can be cycles.
@@ -210,6 +210,4 @@ class Runs:
 
 
 def _idle_ones(runs: Iterable[PromptRun], is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
-    return [
-        key for run in runs for key in reversed(run.keys[run.num_left_behind :]) if is_idle(key)
-    ]
+    return [key for run in runs for key in reversed(run.keys[run.num_moved :]) if is_idle(key)]
