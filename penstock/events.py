@@ -254,7 +254,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A request has its first token. `recompute_seconds` estimates the whole prompt."""
+    """A request has its first token. `recompute_seconds`: estimate to compute its whole prompt."""
 
     seconds: float  # since the request arrived
     num_prompt: int

@@ -65,6 +65,8 @@ _LET_COPIES_START_SECONDS = 50e-6
 
 
 class Offloader:
+    """Keeps the KV blocks of one client in the tiers below its device, and moves them."""
+
     def __init__(
         self,
         stack: TierStack,

@@ -17,6 +17,8 @@ from penstock.types import Tier, Transfer, Verdict
 
 
 class Loads:
+    """Plans and settles the hops of loads."""
+
     def __init__(
         self, ledgers: Ledgers, flights: Flights, write_down: WriteDown, arrivals: Arrivals
     ) -> None:

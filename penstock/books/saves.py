@@ -13,6 +13,8 @@ from penstock.types import Tier, Verdict
 
 
 class Saves:
+    """Plans and settles the copies of saves."""
+
     def __init__(
         self,
         ledgers: Ledgers,

@@ -69,6 +69,8 @@ _Held = Container[BlockKey]
 
 
 class TierStack:
+    """Knows where every block is and what happens next. Public attributes are its parts."""
+
     def __init__(
         self,
         block_bytes: int,

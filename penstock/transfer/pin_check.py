@@ -14,6 +14,8 @@ from penstock.types import BlockKey, Done, Slot, Tier, Verdict
 
 
 class PinCheck:
+    """Without seals (in the simulator) every block passes."""
+
     def __init__(self, stack: TierStack, seals: Seals | None, host: HostArena | None) -> None:
         self._stack = stack
         self._seals = seals
