@@ -158,7 +158,7 @@ def _recovery(directory: Path) -> Row:
         recovery = Recovery(Tier.DISK, store, store.num_slots)
         num_found = 0
         while not recovery.complete:
-            num_found += stack.adopt(Tier.DISK, recovery.take(1.0) or [])
+            num_found += stack.ledgers.adopt(Tier.DISK, recovery.take(1.0) or [])
         seconds = time.perf_counter() - started
         store.close()
         assert num_found == MILLION

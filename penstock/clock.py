@@ -1,4 +1,4 @@
-"""Time is passed in, so that tests and the simulator own it."""
+"""Clocks. Time is an argument, so that tests and the simulator control it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds that never go backwards; comparable between processes of one machine."""
+        """Monotonic seconds, comparable between processes on one machine."""
         ...
 
 
 class SystemClock:
-    """CLOCK_MONOTONIC: setting the wall clock does not move it."""
+    """CLOCK_MONOTONIC: not affected by changes of the wall clock."""
 
     def now(self) -> float:
         return time.monotonic()

@@ -1,26 +1,26 @@
-"""Every error Penstock raises on purpose.
+"""All errors that Penstock raises on purpose.
 
     PenstockError
     ├── ConfigError        a setting is wrong; the command line exits with 2
-    │   └── NotInstalled   an optional package is missing; an ImportError too
+    │   └── NotInstalled   an optional package is missing; also an ImportError
     ├── TraceError         a trace cannot be read; the command line exits with 2
-    ├── StoreError         a tier could not serve; to a request it is a miss, never an error
-    │   ├── Missing        the block is not there (any more)
-    │   ├── Corrupt        bytes are there, and they are not the block that was asked for
-    │   ├── Full           there is no room for the block
-    │   ├── ReadOnly       the store was opened for reading
-    │   ├── Locked         another process writes here
+    ├── StoreError         a tier failed; to a request this is a miss, never an error
+    │   ├── Missing        the block is not in the store
+    │   ├── Corrupt        the stored bytes are not the requested block
+    │   ├── Full           the store has no room for the block
+    │   ├── ReadOnly       the store was opened for reading only
+    │   ├── Locked         another process writes to the directory
     │   └── Foreign        the directory belongs to another model, layout or format version
-    └── BookError          a caller broke a contract of the books: a bug in Penstock or its host
+    └── BookError          a contract of the books was broken: a bug in Penstock or its client
 
-The first line of a message says what was wrong, what was expected, and what to do.
+The first line of a message says what is wrong, what was expected, and what to do.
 """
 
 from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """Base of all errors below."""
+    """Base class of all errors below."""
 
 
 class ConfigError(PenstockError):
@@ -28,15 +28,15 @@ class ConfigError(PenstockError):
 
 
 class NotInstalled(ConfigError, ImportError):
-    """A package that an optional part of Penstock needs is not there. Says how to install it."""
+    """A package that an optional part of Penstock needs is missing. Says how to install it."""
 
 
 class TraceError(PenstockError):
-    """A trace is not what it should be. The message begins with the file and the line."""
+    """A trace is malformed. The message starts with the file and the line."""
 
 
 class StoreError(PenstockError):
-    """A tier could not do what was asked. The cache may lose; it may not lie."""
+    """A tier failed. The cache may lose a block, but never returns a wrong one."""
 
 
 class Missing(StoreError):
@@ -44,11 +44,11 @@ class Missing(StoreError):
 
 
 class Corrupt(StoreError):
-    """The store holds something under this name, and it is not the block."""
+    """The store holds something else under this name."""
 
 
 class Full(StoreError):
-    """The store, or the device below it, has no room."""
+    """The store, or the disk it is on, is full."""
 
 
 class ReadOnly(StoreError):
@@ -64,4 +64,4 @@ class Foreign(StoreError):
 
 
 class BookError(PenstockError):
-    """A contract of the books was broken. Nothing was changed by the call that raised it."""
+    """A contract of the books was broken. The call that raised this changed nothing."""

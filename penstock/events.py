@@ -1,4 +1,4 @@
-"""What happened, as frozen facts. Metrics, logs and dashboards are observers of these."""
+"""Events: what happened, as immutable records. Metrics, logs and dashboards observe them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.types import BlockKey, Direction, Origin, Tier, Verdict
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """A prompt was matched. `hits` says how many leading blocks each tier would give."""
+    """A prompt was matched. `hits` counts the leading blocks by the tier that holds them."""
 
     num_asked: int
     hits: tuple[tuple[Tier, int], ...]
@@ -31,25 +31,25 @@ class Moved:
     num_blocks: int
     num_bytes: int
     seconds: float
-    # Of these, those in which no other transfer of the link had ended: side by side they add up to
-    # the time for which the link was busy. None where that is not known.
+    # The part of `seconds` after the link's previous transfer ended. For concurrent transfers these
+    # add up to the time the link was busy. None if unknown.
     link_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A tier that others write to was asked which blocks it holds."""
+    """A tier shared with other instances was asked which blocks it holds."""
 
     tier: Tier
     num_blocks: int
     num_present: int
     seconds: float
-    error: str = ""  # why it gave no answer
+    error: str = ""  # why there is no answer
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Blocks did not arrive, and why. Whoever asked recomputes."""
+    """Blocks did not arrive. The client recomputes them."""
 
     source: Tier
     target: Tier
@@ -61,7 +61,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """A tier was found damaged by itself, not by loading: records of its index, say."""
+    """A tier found damage outside of a load, for example in records of its index."""
 
     tier: Tier
     num_blocks: int
@@ -70,10 +70,10 @@ class Damaged:
 
 @dataclass(frozen=True, slots=True)
 class TierEmptied:
-    """A tier lost everything it held: its folder was deleted or replaced under us, say."""
+    """A tier lost all its blocks, for example because its folder was deleted."""
 
     tier: Tier
-    num_blocks: int  # those that had been offered
+    num_blocks: int  # that it had offered
     error: str
 
 
@@ -87,7 +87,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A tier no longer offers these blocks: evicted to make room, or dropped."""
+    """A tier no longer offers these blocks, because they were evicted or dropped."""
 
     tier: Tier
     keys: tuple[BlockKey, ...]
@@ -96,7 +96,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """How full a tier is and how much waits for it. Sent when it changes."""
+    """How full a tier is, and how many transfers are queued. Sent when it changes."""
 
     tier: Tier
     num_used: int
@@ -108,7 +108,7 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """How much of HOST hints keep from being evicted. Sent when it changes."""
+    """How many blocks of HOST hints protect from eviction. Sent when it changes."""
 
     num_blocks: int
     max_blocks: int
@@ -116,7 +116,7 @@ class Retained:
 
 @dataclass(frozen=True, slots=True)
 class Prefetched:
-    """Blocks were brought up to HOST before anybody asked for them, or did not come."""
+    """A prefetch has loaded blocks into HOST, or failed to."""
 
     num_blocks: int
     num_lost: int
@@ -124,7 +124,7 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True)
 class TierRested:
-    """A tier failed so often that it is left alone for a while, in one direction."""
+    """A tier failed repeatedly and is not used for a while, in one direction."""
 
     tier: Tier
     direction: Direction
@@ -134,7 +134,7 @@ class TierRested:
 
 @dataclass(frozen=True, slots=True)
 class TierRevived:
-    """A tier that had been left alone answers again."""
+    """A tier that had failed repeatedly works again."""
 
     tier: Tier
     direction: Direction
@@ -156,7 +156,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class TicketDone:
-    """A load or save that a host asked for has ended."""
+    """A load or save of the client has ended."""
 
     direction: Direction
     num_blocks: int
@@ -166,10 +166,10 @@ class TicketDone:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Of a prompt's matched blocks, so many are loaded; the rest is cheaper to compute.
+    """How many of a prompt's matched blocks are loaded. The others are faster to compute.
 
-    The seconds are estimates for the blocks that are loaded, or, where none is, for all that
-    matched; None while the rates are not known.
+    The seconds are estimates for the blocks that are loaded or, if there are none, for all matched
+    blocks. They are None while the rates are unknown.
     """
 
     num_matched: int
@@ -195,43 +195,43 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A running sequence gave its blocks to a more urgent one."""
+    """A running sequence gave up its blocks for a more urgent one."""
 
-    num_tokens: int  # whose KV left the device
+    num_tokens: int  # tokens whose KV left the device
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A sequence that had decoded for a while made room for one that waited."""
+    """A sequence that had decoded for a while gave way to a waiting one."""
 
-    num_tokens: int  # whose KV left the device, and is kept in HOST
+    num_tokens: int  # tokens whose KV moved from the device to HOST
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The engine has computed one step."""
+    """The engine has finished one step."""
 
     num_sequences: int
     num_tokens: int
     seconds: float
-    num_cold_blocks: int  # read from DRAM, of all its sequences together
+    num_cold_blocks: int  # read from DRAM, over all sequences
     num_cold_bytes: int
-    link_seconds: float | None  # what that takes on the link, as far as its rate is known
+    link_seconds: float | None  # estimated time of that on the link; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A step of the engine failed by a defect, and the engine recovered."""
+    """A step failed because of a bug, and the engine recovered."""
 
-    error: str  # its type
-    num_failed: int  # requests that ended with it
-    num_requeued: int  # requests that are computed again
-    reopened_tiers: bool  # the tiers below the device could not be trusted
+    error: str  # type of the exception
+    num_failed: int  # requests that ended with an error
+    num_requeued: int  # requests that will be computed again
+    reopened_tiers: bool  # because the tiers below the device could not be trusted
 
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """Blocks of running sequences have left the device for DRAM, or have come back."""
+    """Blocks of running sequences moved from the device to DRAM, or back."""
 
     num_left: int
     num_returned: int
@@ -239,33 +239,33 @@ class Migrated:
 
 @dataclass(frozen=True, slots=True)
 class ResidentShare:
-    """Which share of the running sequences' KV is on the device. Sent when it changes."""
+    """The share of the running sequences' KV on the device. Sent when it changes."""
 
-    lowest: float  # of the one that has the least
+    lowest: float  # of the sequence with the smallest share
     of_all: float
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request was not accepted: `too_long` for the model, `no_room` in the tiers, or `busy`."""
+    """A request was rejected: `too_long` for the model, `no_room` in the tiers, or `busy`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A request's first token is there. `recompute_seconds` is what the prompt alone would take."""
+    """A request has its first token. `recompute_seconds`: estimate to compute its whole prompt."""
 
-    seconds: float  # since it came
+    seconds: float  # since the request arrived
     num_prompt: int
-    num_on_device: int  # of the prompt: found in the device pool
-    num_loaded: int  # of the prompt: brought from a lower tier
+    num_on_device: int  # prompt tokens found on the device
+    num_loaded: int  # prompt tokens loaded from a lower tier
     recompute_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request has ended: stop, length or abort."""
+    """A request has ended. The reason is stop, length or abort."""
 
     reason: str
     num_prompt: int
@@ -277,7 +277,7 @@ class Finished:
 
     @property
     def token_seconds(self) -> float | None:
-        """Mean time between its tokens."""
+        """Mean time between output tokens."""
         if self.first_token_seconds is None or self.num_output < 2:
             return None
         return (self.seconds - self.first_token_seconds) / (self.num_output - 1)
@@ -285,14 +285,16 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request has ended, told as a trace keeps it: its blocks by name, and where they were."""
+    """A request has ended, as recorded in a trace: its blocks, and where they were found."""
 
     arrival: float  # on the engine's clock
     num_prompt: int
     num_output: int
     prompt_keys: tuple[BlockKey, ...] = field(repr=False)  # of full blocks
-    output_keys: tuple[BlockKey, ...] = field(repr=False)  # of those that the answer completed
-    found: tuple[tuple[Tier, int], ...]  # leading blocks of the prompt that were not computed
+    output_keys: tuple[BlockKey, ...] = field(
+        repr=False
+    )  # of full blocks that the output completed
+    found: tuple[tuple[Tier, int], ...]  # leading prompt blocks that were not computed
     tenant: str = field(repr=False)
     reason: str
     seconds: float
@@ -304,15 +306,15 @@ class Stage:
     """A request entered a phase: waiting, loading or running."""
 
     phase: str
-    start: float  # seconds since it came
+    start: float  # seconds since the request arrived
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStory:
-    """A request has ended, told as a story: what it did when, and where its KV came from.
+    """The history of a request that has ended: its phases, and where its KV came from.
 
-    Blocks are counted until it was first preempted, by tier; the estimates are those by which it
-    was decided how much to load.
+    Blocks are counted by tier until the first preemption. The estimated seconds are those that
+    decided how much to load.
     """
 
     request_id: str
@@ -325,12 +327,12 @@ class RequestStory:
     reason: str
     num_prompt: int
     num_output: int
-    num_cached: int  # of the prompt: not computed
+    num_cached: int  # prompt tokens that were not computed
     num_recomputed: int
     num_preemptions: int
     matched: tuple[tuple[Tier, int], ...]
     found: tuple[tuple[Tier, int], ...]
-    lost: tuple[tuple[Verdict, int], ...]  # were to be loaded, and did not arrive
+    lost: tuple[tuple[Verdict, int], ...]  # blocks that should have been loaded
     load_seconds: float | None
     compute_seconds: float | None
     block_tokens: int
@@ -373,10 +375,10 @@ log = logging.getLogger(__name__)
 
 
 def tell(observers: Iterable[Observer], events: Iterable[Event]) -> None:
-    """Hand every event to every observer. Who watches must not stop what is watched."""
+    """Pass every event to every observer. An observer that fails must not stop the caller."""
     for event in events:
         for observer in observers:
             try:
                 observer(event)
             except Exception:
-                log.exception("an observer failed on %r", event)
+                log.exception("an observer failed to handle %r", event)

@@ -1,9 +1,9 @@
-"""What an application may say of its KV: with a request, or between requests.
+"""Hints: what an application says about the future use of its KV.
 
     Hints(session="agent-7", retain_seconds=300)            # with a request
     Hint("prefetch", session="agent-7")                     # between requests
 
-Everything is judged when it is made. A hint changes what is kept and where, never an answer.
+Hints are validated on construction. They change what is kept and where, never an answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _refuse(name: str, value: object, expected: str) -> ConfigError:
 
 def _check_name(field: str, value: object) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise _refuse(field, value, f"a session's name of 1 to {MAX_NAME_CHARS} characters")
+        raise _refuse(field, value, f"a session name of 1 to {MAX_NAME_CHARS} characters")
 
 
 def _check_seconds(value: object) -> None:
@@ -41,12 +41,12 @@ def _check_seconds(value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What comes with a request. `prefetch` is held as a tuple, whatever was given."""
+    """Hints that come with a request. `prefetch` is stored as a tuple."""
 
-    session: str | None = None  # whose turn this is; other hints name it
-    retain_seconds: float | None = None  # after the request's end its KV stays in DRAM so long
-    on_end: str = "keep"  # demote: its KV goes first; release: what its session retained is free
-    prefetch: Sequence[str] = ()  # sessions whose KV is to be brought up to DRAM meanwhile
+    session: str | None = None  # the session this request belongs to; later hints refer to it
+    retain_seconds: float | None = None  # how long its KV stays in DRAM after the request ends
+    on_end: str = "keep"  # demote: evict its KV first; release: stop retaining its session's KV
+    prefetch: Sequence[str] = ()  # sessions whose KV to load into DRAM meanwhile
 
     def __post_init__(self) -> None:
         if self.session is not None:
@@ -56,20 +56,20 @@ class Hints:
         if self.on_end not in ON_END:
             raise _refuse("on_end", self.on_end, f"one of {', '.join(ON_END)}")
         if not isinstance(self.prefetch, list | tuple):
-            raise _refuse("prefetch", self.prefetch, "a list of sessions' names")
+            raise _refuse("prefetch", self.prefetch, "a list of session names")
         if len(self.prefetch) > MAX_PREFETCHED_SESSIONS:
             raise _refuse("prefetch", self.prefetch, f"at most {MAX_PREFETCHED_SESSIONS} sessions")
         for name in self.prefetch:
             _check_name("prefetch", name)
-        object.__setattr__(self, "prefetch", tuple(self.prefetch))  # frozen: only while it is made
+        object.__setattr__(self, "prefetch", tuple(self.prefetch))  # it is frozen
         if self.retain_seconds is not None and self.on_end != "keep":
             raise _refuse("on_end", self.on_end, "keep, since retain_seconds is given")
         if self.on_end == "release" and self.session is None:
-            raise _refuse("session", self.session, "the name of the session that is to be released")
+            raise _refuse("session", self.session, "the name of the session to release")
 
     @classmethod
     def of(cls, value: object) -> Hints:
-        """From what a caller gave: nothing, a mapping, or hints."""
+        """Build hints from None, a mapping, or existing hints."""
         if value is None:
             return NO_HINTS
         if isinstance(value, cls):
@@ -77,8 +77,8 @@ class Hints:
         names = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping) or not set(value) <= set(names):
             raise ConfigError(
-                f"hints are {reprlib.repr(value)}: expected some of {', '.join(names)}; leave "
-                "out the others"
+                f"hints are {reprlib.repr(value)}: expected a mapping with some of "
+                f"{', '.join(names)}; remove all other keys"
             )
         return cls(**value)
 
@@ -88,11 +88,11 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """One that comes by itself: for a session, or, without one, for the blocks of a prompt."""
+    """A hint between requests, for a session or, without one, for the blocks of a prompt."""
 
     action: str
     session: str | None = None
-    retain_seconds: float | None = None  # with retain, or with prefetch
+    retain_seconds: float | None = None  # only for retain and prefetch
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -102,4 +102,6 @@ class Hint:
         if self.action == "retain" or self.retain_seconds is not None:
             _check_seconds(self.retain_seconds)
         if self.retain_seconds is not None and self.action not in ("retain", "prefetch"):
-            raise _refuse("retain_seconds", self.retain_seconds, f"none with {self.action}")
+            raise _refuse(
+                "retain_seconds", self.retain_seconds, f"no value for the action {self.action}"
+            )

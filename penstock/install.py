@@ -1,6 +1,6 @@
-"""What Penstock is called where packages are installed, and what to say of a part that is missing.
+"""The name of Penstock's distribution, and what to say if an optional package is missing.
 
-The import is `penstock`. The distribution is not: on PyPI that name is another project's.
+The import is `penstock`, the distribution `penstock-kv`: on PyPI another project is `penstock`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ VERSION = "0.1.0"
 DISTRIBUTION = "penstock-kv"
 _WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{VERSION}-py3-none-any.whl"
 
-# What the embedded engine cannot be imported without. numba and gguf it asks for when needed.
+# What importing the embedded engine needs. It imports numba and gguf only when it uses them.
 ENGINE = ("torch", "transformers", "numpy", "safetensors")
 SERVER = ("fastapi", "uvicorn", "pydantic")
 
 
 def how_to_install(extra: str) -> str:
-    """The end of a sentence: the commands that install an optional part of Penstock."""
+    """The commands that install an optional part of Penstock, as the end of a sentence."""
     return (
         f"run `pip install '.[{extra}]'` in a checkout of Penstock, or "
-        f"`pip install './{_WHEEL}[{extra}]'` where its wheel is"
+        f"`pip install './{_WHEEL}[{extra}]'` in the folder of its wheel"
     )
 
 
@@ -36,7 +36,7 @@ def not_installed(missing: Sequence[str], extra: str, needed_for: str) -> NotIns
 
 
 def require(extra: str, modules: Sequence[str], needed_for: str = "this command") -> None:
-    """Raise NotInstalled where an optional part of Penstock is missing. Imports nothing."""
+    """Raise NotInstalled if one of these modules is missing. Imports nothing."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise not_installed(missing, extra, needed_for)

@@ -1,10 +1,10 @@
-"""Names for blocks: what makes KV differ goes into the namespace, the tokens into the chain.
+"""Keys of blocks: a hash of the tokens so far and of everything else that changes their KV.
 
     root   = BLAKE3(namespace)
     key[i] = BLAKE3(key[i-1] || tokens of block i as little-endian u32)
 
-The encoding of a namespace is spelled out here and does not depend on Python's hash seed, dict
-order, pickling or the machine's byte order, so equal inputs give equal keys everywhere.
+The encoding of a namespace does not depend on Python's hash seed, dict order, pickling or the
+machine's byte order, so equal inputs give equal keys everywhere.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from penstock.errors import ConfigError
 from penstock.types import BlockKey, BlockSpec
 
 TOKEN_BYTES = 4
-_LABELS = ("model",)  # fields of a namespace that do not make KV differ
+_LABELS = ("model",)  # fields of a namespace that do not change the KV
 _MAX_TEXT = 120  # characters of a field in a description
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything that makes the KV of the same tokens differ. Two that differ never share.
+    """Everything besides the tokens that changes their KV. Different namespaces share no blocks.
 
-    The model's name is a label for people: one file has many spellings, and one name many files.
-    `weights` tells models apart; weights that cannot be read must get a name nobody else has.
+    The model's name is only a label, because one file can have many names and vice versa.
+    `weights` identifies the model. If the weights cannot be read, use a unique value.
     """
 
     model: str
     weights: str  # fingerprint of the weights
     dtype: str
-    layout: str  # order and packing of a block's bytes, including the attention backend's own
+    layout: str  # order and packing of a block's bytes, including the attention backend's
     block_tokens: int
     rope: str = ""
-    adapter: str = ""  # LoRA and its like: name and fingerprint
+    adapter: str = ""  # LoRA or similar: name and fingerprint
     shard_rank: int = 0
     shard_size: int = 1
-    tenant: str = ""  # salt: tenants cannot probe each other's cache
-    settings: str = ""  # digest of what else a server was told that may change KV
+    tenant: str = ""  # a salt, so that tenants cannot probe each other's cache
+    settings: str = ""  # digest of other server settings that may change the KV
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
-            raise ConfigError(f"block_tokens is {self.block_tokens}; expected at least 1.")
+            raise ConfigError(f"block_tokens is {self.block_tokens}: expected 1 or more")
         if not 0 <= self.shard_rank < self.shard_size:
             raise ConfigError(
-                f"shard rank {self.shard_rank} of {self.shard_size} is impossible; "
-                "ranks run from 0 to size - 1."
+                f"shard_rank is {self.shard_rank} with shard_size {self.shard_size}: "
+                "expected a rank from 0 to shard_size - 1"
             )
 
     def digest(self) -> bytes:
-        """32 bytes. Every field goes in with its name and length, so none can run into another."""
+        """32 bytes. Each field is hashed with its name and length, so that none can be confused."""
         hasher = blake3(b"penstock namespace 2")
         for field in fields(self):
             if field.name in _LABELS:
@@ -66,20 +66,20 @@ class Namespace:
         return hasher.digest()
 
     def root(self) -> BlockKey:
-        """The parent of a sequence's first block."""
+        """The parent key of a sequence's first block."""
         return BlockKey(blake3(self.digest()).digest())
 
     def physical(self) -> Namespace:
-        """What a store must agree on: blocks of all adapters and tenants share one store."""
+        """The namespace of a store: blocks of all adapters and tenants share one store."""
         return replace(self, adapter="", tenant="")
 
     def block_spec(self, block_bytes: int) -> BlockSpec:
-        """Of stores for blocks of this namespace, whatever their adapter and tenant."""
+        """The spec of stores for blocks of this namespace, for all adapters and tenants."""
         physical = self.physical()
         return BlockSpec(physical.digest(), block_bytes, self.block_tokens, physical.description())
 
     def description(self) -> tuple[tuple[str, str], ...]:
-        """The fields that say something, for people: a digest tells them nothing."""
+        """The fields that are not defaults, as names and values for people to read."""
         texts = ((field.name, str(getattr(self, field.name))) for field in fields(self))
         plain = {"adapter": "", "shard_rank": "0", "shard_size": "1", "tenant": ""}
         return tuple(
@@ -95,14 +95,14 @@ class KeyChain:
     __slots__ = ("_block_bytes", "_parent", "_pending", "keys")
 
     def __init__(self, namespace: Namespace, tokens: Iterable[int] = ()) -> None:
-        self.keys: list[BlockKey] = []  # of the full blocks so far
+        self.keys: list[BlockKey] = []  # of all full blocks so far
         self._parent: bytes = namespace.root()
         self._block_bytes = namespace.block_tokens * TOKEN_BYTES
         self._pending = b""  # the tokens of the last, unfinished block
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append token ids (0 to 2**32 - 1). On a bad id nothing is appended."""
+        """Append token ids (0 to 2**32 - 1). If one is invalid, nothing is appended."""
         data = self._pending + _encode(tokens)
         size = self._block_bytes
         full = len(data) - len(data) % size
@@ -115,7 +115,7 @@ class KeyChain:
         self._pending = data[full:]
 
     def append(self, token: int) -> None:
-        """As `extend` with one."""
+        """Append one token id; faster than `extend`."""
         pending = self._pending + token.to_bytes(TOKEN_BYTES, "little")
         if len(pending) == self._block_bytes:
             self._parent = blake3(self._parent + pending).digest()
@@ -124,11 +124,11 @@ class KeyChain:
         self._pending = pending
 
     def key_before(self, index: int) -> BlockKey | None:
-        """Of the block that the one at `index` follows."""
+        """The parent of the block at `index`."""
         return self.keys[index - 1] if index else None
 
     def mix(self, name: bytes) -> None:
-        """Let all keys from that of the unfinished block on depend on `name`: an image's, say."""
+        """Make all later keys depend on `name` too, for example the hash of an image."""
         self._parent = blake3(b"penstock mix 1" + self._parent + name).digest()
 
 
@@ -141,7 +141,7 @@ def _encode(tokens: Iterable[int]) -> bytes:
     try:
         encoded = array("I", tokens)
     except (OverflowError, TypeError) as error:
-        raise ValueError(f"token ids are whole numbers from 0 to 4294967295: {error}") from None
+        raise ValueError(f"token ids must be integers from 0 to 4294967295: {error}") from None
     if sys.byteorder == "big":
         encoded.byteswap()
     return encoded.tobytes()

@@ -1,4 +1,4 @@
-"""Whether this machine can hold what the settings ask for. Looks, and leaves nothing behind."""
+"""Checks whether this machine has the memory and disk space that the settings ask for."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def check_machine(config: Config, *, total_memory_bytes: int | None = None) -> None:
-    """Raise ConfigError where this machine cannot hold what is asked. Leaves nothing behind."""
+    """Raise ConfigError if memory or disk is too small. Leaves no files behind."""
     memory = _physical_memory_bytes() if total_memory_bytes is None else total_memory_bytes
     if memory is not None and config.host.size_bytes > memory:
         raise ConfigError(
-            f"host.size is {_exact(config.host.size_bytes)}: expected no more than the machine's "
+            f"host.size is {_exact(config.host.size_bytes)}: expected at most the machine's "
             f"memory of {_exact(memory)}; lower host.size"
         )
     if config.disk.path is not None:
@@ -40,10 +40,10 @@ def _check_disk(disk: DiskConfig, path: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"disk.path {path} cannot be used: {folder}: {error.strerror}; expected a folder, or "
-            "a place where one can be made, choose another path"
+            "a path where one can be created; choose another path"
         ) from None
     if not is_folder:
-        which = "is a file" if is_there else f"lies below the file {folder}"
+        which = "is a file" if is_there else f"is below the file {folder}"
         raise ConfigError(f"disk.path {path} {which}: expected a folder; choose another path")
     if disk.read_only:
         if not is_there:
@@ -53,14 +53,14 @@ def _check_disk(disk: DiskConfig, path: str) -> None:
             )
         if not os.access(folder, os.R_OK | os.X_OK):
             raise ConfigError(
-                f"disk.path {path} is not readable: expected a folder this user may read; "
+                f"disk.path {path} is not readable: expected a folder that this user can read; "
                 "change its permissions or choose another path"
             )
         return
     if not os.access(folder, os.W_OK | os.X_OK):
-        which = "is" if is_there else f"cannot be made: {folder} is"
+        which = "is" if is_there else f"cannot be created: {folder} is"
         raise ConfigError(
-            f"disk.path {path} {which} not writable: expected a folder this user may write to; "
+            f"disk.path {path} {which} not writable: expected a folder that this user can write; "
             "change its permissions, choose another path or set disk.read_only"
         )
     if not is_there:
@@ -69,12 +69,12 @@ def _check_disk(disk: DiskConfig, path: str) -> None:
 
 
 def _try_making(path: str, above: str) -> None:
-    """Some filesystems, such as /proc, take no folders, whatever their permissions say."""
+    """Try it, because some filesystems such as /proc refuse despite their permissions."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".penstock-", dir=above))
     except OSError as error:
         raise ConfigError(
-            f"disk.path {path} cannot be made: no folder can be made in {above} "
+            f"disk.path {path} cannot be created: creating a folder in {above} failed "
             f"({error.strerror}); choose another path"
         ) from None
 
@@ -82,28 +82,30 @@ def _try_making(path: str, above: str) -> None:
 def _check_room(disk: DiskConfig, folder: str, occupied_bytes: int) -> None:
     usage = os.statvfs(folder)
     total, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
-    if total == 0:  # some network and virtual filesystems do not say
+    if total == 0:  # unknown, on some network and virtual filesystems
         return
-    asked = f"disk.size is {_exact(disk.size_bytes)}: expected no more than the"
+    asked = f"disk.size is {_exact(disk.size_bytes)}: expected at most the"
     if disk.size_bytes > total:
-        raise ConfigError(f"{asked} filesystem of {folder} holds, {_exact(total)}; lower disk.size")
+        raise ConfigError(
+            f"{asked} size of the filesystem of {folder}, {_exact(total)}; lower disk.size"
+        )
     if disk.size_bytes > free + occupied_bytes:
         raise ConfigError(
-            f"{asked} {_exact(free + occupied_bytes)} at hand ({format_bytes(free)} free and "
+            f"{asked} available {_exact(free + occupied_bytes)} ({format_bytes(free)} free and "
             f"{format_bytes(occupied_bytes)} already used by {disk.path}); lower disk.size or "
-            "make room"
+            "free some space"
         )
 
 
 def _nearest_existing(path: str) -> str:
-    # A dangling link exists for this purpose: nothing can be made in its place.
+    # A dangling link counts as existing, because nothing can be created in its place.
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
 
 
 def _occupied_bytes(folder: str) -> int:
-    """Disk space of the files below `folder`, holes not counted; other filesystems neither."""
+    """Disk space of the files in `folder`, without holes and without other filesystems."""
     device, total = os.stat(folder).st_dev, 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -117,7 +119,7 @@ def _occupied_bytes(folder: str) -> int:
 
 
 def _physical_memory_bytes() -> int | None:
-    """What this process may use: the machine's memory, or less where a container allows less."""
+    """The machine's memory, or the limit of this process's container if that is lower."""
     try:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -142,5 +144,5 @@ def _cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS)
 
 
 def _exact(num_bytes: int) -> str:
-    # Rounded numbers alone could read "64.0 GiB is more than 64.0 GiB".
+    # Rounded numbers alone could read "64.0 GiB is larger than 64.0 GiB".
     return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"

@@ -1,4 +1,4 @@
-"""The words of the house as types. Plain data only: it crosses process boundaries as it is."""
+"""The types that all parts share. Plain data only, because it crosses process boundaries."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import NamedTuple, NewType
 
 BlockKey = NewType("BlockKey", bytes)
-"""32 bytes naming a block's content (see `penstock.keys`)."""
+"""32 bytes that identify a block's content (see `penstock.keys`)."""
 
 KEY_BYTES = 32
 
 NO_PARENTS: Mapping[int, BlockKey | None] = MappingProxyType({})
-"""A row of blocks each of which follows the one before; what the first follows is not known."""
+"""Each block's parent is the block before it. The first one's parent is unknown."""
 
 Slot = NewType("Slot", int)
 """An index into a tier's fixed-size storage."""
@@ -24,7 +24,7 @@ TransferId = NewType("TransferId", int)
 LookupId = NewType("LookupId", int)
 
 PAGE_BYTES = 4096
-"""Direct I/O wants addresses, offsets and lengths in whole pages; so do pinned copies."""
+"""Direct I/O and pinned copies need addresses, offsets and lengths in whole pages."""
 
 
 def round_up(num_bytes: int, unit: int) -> int:
@@ -32,7 +32,7 @@ def round_up(num_bytes: int, unit: int) -> int:
 
 
 class Tier(IntEnum):
-    """Where a block can lie, fastest first. Lower tiers reach the device only through HOST."""
+    """Where a block can be, fastest first. Lower tiers reach the device only through HOST."""
 
     DEVICE = 0
     HOST = 1
@@ -45,25 +45,25 @@ class Tier(IntEnum):
 
 
 class State(IntEnum):
-    """What a ledger knows of one slot."""
+    """The state of one slot in a ledger."""
 
-    UNKNOWN = 0  # not yet looked at after a restart; neither offered nor reused
+    UNKNOWN = 0  # not yet read after a restart; neither offered nor reused
     FREE = 1
-    FILLING = 2  # claimed; its bytes are on the way
+    FILLING = 2  # claimed; its bytes have not arrived yet
     READY = 3
-    DOOMED = 4  # dropped while leased: no longer offered, freed with its last lease
+    DOOMED = 4  # dropped while leased: no longer offered, free once the last lease ends
 
 
 class Verdict(IntEnum):
-    """How the move of one block ended."""
+    """How the transfer of one block ended."""
 
     OK = 0
     MISSING = 1
     CORRUPT = 2
-    FAILED = 3  # the tier answered with an error
-    EXPIRED = 4  # its deadline passed first
+    FAILED = 3  # the tier returned an error
+    EXPIRED = 4  # the deadline passed
     CANCELLED = 5
-    DROPPED = 6  # refused by back-pressure, or there was no room
+    DROPPED = 6  # refused: a queue or a tier was full
 
     @property
     def label(self) -> str:
@@ -71,7 +71,7 @@ class Verdict(IntEnum):
 
 
 class Direction(StrEnum):
-    """load: towards the device. save: away from it."""
+    """LOAD moves blocks towards the device, SAVE away from it."""
 
     LOAD = "load"
     SAVE = "save"
@@ -79,11 +79,11 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How whoever asked names a request. Handed on to stories and spans, and never acted upon."""
+    """How the caller identifies a request. Passed on to stories and traces, otherwise unused."""
 
     request_id: str = ""
-    operation: str = ""  # what was asked for, in OpenTelemetry's words: chat, text_completion
-    traceparent: str = ""  # W3C's trace context, as it came
+    operation: str = ""  # OpenTelemetry's name of the operation: chat, text_completion
+    traceparent: str = ""  # W3C trace context, unchanged
     tracestate: str = ""
 
 
@@ -92,25 +92,25 @@ NO_ORIGIN = Origin()
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """What every block of a store has in common."""
+    """What all blocks of a store have in common."""
 
     namespace: bytes  # 32 bytes: digest of the physical namespace (see keys.Namespace.physical)
     block_bytes: int
     block_tokens: int
-    # What the namespace stands for, as names and values for people to read.
+    # The fields of the namespace as names and values, for people to read.
     description: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def stride_bytes(self) -> int:
-        """Distance between neighbouring slots: the block, padded to whole pages."""
+        """Distance between neighbouring slots: the block size, rounded up to whole pages."""
         return round_up(self.block_bytes, PAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """An order from the books to the transfers: move these blocks one hop.
+    """An order from the books to the transfers: move these blocks between two tiers.
 
-    The books hold a lease or a claim on every slot named here until the `Outcome` is settled.
+    The books hold a lease or a claim on each of its slots until the `Outcome` is settled.
     """
 
     id: TransferId
@@ -120,8 +120,9 @@ class Transfer:
     source_slots: tuple[Slot, ...]
     target_slots: tuple[Slot, ...]
     deadline: float | None = None  # on the Clock that books and transfers share
-    tenants: tuple[str, ...] = ()  # per block, whose it is; empty: nobody's in particular
+    tenants: tuple[str, ...] = ()  # each block's owner; empty if unknown
     parents: tuple[BlockKey | None, ...] = ()  # the block before each in its prompt, if known
+    ticket: TicketId | None = None  # the load or save it belongs to; None between lower tiers
 
     @property
     def direction(self) -> Direction:
@@ -129,24 +130,24 @@ class Transfer:
 
     @property
     def link(self) -> Tier:
-        """The lower of the two ends names the link: HOST for the device's, DISK for the disk's."""
+        """The link is named after its lower end: HOST is the link between DEVICE and HOST."""
         return max(self.source, self.target)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a `Transfer`, block by block, in the order of its keys."""
+    """The result of a `Transfer`: one verdict per block, in the order of its keys."""
 
     transfer_id: TransferId
     verdicts: tuple[Verdict, ...]
     seconds: float = 0.0
-    error: str = ""  # the first error's own words, for the log
-    ended: float | None = None  # by a clock that all transfers of a link share
+    error: str = ""  # the first error's message, for the log
+    ended: float | None = None  # on a clock that all transfers of a link share
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The books want to know which of these blocks a tier that others write to holds."""
+    """Which of these blocks does a tier hold that other instances also write to?"""
 
     id: LookupId
     tier: Tier
@@ -155,16 +156,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the tier said of the first so many keys of a `Question`; the rest was not asked for."""
+    """A tier's answer to a `Question`. `present` may cover only its leading keys."""
 
     lookup_id: LookupId
     present: tuple[bool, ...]
     seconds: float = 0.0
-    error: str = ""  # why it said nothing
+    error: str = ""  # why there is no answer
 
 
 class Run(NamedTuple):
-    """Consecutive blocks of a match that would be loaded from the same tier."""
+    """Consecutive blocks of a match that come from the same tier."""
 
     tier: Tier
     num_blocks: int
@@ -172,12 +173,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How many leading blocks of a prompt can be loaded, from where, at what estimated cost."""
+    """How many leading blocks of a prompt can be loaded, and from which tiers."""
 
     num_asked: int
     runs: tuple[Run, ...] = ()
-    num_pending: int = 0  # of the matched blocks, those still on their way into HOST
-    load_seconds: float = 0.0  # what the links' measured rates promise; 0 when none is known
+    num_pending: int = 0  # matched blocks that are still on their way into HOST
+    load_seconds: float = 0.0  # estimated from measured rates; 0 while none is known
 
     @property
     def num_blocks(self) -> int:
@@ -189,19 +190,19 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A ticket has ended; none of its device slots is touched any more."""
+    """The result of a load or save that has ended. No copy touches its device slots now."""
 
     ticket: TicketId
     direction: Direction
     keys: tuple[BlockKey, ...]
     verdicts: tuple[Verdict, ...]
-    sources: tuple[Tier | None, ...]  # per block of a load: the tier it came from
+    sources: tuple[Tier | None, ...]  # per block: the tier it was loaded from
     seconds: float
-    pins: tuple[Slot | None, ...] = ()  # per block of a load: where in HOST it is to be read
+    pins: tuple[Slot | None, ...] = ()  # per block: the HOST slot where it is pinned
 
     @property
     def num_leading_ok(self) -> int:
-        """Leading blocks that arrived: what a prefix cache can use."""
+        """How many leading blocks arrived. A prefix cache can use only these."""
         if self.verdicts.count(Verdict.OK) == len(self.verdicts):
             return len(self.verdicts)
         for index, verdict in enumerate(self.verdicts):

@@ -1,4 +1,4 @@
-"""Sizes, rates, durations and names: read from people, written for people."""
+"""Parses and formats sizes, rates, durations and counts, as people write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate(_PREFIXES)}
 _UNITS |= {f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate(_PREFIXES)}
 
-# The digits are bounded because int() itself refuses thousands of them, in other words than ours.
+# The digits are bounded because int() refuses thousands of them with its own error.
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 _EXPECTED = "expected a whole number of bytes or a number with a unit"
@@ -25,14 +25,14 @@ _EXAMPLES = 'write it like "512MiB", "1.5TiB" or "32GB"'
 
 
 def printable(text: str) -> str:
-    """As it may be written to a terminal: what somebody left in a file may hold its commands."""
+    """Replace control characters, which could be commands to the terminal."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def parse_bytes(value: object) -> int:
-    """The number of bytes that `value` names: an int, or text such as "32GiB", "32 GB", "1.5TiB".
+    """Parse a number of bytes: an int, or text such as "32GiB", "32 GB", "1.5TiB".
 
-    Case does not matter; GiB counts in 1024s, GB in 1000s. A part of a byte is cut off.
+    Case does not matter. GiB counts in 1024s, GB in 1000s. Fractions of a byte are cut off.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
@@ -45,7 +45,7 @@ def parse_bytes(value: object) -> int:
         raise ConfigError(f"{value[:80]!r} is not a size: {_EXPECTED}; {_EXAMPLES}")
     number, unit = match[1], match[2].lower()
     if unit in _PREFIXES and unit:
-        # 32G is 34.4e9 bytes to one reader and 32e9 to the next: a limit must not be guessed.
+        # 32G may mean 34.4e9 or 32e9 bytes. Do not guess a limit.
         prefix = unit.upper()
         raise ConfigError(
             f"the unit in {value!r} is ambiguous: expected {prefix}iB (1024s) or {prefix}B "
@@ -58,12 +58,12 @@ def parse_bytes(value: object) -> int:
         )
     factor = _UNITS[unit]
     if factor == 1 and "." in number:
-        raise ConfigError(f"{value!r} is a part of a byte: {_EXPECTED}; {_EXAMPLES}")
+        raise ConfigError(f"{value!r} is not a whole number of bytes: {_EXPECTED}; {_EXAMPLES}")
     return int(Fraction(number) * factor)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """In 1024s with one decimal: "1.4 MiB", "131 B"."""
+    """Format in 1024s with one decimal: "1.4 MiB", "131 B"."""
     if abs(num_bytes) < 1024:
         return f"{num_bytes:.0f} B"
     value, unit = _scale(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
@@ -71,13 +71,13 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """In 1000s, as links are sold: "55.4 GB/s"."""
+    """Format in 1000s, as link speeds are specified: "55.4 GB/s"."""
     value, unit = _scale(bytes_per_second, 1000, ("B", "kB", "MB", "GB", "TB", "PB"))
     return f"{value:.1f} {unit}/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """Three useful digits at every scale: "350 µs", "41.5 ms", "7.60 s", "2 min 05 s"."""
+    """Format with about three digits: "350 µs", "41.5 ms", "7.60 s", "2 min 05 s"."""
     size = abs(seconds)
     if size < 0.9995e-3:
         return f"{seconds * 1e6:.0f} µs"
@@ -95,12 +95,12 @@ def format_seconds(seconds: float) -> str:
 
 def _scale(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:
     index = 0
-    # Compared as it will be printed, so that 1023.97 KiB reads 1.0 MiB and not 1024.0 KiB.
+    # Compare the value as printed, so that 1023.97 KiB becomes 1.0 MiB, not 1024.0 KiB.
     while abs(value) >= base - 0.05 and index < len(units) - 1:
         value, index = value / base, index + 1
     return value, units[index]
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """ "1 session", "2 sessions", "12,000 blocks": the number and the noun that goes with it."""
+    """Format a number with its noun: "1 session", "2 sessions", "12,000 blocks"."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.books.audit import audit
 from penstock.books.ledger import Ledger
 from penstock.books.stack import Limits, TierStack
 from penstock.policies import LRU
@@ -37,14 +38,14 @@ class Rig:
         if len(all_of_them) == 1:
             all_of_them *= len(transfer.keys)
         self.stack.settle(Outcome(transfer.id, all_of_them, 0.5, error), self.now)
-        self.stack.check()
+        audit(self.stack)
 
     def run(self) -> list[Done]:
         """Carry out everything until nothing is left to do."""
         while transfers := self.transfers():
             for transfer in transfers:
                 self.settle(transfer)
-        return self.stack.take_dones()
+        return self.stack.tickets.take_dones()
 
     def save(self, *keys: BlockKey) -> None:
         self.stack.save(keys, slots(len(keys)), self.now)
@@ -53,7 +54,7 @@ class Rig:
         self.stack.load(keys, slots(len(keys)), self.now, deadline)
 
     def events(self) -> list[object]:
-        return list(self.stack.take_events())
+        return list(self.stack.ledgers.take_events())
 
 
 def slots(count: int) -> list[Slot]:

@@ -346,7 +346,7 @@ def test_loads_are_served_while_the_index_is_still_being_read() -> None:
         clock,
         block_bytes=block_spec.block_bytes,
         load_deadline_seconds=5.0,
-        recoveries=[Recovery(Tier.DISK, store, 32)],
+        recovery=Recovery(Tier.DISK, store, 32),
     )
     while offloader.match(keys).num_blocks < 4:
         offloader.step()

@@ -1,4 +1,4 @@
-"""What is said of damaged blocks: the first at once, then one line a minute for each tier."""
+"""Log lines about damaged blocks: the first at once, then at most one a minute for each tier."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ QUIET_SECONDS = 60.0
 class _Tally:
     quiet_until: float
     num_blocks: int = 0  # since the last line
-    error: str = ""  # of the last of them
+    error: str = ""  # the latest
 
 
 class Damages:
-    """Pure: time is an argument, and who asks does the logging."""
+    """Counts damaged blocks and returns the lines to log. Pure: time is an argument."""
 
     def __init__(self) -> None:
         self._tallies: dict[Tier, _Tally] = {}
 
     def note(self, tier: Tier, num_blocks: int, error: str, now: float) -> list[str]:
-        """Count them; returns what is to be said now."""
+        """Count damaged blocks; returns the lines to log now."""
         tally = self._tallies.get(tier)
         if tally is None:
             self._tallies[tier] = _Tally(now + QUIET_SECONDS)
@@ -33,7 +33,7 @@ class Damages:
         return self.tick(now)
 
     def tick(self, now: float) -> list[str]:
-        """What is to be said of blocks that were counted and not told."""
+        """Returns lines about blocks counted since the last line, if a minute has passed."""
         lines = []
         for tier, tally in list(self._tallies.items()):
             if now < tally.quiet_until:
@@ -46,7 +46,7 @@ class Damages:
         return lines
 
     def rest(self) -> list[str]:
-        """What has not been said yet: nothing comes after it."""
+        """Returns the remaining lines, before closing."""
         left = [(tier, t) for tier, t in self._tallies.items() if t.num_blocks]
         self._tallies.clear()
         return [_line(tier, tally.num_blocks, tally.error) for tier, tally in left]

@@ -1,4 +1,4 @@
-"""The hops that are planned or under way, and what each of them serves."""
+"""Flights: transfers that are planned or under way, and the tickets they belong to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HasRoom = Callable[[Tier, Direction], bool]
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A hop not yet settled. One to or from the device belongs to a ticket, at `positions`."""
+    """A transfer not yet settled. Copies to and from the device belong to a ticket."""
 
     transfer: Transfer
     ticket: Ticket | None = None
@@ -24,7 +24,10 @@ class Flight:
 
 
 class Flights:
-    """Cuts hops into transfers, queues them by link and direction, and keeps them until settled."""
+    """Cuts hops into transfers, queues them by link and direction, and keeps them until settled.
+
+    A hop moves any number of blocks between two tiers; a transfer has a maximum size.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class Flights:
         spread_host: bool = True,
     ) -> None:
         self._max_host_blocks = max_host_blocks
-        # A store that says how much it likes at once spreads that by itself.
+        # A remote store with its own batch size also distributes a batch over threads itself.
         self._spreads = {Tier.HOST: spread_host, Tier.REMOTE: max_remote_blocks is None}
         self._max_lower_blocks = max_lower_blocks
         self._max_remote_blocks = max_remote_blocks or max_lower_blocks
@@ -64,7 +67,7 @@ class Flights:
         tenants: Sequence[str] = (),
         parents: Sequence[BlockKey | None] = (),
     ) -> None:
-        """Queue a hop. Where nothing follows it, `spread` it over all of the link's threads."""
+        """Queue a hop. Set `spread` on the last hop of a ticket to use all threads of the link."""
         link = max(source, target)
         max_blocks = self.max_blocks(link)
         spread &= self._spreads.get(link, True)
@@ -79,6 +82,7 @@ class Flights:
                 deadline,
                 tuple(tenants[part]),
                 tuple(parents[part]),
+                None if ticket is None else ticket.id,
             )
             self._open[transfer.id] = Flight(transfer, ticket, positions[part])
             self._outbox.setdefault((transfer.link, transfer.direction), deque()).append(transfer)
@@ -86,13 +90,13 @@ class Flights:
             ticket.num_flying += len(keys)
 
     def max_blocks(self, link: Tier) -> int:
-        """Of one transfer."""
+        """The largest transfer on this link."""
         if link is Tier.HOST:
             return self._max_host_blocks
         return self._max_remote_blocks if link is Tier.REMOTE else self._max_lower_blocks
 
     def hand_out(self, has_room: HasRoom) -> Iterator[Transfer]:
-        """Transfers whose link has room now, loads before saves."""
+        """Yield transfers while their link has room, loads before saves."""
         for link, direction in sorted(self._outbox, key=lambda lane: lane[1] is Direction.SAVE):
             queue = self._outbox[link, direction]
             while queue and has_room(link, direction):
@@ -102,7 +106,7 @@ class Flights:
         return len(self._outbox.get((link, direction), ()))
 
     def withdraw(self, transfer: Transfer) -> bool:
-        """Take back a transfer that was not handed out yet. It still has to be settled."""
+        """Remove a queued transfer, which must still be settled. False if it was handed out."""
         queue = self._outbox[transfer.link, transfer.direction]
         if transfer not in queue:
             return False
@@ -110,19 +114,20 @@ class Flights:
         return True
 
     def land(self, transfer_id: TransferId) -> Flight:
+        """Remove a transfer that has ended."""
         flight = self._open.pop(transfer_id, None)
         if flight is None:
-            raise BookError(f"transfer {transfer_id} is settled twice or was never made")
+            raise BookError(f"transfer {transfer_id} was already settled, or never existed")
         if flight.ticket is not None:
             flight.ticket.num_flying -= len(flight.transfer.keys)
         return flight
 
 
 def cut(num_blocks: int, max_blocks: int, spread: bool) -> Iterator[slice]:
-    """Cut a hop into transfers of like size: a small one would not hide the end of the one before.
+    """Cut a hop into transfers of equal size, because a small one leaves the link idle.
 
-    Spread, the parts get smaller towards the end, so that the threads end together, and a short
-    hop crosses the link on several of them.
+    With `spread`, transfers get smaller towards the end, so that all threads finish together and
+    even a short hop uses several of them.
     """
     even = -(-num_blocks // -(-num_blocks // max_blocks)) if num_blocks else 0
     start = 0

@@ -1,4 +1,4 @@
-"""When to leave a failing tier alone, and for how long. Pure: time is an argument."""
+"""Health: when to stop using a failing tier, and for how long. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ MAX_REST_SECONDS = 60.0
 
 
 class Health:
-    """Rests a tier after a run of faults; one more fault after a rest doubles the next.
+    """Rests a tier after several faults in a row. A fault right after a rest doubles the next rest.
 
-    A rest ends by time alone, so that no tier is given up for ever.
+    A rest ends by time alone, so that every tier is tried again.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Health:
         return self._rests_until is not None
 
     def fault(self, now: float) -> float:
-        """Note a fault. Returns the seconds of rest that begin with it, or 0."""
+        """Count a fault. Returns the length of the rest it starts in seconds, or 0."""
         self._num_faults += 1
         if self.resting or self._num_faults < MAX_FAULTS:
             return 0.0
@@ -35,7 +35,7 @@ class Health:
         return rest
 
     def well(self) -> bool:
-        """Note a success. Returns whether it ends a time of rests."""
+        """Count a success. Returns whether the tier had been resting since its last success."""
         was_in_trouble, self._in_trouble = self._in_trouble, False
         self._num_faults = 0
         self._rest_seconds = MIN_REST_SECONDS
@@ -43,7 +43,7 @@ class Health:
         return was_in_trouble
 
     def tick(self, now: float) -> None:
-        """End a rest whose time is over; the next fault starts a longer one."""
+        """End a rest whose time is up. The next fault starts a longer one."""
         if self._rests_until is not None and now >= self._rests_until:
             self._rests_until = None
             self._num_faults = MAX_FAULTS - 1

@@ -1,13 +1,13 @@
-"""One tier's book: which block lies in which slot, in what state, leased by how many.
+"""Ledger: the book of one tier. It knows which block is in which slot, its state and leases.
 
-Pure: no I/O, no threads, no clock. A block goes
+Pure: no I/O, no threads, no clock. The life of a block:
 
     claim -> FILLING -> commit -> READY -> evicted by a later claim, or dropped
                      -> abort  -> FREE
 
-and a READY block that is leased is neither evicted nor overwritten until it is released.
-A dropped block that is still leased is DOOMED: nobody finds it, and its slot is freed with its
-last lease. After a restart slots start UNKNOWN and become READY or FREE through `adopt`.
+A leased block is READY and is neither evicted nor overwritten until it is released. A block that
+is dropped while leased becomes DOOMED: lookups no longer find it, and its slot is freed when the
+last lease ends. After a restart slots are UNKNOWN until `adopt` makes them READY or FREE.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Ledger:
         self._policy = policy
         self._slot_of: dict[BlockKey, Slot] = {}
         self._key_in: list[BlockKey | None] = [None] * capacity
-        self._parents: list[BlockKey | None] = [None] * capacity  # what a block follows, if known
+        self._parents: list[BlockKey | None] = [None] * capacity  # by slot; None if unknown
         self._state = bytearray([_UNKNOWN if recovering else _FREE]) * capacity
         self._num_leases = array("I", bytes(4 * capacity))
-        # Slots from `_fresh` on were never used: they are handed out in order, so that blocks
-        # claimed together lie together and one transfer can move them as one run.
+        # Slots from `_fresh` on were never used. They are handed out in order, so that blocks
+        # claimed together are neighbours and one transfer moves them as one run.
         self._fresh = capacity if recovering else 0
         self._freed: list[Slot] = []
         self._num_filling = 0
@@ -70,7 +70,7 @@ class Ledger:
 
     @property
     def num_claimable(self) -> int:
-        """How many blocks a claim could take now: free slots and idle blocks."""
+        """How many blocks a claim could take now: free slots plus idle blocks."""
         ready_leased = self._num_leased - self._num_doomed
         return self.num_free + len(self._slot_of) - self._num_filling - ready_leased
 
@@ -80,7 +80,7 @@ class Ledger:
 
     @property
     def held(self) -> KeysView[BlockKey]:
-        """The blocks that are here or on their way here: a live view, for fast membership."""
+        """The blocks that are here or on their way here. A live view, for fast lookups."""
         return self._slot_of.keys()
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -98,23 +98,23 @@ class Ledger:
         return slot is not None and self._state[slot] == _FILLING
 
     def admits(self, key: BlockKey) -> bool:
-        """Whether the policy would have this block. Changes nothing."""
+        """Whether the policy would accept this block. Changes nothing."""
         return self._policy.admit(key)
 
     def claim(
         self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None] = ()
     ) -> Claim | None:
-        """Take a slot for each key, evicting idle blocks if need be: all of them or None.
+        """Take a slot for each key, evicting idle blocks if needed. None if there is no room.
 
-        `parents` tells which block each one follows in its prompt, where that is known.
+        `parents` names each block's parent in its prompt, or None if it is unknown.
         """
         if len(set(keys)) != len(keys):
             raise BookError("a claim names a block twice")
         if parents and len(parents) != len(keys):
-            raise BookError(f"a claim of {len(keys)} blocks tells what {len(parents)} follow")
+            raise BookError(f"a claim of {len(keys)} blocks names {len(parents)} parents")
         if not self._slot_of.keys().isdisjoint(keys):
             again = next(key for key in keys if key in self._slot_of)
-            raise BookError(f"claimed again while {self._describe(again)}")
+            raise BookError(f"cannot claim a block that is already {self._describe(again)}")
         if len(keys) > self.num_claimable:
             return None
         num_short = len(keys) - self.num_free
@@ -122,7 +122,7 @@ class Ledger:
         if num_short > 0:
             victims = self._policy.pick(num_short, self._is_idle)
             if not victims:
-                raise BookError("the policy offers fewer idle blocks than the ledger counts")
+                raise BookError("the policy found fewer idle blocks than the ledger counts")
         slots = self._take(len(keys) - len(victims))
         if victims:
             slots += map(self._slot_of.pop, victims)
@@ -136,23 +136,23 @@ class Ledger:
         return Claim(tuple(slots), tuple(victims))
 
     def commit(self, keys: Sequence[BlockKey]) -> None:
-        """The claimed blocks have arrived and may be offered."""
+        """Offer claimed blocks from now on, because they have arrived."""
         slots = self._filling(keys)
         _put_all(self._state, slots, bytes([_READY]) * len(slots))
         self._policy.insert_all(keys, [self._parents[slot] for slot in slots])
         self._num_filling -= len(slots)
 
     def abort(self, keys: Sequence[BlockKey]) -> None:
-        """The claimed blocks will not arrive; their slots are free again."""
+        """Free the slots of claimed blocks that will not arrive."""
         for key, slot in zip(keys, self._filling(keys), strict=True):
             del self._slot_of[key]
             self._free(slot)
             self._num_filling -= 1
 
     def lease(self, keys: Sequence[BlockKey]) -> tuple[Slot, ...]:
-        """Promise that these READY blocks stay in the slots returned until released.
+        """Keep these READY blocks in the returned slots until they are released.
 
-        A lease says nothing about use: whoever uses a block says so with `touch`.
+        A lease does not count as a use; call `touch` for that.
         """
         for key in keys:
             if not self.is_ready(key):
@@ -162,7 +162,7 @@ class Ledger:
         return slots
 
     def use_ready(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
-        """Lease and touch those of `keys` that are READY; None stands for each that is not."""
+        """Lease and touch the READY blocks among `keys`; returns None in place of the others."""
         state = self._state
         found = [
             slot if slot is not None and state[slot] == _READY else None
@@ -176,7 +176,7 @@ class Ledger:
         return found
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Take back one lease on each slot. By slot: a doomed block's key may be here anew."""
+        """End one lease on each slot. By slot, because a doomed block's key may be here again."""
         num_leases = self._num_leases
         if len(set(slots)) < len(slots):
             for slot, count in Counter(slots).items():
@@ -195,7 +195,7 @@ class Ledger:
                     self._free(slot)
 
     def drop(self, key: BlockKey) -> None:
-        """Forget a READY block at once; a leased one keeps its slot until released."""
+        """Stop offering a READY block. If it is leased, it keeps its slot until released."""
         if not self.is_ready(key):
             raise BookError(f"cannot drop a block that is {self._describe(key)}")
         slot = self._slot_of.pop(key)
@@ -212,12 +212,12 @@ class Ledger:
             self._policy.touch(key)
 
     def demote(self, key: BlockKey) -> None:
-        """Let a block go before all others, if it is READY."""
+        """Evict a block before all others, if it is READY."""
         if self.is_ready(key):
             self._policy.demote(key)
 
     def adopt(self, slot: Slot, key: BlockKey | None) -> bool:
-        """Enter what a restart found in an UNKNOWN slot. False if the block is here already."""
+        """Enter what an UNKNOWN slot was found to hold. False if the block is already elsewhere."""
         if self._state[slot] != _UNKNOWN:
             raise BookError(f"slot {slot} is adopted twice")
         if key is None or key in self._slot_of:
@@ -226,13 +226,13 @@ class Ledger:
         self._slot_of[key] = slot
         self._key_in[slot] = key
         self._state[slot] = _READY
-        # What follows what is not written down; but slots are given out in the order of prompts.
+        # Parents are not stored on disk. Guess: neighbouring slots usually belong to one prompt.
         parent = self._key_in[slot - 1] if slot % _NEIGHBOURS else None
         self._policy.insert(key, parent)
         return True
 
     def leases(self) -> dict[Slot, int]:
-        """How many leases each leased slot has, for whoever audits who holds them."""
+        """How many leases each leased slot has, for the audit."""
         return {Slot(slot): num for slot, num in enumerate(self._num_leases) if num}
 
     def filling_keys(self) -> set[BlockKey]:
@@ -242,23 +242,25 @@ class Ledger:
         return [key for key, slot in self._slot_of.items() if self._state[slot] == _READY]
 
     def check(self) -> None:
-        """Audit the whole book; raises BookError on the first thing that does not add up."""
+        """Raise BookError at the first thing that does not add up."""
         counts = [self._state.count(state) for state in range(len(State))]
         free = set(self._freed)
         free.update(Slot(slot) for slot in range(self._fresh, self.capacity))
-        _expect(len(free) == self.num_free == counts[_FREE], "free slots are counted wrongly")
-        _expect(counts[_FILLING] == self._num_filling, "filling slots are counted wrongly")
-        _expect(counts[_DOOMED] == self._num_doomed, "doomed slots are counted wrongly")
-        _expect(len(self._policy) == counts[_READY], "the policy's order misses or adds blocks")
+        _expect(len(free) == self.num_free == counts[_FREE], "free slots are miscounted")
+        _expect(counts[_FILLING] == self._num_filling, "filling slots are miscounted")
+        _expect(counts[_DOOMED] == self._num_doomed, "doomed slots are miscounted")
+        _expect(
+            len(self._policy) == counts[_READY], "the policy knows other blocks than the ledger"
+        )
         _expect(len(self._slot_of) == counts[_READY] + counts[_FILLING], "the index has extra keys")
         for key, slot in self._slot_of.items():
-            _expect(self._key_in[slot] == key, "index and slots disagree")
+            _expect(self._key_in[slot] == key, "the index and the slots disagree")
             _expect(self._state[slot] in (_READY, _FILLING), "an indexed slot holds no block")
         num_leased = 0
         for slot in self.leases():
             num_leased += 1
             _expect(self._state[slot] in (_READY, _DOOMED), "a lease on a slot with no block")
-        _expect(num_leased == self._num_leased, "leased slots are counted wrongly")
+        _expect(num_leased == self._num_leased, "leased slots are miscounted")
         for slot in free:
             _expect(self._key_in[slot] is None, "a free slot still names a block")
 
@@ -275,7 +277,7 @@ class Ledger:
 
     def _take(self, count: int) -> list[Slot]:
         num_recycled = min(count, len(self._freed))
-        # The lowest first: neighbours become one run, and a disk fills from its beginning.
+        # Lowest slots first: neighbours become one run, and a disk fills from its start.
         slots = [heappop(self._freed) for _ in range(num_recycled)]
         num_fresh = count - num_recycled
         slots.extend(map(Slot, range(self._fresh, self._fresh + num_fresh)))
@@ -304,7 +306,7 @@ class Ledger:
 
 
 def _put_all(book: Any, slots: Sequence[Slot], values: Sequence[Any]) -> None:
-    """`book[slot] = value` for each; at once where they lie side by side, as most of them do."""
+    """Set `book[slot] = value` for each slot; in one go if they are neighbours, as most are."""
     if slots and list(slots) == list(range(slots[0], slots[0] + len(slots))):
         book[slots[0] : slots[0] + len(slots)] = values
         return
@@ -314,4 +316,4 @@ def _put_all(book: Any, slots: Sequence[Slot], values: Sequence[Any]) -> None:
 
 def _expect(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise BookError(f"the book does not add up: {otherwise}")
+        raise BookError(f"the ledger does not add up: {otherwise}")

@@ -22,21 +22,21 @@ from penstock.types import (
 )
 
 GONE = (Verdict.MISSING, Verdict.CORRUPT, Verdict.FAILED)
-"""Verdicts after which the source is not asked for the block again."""
+"""Verdicts after which a block is dropped from its source tier."""
 
 
 def all_ok(verdicts: Sequence[Verdict]) -> bool:
     return verdicts.count(Verdict.OK) == len(verdicts)
 
 
-class Books:
-    """Everything that changes a ledger goes through here, so that the journal misses nothing."""
+class Ledgers:
+    """All changes of a tier's blocks go through this class, so that the journal is complete."""
 
     def __init__(self, block_bytes: int, host: Ledger, lower: Mapping[Tier, Ledger]) -> None:
         self.host = host
         self.lower = dict(sorted(lower.items()))
         self.now = 0.0
-        # Told of every block that HOST offers, or no longer offers, before anybody else.
+        # Called with the blocks that HOST starts or stops offering, before observers see the event.
         self.on_host_stored: list[Callable[[Sequence[BlockKey]], None]] = []
         self.on_host_removed: list[Callable[[Sequence[BlockKey]], None]] = []
         self._block_bytes = block_bytes
@@ -54,7 +54,7 @@ class Books:
         return self.host if tier is Tier.HOST else self.lower[tier]
 
     def readable(self) -> list[tuple[Tier, Ledger]]:
-        """The lower tiers that are asked at present."""
+        """The lower tiers that are not resting."""
         return [
             (tier, ledger)
             for tier, ledger in self.lower.items()
@@ -67,33 +67,35 @@ class Books:
     def claim(
         self, tier: Tier, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None] = ()
     ) -> tuple[Slot, ...]:
-        """Claim what the caller has made sure there is room for. `parents`: see `Ledger`."""
+        """Claim slots. The caller has checked that there is room. `parents`: see `Ledger.claim`."""
         claim = self.of(tier).claim(keys, parents)
         if claim is None:
-            raise BookError(f"{tier.name} had room for {len(keys)} blocks and has none")
-        # REMOTE's book is a memory: what it forgets is still there.
+            raise BookError(
+                f"{tier.name} has no room for {len(keys)} blocks; the caller must check first"
+            )
+        # REMOTE's ledger is only a memory: a block that leaves it is still in the store.
         if tier is not Tier.REMOTE:
-            self._tell_removed(tier, claim.evicted, evicted=True)
+            self._note_removed(tier, claim.evicted, evicted=True)
         return claim.slots
 
     def conclude(self, tier: Tier, keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
-        """End claims: what arrived is offered from now on, what did not is forgotten."""
+        """End claims: commit the blocks that arrived and abort the others."""
         ledger, arrived = self.of(tier), keys
         if not all_ok(verdicts):
             pairs = list(zip(keys, verdicts, strict=True))
             arrived = [key for key, verdict in pairs if verdict is Verdict.OK]
             ledger.abort([key for key, verdict in pairs if verdict is not Verdict.OK])
         ledger.commit(arrived)
-        self._tell_stored(tier, arrived)
+        self._note_stored(tier, arrived)
 
     def drop(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         ledger = self.of(tier)
         for key in keys:
             ledger.drop(key)
-        self._tell_removed(tier, keys, evicted=False)
+        self._note_removed(tier, keys, evicted=False)
 
     def drop_gone(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
-        """What the source could not give is not offered again, and can be stored anew."""
+        """Drop blocks that the source failed to deliver, so that they can be stored again."""
         if all_ok(verdicts):
             return
         ledger = self.of(transfer.source)
@@ -102,14 +104,14 @@ class Books:
         self.drop(transfer.source, gone)
 
     def adopt(self, tier: Tier, found: Sequence[tuple[Slot, BlockKey | None]]) -> int:
-        """Enter what a restart found on a lower tier; returns how many blocks are new."""
+        """Enter slots that a restart found on a lower tier; returns how many blocks are new."""
         ledger = self.lower[tier]
         keys = [key for slot, key in found if ledger.adopt(slot, key) and key is not None]
-        self._tell_stored(tier, keys)
+        self._note_stored(tier, keys)
         return len(keys)
 
     def learn(self, tier: Tier, keys: Sequence[BlockKey], present: Sequence[bool]) -> None:
-        """Enter what a tier that others write to has said of itself."""
+        """Enter which blocks a shared tier holds, according to its answer."""
         ledger = self.lower[tier]
         pairs = list(zip(keys, present, strict=True))
         gone = [key for key, is_there in pairs if not is_there and ledger.is_ready(key)]
@@ -125,9 +127,9 @@ class Books:
                 ledger.touch(key)
 
     def asked(self, question: Question, answer: Answer, *, is_late: bool = False) -> None:
-        """Enter how a question ended into the journal, and what it says of the tier's health.
+        """Record the answer to a lookup in the journal and in the tier's health.
 
-        An answer for which nobody waited any more is no sign of health.
+        A late answer does not count as a sign of health.
         """
         num_present = sum(answer.present)
         self._events.append(
@@ -139,7 +141,7 @@ class Books:
             self._events.append(TierRevived(question.tier, Direction.LOAD))
 
     def tick(self) -> None:
-        """End the rests of failing tiers whose time is over."""
+        """End the rests of failing tiers whose time is up."""
         for health in self._health.values():
             health.tick(self.now)
 
@@ -149,7 +151,7 @@ class Books:
             self._events.append(TierRested(tier, direction, seconds, error))
 
     def report(self, transfer: Transfer, outcome: Outcome) -> None:
-        """Enter into the journal how a transfer ended, and what it says of the tier's health."""
+        """Record the outcome of a transfer in the journal and in the tier's health."""
         source, target, direction = transfer.source, transfer.target, transfer.direction
         num_ok = outcome.verdicts.count(Verdict.OK)
         if num_ok:
@@ -169,6 +171,7 @@ class Books:
                 self._events.append(TierRevived(transfer.link, direction))
 
     def _link_seconds(self, transfer: Transfer, outcome: Outcome) -> float | None:
+        """Seconds of this transfer after the link's previous one ended; None if unknown."""
         if outcome.ended is None:
             return None
         link = (transfer.link, transfer.direction)
@@ -183,20 +186,20 @@ class Books:
         self._events.append(Lost(source, target, direction, verdict, num_blocks, error))
 
     def take_events(self) -> list[Event]:
-        """What happened since the last call."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 
-    def _tell_stored(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+    def _note_stored(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         if keys:
             self._events.append(Stored(tier, tuple(keys)))
             if tier is Tier.HOST:
-                for told in self.on_host_stored:
-                    told(keys)
+                for listener in self.on_host_stored:
+                    listener(keys)
 
-    def _tell_removed(self, tier: Tier, keys: Sequence[BlockKey], *, evicted: bool) -> None:
+    def _note_removed(self, tier: Tier, keys: Sequence[BlockKey], *, evicted: bool) -> None:
         if keys:
             self._events.append(Removed(tier, tuple(keys), evicted))
             if tier is Tier.HOST:
-                for told in self.on_host_removed:
-                    told(keys)
+                for listener in self.on_host_removed:
+                    listener(keys)

@@ -1,4 +1,4 @@
-"""Blocks of HOST that are read where they lie, by sequences whose KV is partly off the device."""
+"""Pinned blocks of HOST: sequences whose KV is partly off the device read them in place."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from penstock.types import BlockKey, Slot
 
 
 class Pins:
-    """A pin is a lease that the host holds, as long as it likes."""
+    """A pin is a lease that the client holds until it unpins the block."""
 
     def __init__(self, host: Ledger) -> None:
         self._host = host
         self._pins: Counter[Slot] = Counter()
 
     def __len__(self) -> int:
+        """How many blocks are pinned."""
         return len(self._pins)
 
     @property
     def counts(self) -> Mapping[Slot, int]:
-        """For whoever audits the leases."""
+        """How often each slot is pinned."""
         return self._pins
 
     def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]:
+        """Pin the blocks that are in HOST; returns each one's slot, or None if it is not there."""
         slots = self._host.use_ready(keys)
         self._pins.update(slot for slot in slots if slot is not None)
         return slots
 
     def keep(self, slot: Slot) -> None:
-        """Turn a lease that is held already into a pin."""
+        """Turn an existing lease into a pin."""
         self._pins[slot] += 1
 
     def unpin(self, slots: Sequence[Slot]) -> None:
+        """Remove one pin from each slot."""
         for slot in slots:
             self._pins[slot] -= 1
             if self._pins[slot] < 0:
@@ -42,3 +45,7 @@ class Pins:
             if not self._pins[slot]:
                 del self._pins[slot]
         self._host.release(slots)
+
+    def clear(self) -> None:
+        """Remove all pins."""
+        self.unpin(list(self._pins.elements()))

@@ -1,8 +1,8 @@
-"""Blocks that are brought from lower tiers up to HOST before a request asks for them.
+"""Prefetches: load blocks from lower tiers into HOST before a request needs them.
 
-Pure. A prefetch goes a few blocks at a time, so that a request's own load never waits for more than
-those, and takes no more of HOST than a share. It is a favour: with the first block that does not
-come it ends, and nobody is told.
+Pure. A prefetch loads a few blocks at a time, so that a request's own load never waits long, and
+takes at most a quarter of HOST. It is best effort: it ends at the first block that does not
+arrive, without an error.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from penstock.types import BlockKey, Done, LookupId, TicketId, Tier, Verdict
 
 _MAX_UNDER_WAY = 32  # blocks
 _MAX_WAITING = 64  # prefetches
-_WINDOW_BLOCKS = 256  # looked at in one go
+_WINDOW_BLOCKS = 256  # matched at a time
 
 
 @dataclass(slots=True)
 class _Prefetch:
     keys: tuple[BlockKey, ...]
-    num_left: int  # blocks that it may still fetch
-    deadline_seconds: float  # of each of its loads
+    num_left: int  # blocks it may still load
+    deadline_seconds: float  # for each of its loads
     tenant: str
-    lookup: LookupId | None  # of the tier that instances share: what it has is not known before
-    retain: tuple[str, float] | None  # under which name, until when
-    position: int = 0  # all before it are in HOST or on their way
+    lookup: LookupId | None  # wait for its answer before starting
+    retain: tuple[str, float] | None  # group name, and until when
+    position: int = 0  # all blocks before it are in HOST or on their way
 
 
 class Prefetches:
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
-        self._max_blocks = max(1, stack.num_host_blocks // 4)  # of one prefetch
+        self._max_blocks = max(1, stack.host.capacity // 4)  # per prefetch
         self._waiting: deque[_Prefetch] = deque()
         self._loading: dict[TicketId, _Prefetch] = {}
         self._num_under_way = 0
@@ -50,9 +50,9 @@ class Prefetches:
         lookup: LookupId | None = None,
         retain: tuple[str, float] | None = None,
     ) -> int:
-        """Fetch the leading blocks; returns how many are known to lie in lower tiers.
+        """Queue a prefetch of leading blocks; returns how many are known to be in lower tiers.
 
-        `retain` names a group under which what has come is kept, and until when.
+        `retain` is the group in which to retain the blocks that arrive, and until when.
         """
         if len(self) >= _MAX_WAITING:
             return 0
@@ -65,20 +65,20 @@ class Prefetches:
         return min(num_below, self._max_blocks)
 
     def advance(self, now: float) -> bool:
-        """Start what there is room for. True: transfers may have to be submitted."""
+        """Start as many prefetches as there is room for. Returns whether any load was started."""
         started = False
         for _ in range(len(self._waiting)):
             if self._num_under_way >= _MAX_UNDER_WAY:
                 break
             prefetch = self._waiting.popleft()
-            if prefetch.lookup is not None and self._stack.is_looking_up(prefetch.lookup):
+            if prefetch.lookup is not None and self._stack.lookups.is_open(prefetch.lookup):
                 self._waiting.append(prefetch)
             elif self._start(prefetch, now):
                 started = True
         return started
 
     def settle(self, done: Done, now: float) -> tuple[int, int] | None:
-        """How many blocks have come and how many have not; None: it was somebody else's load."""
+        """Returns how many blocks arrived and how many did not; None if not a prefetch's load."""
         prefetch = self._loading.pop(done.ticket, None)
         if prefetch is None:
             return None
@@ -86,20 +86,20 @@ class Prefetches:
         pairs = zip(done.keys, done.verdicts, strict=True)
         came = [key for key, verdict in pairs if verdict is Verdict.OK]
         if prefetch.retain is not None and prefetch.retain[1] > now:
-            self._stack.retain(came, *prefetch.retain)
-        self._stack.unpin([slot for slot in done.pins if slot is not None])
+            self._stack.retention.retain(came, *prefetch.retain)
+        self._stack.pins.unpin([slot for slot in done.pins if slot is not None])
         if len(came) == len(done.keys) and prefetch.num_left:
             self._waiting.append(prefetch)
         return len(came), len(done.keys) - len(came)
 
     def clear(self) -> None:
-        """Begin nothing more; what is under way ends by itself."""
+        """Drop all prefetches. Loads under way still finish."""
         self._waiting.clear()
         for prefetch in self._loading.values():
             prefetch.num_left = 0
 
     def _start(self, prefetch: _Prefetch, now: float) -> bool:
-        """Load its next blocks that are not in HOST. False: there are none."""
+        """Load its next blocks that are not in HOST. Returns False if there are none."""
         room = min(_MAX_UNDER_WAY - self._num_under_way, prefetch.num_left)
         while True:
             positions = self._next_below(prefetch, room)
@@ -121,7 +121,7 @@ class Prefetches:
         return True
 
     def _next_below(self, prefetch: _Prefetch, room: int) -> list[int]:
-        """Where its next blocks below HOST are, within a window; moves on behind them."""
+        """Positions of its next blocks in lower tiers; moves `prefetch.position` past them."""
         start = prefetch.position
         window = prefetch.keys[start : start + _WINDOW_BLOCKS]
         match = self._stack.match(window)
@@ -135,6 +135,6 @@ class Prefetches:
                 positions = positions[:room]
                 prefetch.position = positions[-1] + 1
                 return positions
-        # Behind a gap nothing is of use.
+        # Blocks after a gap are of no use.
         prefetch.position = end if match.num_blocks == len(window) else len(prefetch.keys)
         return positions

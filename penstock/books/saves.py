@@ -1,37 +1,38 @@
-"""Saves: from the device into HOST; the copies below follow by themselves."""
+"""Saves: from the device into HOST. `WriteDown` copies the blocks to the lower tiers afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from penstock.books.arrivals import Arrivals
 from penstock.books.flights import Flight, Flights
-from penstock.books.ledgers import Books, all_ok
+from penstock.books.ledgers import Ledgers, all_ok
 from penstock.books.tickets import Ticket
 from penstock.books.write_down import WriteDown
-from penstock.types import BlockKey, Tier, Verdict
-
-_Arrive = Callable[[Sequence[BlockKey], Sequence[Verdict]], None]
+from penstock.types import Tier, Verdict
 
 
 class Saves:
+    """Plans and settles the copies of saves."""
+
     def __init__(
         self,
-        books: Books,
+        ledgers: Ledgers,
         flights: Flights,
         write_down: WriteDown,
-        arrive: _Arrive,
+        arrivals: Arrivals,
         max_pending_blocks: int,
     ) -> None:
-        """`arrive` is told what came into HOST or did not: somebody may wait for it there."""
-        self._books = books
-        self._host = books.host
+        self._ledgers = ledgers
+        self._host = ledgers.host
         self._flights = flights
         self._write_down = write_down
-        self._arrive = arrive
+        self._arrivals = arrivals
         self._max_pending_blocks = max_pending_blocks
         self.num_pending = 0  # blocks on their way into HOST
 
     def plan(self, ticket: Ticket, positions: Sequence[int]) -> None:
+        """Copy the blocks that HOST lacks, as far as there is room, and drop the rest."""
         held = self._host.held
         fresh = positions
         if not held.isdisjoint(ticket.keys_at(positions)):
@@ -43,15 +44,16 @@ class Saves:
                 self._host.touch(ticket.keys[position])
             self._offer(ticket, ready)
         room = min(self._host.num_claimable, self._max_pending_blocks - self.num_pending)
-        taken, refused = fresh[:room], fresh[room:]  # leading blocks are worth more
+        # Keep the leading blocks: a prefix is of no use without its beginning.
+        taken, refused = fresh[:room], fresh[room:]
         if refused:
             ticket.judge(refused, Verdict.DROPPED)
-            self._books.lose(
+            self._ledgers.lose(
                 Tier.DEVICE, Tier.HOST, Verdict.DROPPED, len(refused), "no room in HOST"
             )
         if taken:
             keys = ticket.keys_at(taken)
-            slots = self._books.claim(Tier.HOST, keys, ticket.parents_at(taken))
+            slots = self._ledgers.claim(Tier.HOST, keys, ticket.parents_at(taken))
             self.num_pending += len(taken)
             self._flights.post(
                 Tier.DEVICE,
@@ -65,10 +67,11 @@ class Saves:
             )
 
     def settle(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
+        """Settle a copy from the device into HOST."""
         ticket, keys = flight.ticket, flight.transfer.keys
         assert ticket is not None
         self.num_pending -= len(keys)
-        self._arrive(keys, verdicts)
+        self._arrivals.arrive(keys, verdicts)
         if all_ok(verdicts):
             ticket.judge(flight.positions, Verdict.OK)
             self._offer(ticket, flight.positions)

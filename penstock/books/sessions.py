@@ -1,8 +1,8 @@
-"""Sessions by name: which blocks their latest request had, and what hints say is to become of them.
+"""Sessions: remembers the blocks of each session's latest request, and applies hints to them.
 
-Pure. A session's name counts within its tenant, and a block's key holds its tenant: no hint reaches
-what another tenant has. What is remembered is bounded; the session that was silent longest is
-forgotten first, and a hint for it then finds nothing.
+Pure. Session names are separate for each tenant, and keys depend on the tenant, so a hint never
+reaches another tenant's blocks. Memory is bounded: the least recently active session is forgotten
+first, and a later hint for it has no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_SESSIONS = 1 << 14
 
 
 class HintTiers(Protocol):
-    """What hints ask of an Offloader."""
+    """What hints need of an Offloader."""
 
     def retain(self, keys: Sequence[BlockKey], seconds: float, name: str) -> int: ...
     def release(self, name: str) -> int: ...
@@ -37,10 +37,11 @@ class HintTiers(Protocol):
 
 class _Session(NamedTuple):
     keys: tuple[BlockKey, ...]
-    num_found: int  # leading blocks that were there before the session began: others have them too
+    num_found: int  # leading blocks that existed before the session: likely shared
 
     @property
     def own(self) -> tuple[BlockKey, ...]:
+        """The blocks that only this session has, as far as we know."""
         return self.keys[self.num_found :]
 
 
@@ -48,14 +49,14 @@ class Sessions:
     def __init__(self, tiers: HintTiers, max_keys: int = _MAX_KEYS) -> None:
         self._tiers = tiers
         self._max_keys = max_keys
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # silent longest first
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently active first
         self._num_keys = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def began(self, hints: Hints, tenant: str = "") -> int:
-        """A request has come; returns how many blocks are fetched for the sessions it names."""
+        """Prefetch the sessions that a new request names; returns how many blocks."""
         num_blocks = 0
         for session in hints.prefetch:
             name = _name_of(session, tenant)
@@ -66,14 +67,14 @@ class Sessions:
     def ended(
         self, hints: Hints, keys: Sequence[BlockKey], num_found: int, tenant: str = ""
     ) -> None:
-        """A request has ended with these blocks, of which so many were there before it came."""
+        """Apply the hints of a request that has ended; `num_found` of its blocks existed before."""
         if hints == NO_HINTS:
             return
         name = _prefix_name(keys)
         own = keys[num_found:]
         if hints.session is not None:
             name = _name_of(hints.session, tenant)
-            if keys:  # one that was given up before it began leaves what is known of its session
+            if keys:  # a request aborted before it started has none: keep what we know
                 own = self._note(name, keys, num_found).own
         if hints.retain_seconds is not None:
             self._tiers.retain(keys, hints.retain_seconds, name)
@@ -83,7 +84,7 @@ class Sessions:
                 self._tiers.demote(own)
 
     def apply(self, hint: Hint, prefix: Sequence[BlockKey] = (), tenant: str = "") -> int:
-        """Follow a hint for a session, or else for the blocks of a prefix; returns for how many."""
+        """Apply a hint to a session, or to the blocks of a prefix; returns how many it affects."""
         session = _Session(tuple(prefix), 0)
         name = _prefix_name(prefix)
         if hint.session is not None:
@@ -104,7 +105,7 @@ class Sessions:
     def _prefetch(self, session: _Session, hint: Hint, name: str, tenant: str) -> int:
         seconds = hint.retain_seconds
         if seconds is not None:
-            self._tiers.retain(session.keys, seconds, name)  # what is there already
+            self._tiers.retain(session.keys, seconds, name)  # blocks that are already in HOST
         return self._tiers.prefetch(session.keys, tenant=tenant, retain_seconds=seconds, name=name)
 
     def clear(self) -> None:
@@ -113,9 +114,9 @@ class Sessions:
 
     def check(self) -> None:
         if self._num_keys != sum(len(session.keys) for session in self._sessions.values()):
-            raise BookError("the blocks of sessions are miscounted")
+            raise BookError("the blocks of all sessions are miscounted")
         if self._num_keys > self._max_keys:
-            raise BookError("more blocks of sessions are remembered than may be")
+            raise BookError("more blocks of sessions are remembered than allowed")
 
     def _note(self, name: str, keys: Sequence[BlockKey], num_found: int) -> _Session:
         before = self._sessions.pop(name, None)
@@ -133,9 +134,9 @@ class Sessions:
 
 
 def _name_of(session: str, tenant: str) -> str:
-    return f"session {tenant!r} {session!r}"  # quoted, so that no two pairs read the same
+    return f"session {tenant!r} {session!r}"  # quoted, so that no two pairs give the same name
 
 
 def _prefix_name(keys: Sequence[BlockKey]) -> str:
-    """A prompt's last key stands for all of it: it depends on every token, and on the tenant."""
+    """The last key identifies a prefix: it depends on every token and on the tenant."""
     return f"prefix {keys[-1].hex()}" if keys else ""

@@ -1,4 +1,4 @@
-"""A host's asynchronous loads and saves, as the books see them."""
+"""Tickets: the asynchronous loads and saves of a client."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from penstock.types import NO_PARENTS, BlockKey, Direction, Done, Slot, TicketId
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """It ends when every block has a verdict and no transfer touches its device slots.
+    """One load or save. It ends when every block has a verdict and no transfer is flying.
 
-    Positions are a `range` where they follow each other, which is then dealt with at once.
+    Methods take positions in `keys`. A `range` of positions is handled in one go.
     """
 
     id: TicketId
     direction: Direction
     keys: tuple[BlockKey, ...]
-    device_slots: tuple[Slot | None, ...]  # None: of a load, a block that is to stay in HOST
+    device_slots: tuple[Slot | None, ...]  # None: load the block into HOST only
     started: float
     deadline: float | None = None
     tenant: str = ""
-    # By position: blocks that do not follow the one before in a chain, and what they follow.
+    # By position: parents of the blocks whose parent is not the block before them.
     parents: Mapping[int, BlockKey | None] = field(default_factory=dict)
-    num_planned: int = 0  # leading positions that have been looked at
-    num_flying: int = 0  # blocks whose device slot a transfer may touch right now
-    waiting: list[int] = field(default_factory=list)  # planned, and found no room in HOST yet
-    given_up: Verdict | None = None  # why, if it was: EXPIRED or CANCELLED
-    pins: dict[int, Slot] = field(default_factory=dict)  # by position: those that stay in HOST
+    num_planned: int = 0  # leading positions that have been planned
+    num_flying: int = 0  # blocks whose device slot a transfer may touch now
+    waiting: list[int] = field(default_factory=list)  # positions that found no room in HOST yet
+    given_up: Verdict | None = None  # the reason: EXPIRED or CANCELLED
+    pins: dict[int, Slot] = field(default_factory=dict)  # by position: blocks pinned in HOST
     _verdicts: list[Verdict | None] = field(init=False)
     _sources: list[Tier] = field(init=False)
     _num_open: int = field(init=False)
@@ -49,6 +49,7 @@ class Ticket:
         return self.num_planned == len(self.keys)
 
     def judge(self, positions: Sequence[int], verdict: Verdict) -> None:
+        """Set the verdict of the blocks at these positions."""
         verdicts = self._verdicts
         if isinstance(positions, range):
             stretch = slice(positions.start, positions.stop)
@@ -71,7 +72,7 @@ class Ticket:
         return [self.device_slots[position] for position in positions]
 
     def parents_at(self, positions: Sequence[int]) -> list[BlockKey | None]:
-        """The block that each of these follows in its chain, where that is known."""
+        """The parent of each of these blocks; None if it has none or it is unknown."""
         parents, keys = self.parents, self.keys
         if isinstance(positions, range) and positions and not parents:
             first = positions.start
@@ -79,7 +80,7 @@ class Ticket:
         return [parents[p] if p in parents else keys[p - 1] if p else None for p in positions]
 
     def comes_from(self, position: int, tier: Tier) -> None:
-        """Blocks come from HOST unless it is said otherwise."""
+        """Record that a block is loaded from `tier`. The default is HOST."""
         self._sources[position] = tier
 
     def open_positions(self) -> list[int]:
@@ -100,7 +101,7 @@ class Ticket:
 
 
 class Tickets:
-    """Those under way, and what became of those that have ended."""
+    """All open tickets, and the results of those that ended since the last `take_dones`."""
 
     def __init__(self) -> None:
         self._ids = count(1)
@@ -111,7 +112,7 @@ class Tickets:
         return len(self._open)
 
     def __iter__(self) -> Iterator[Ticket]:
-        """Over a copy: whoever looks at tickets may end them."""
+        """Iterates over a copy, because the caller may close tickets."""
         return iter(list(self._open.values()))
 
     @property
@@ -135,7 +136,7 @@ class Tickets:
         parents: Mapping[int, BlockKey | None] = NO_PARENTS,
     ) -> Ticket:
         if len(keys) != len(device_slots):
-            raise BookError(f"{len(keys)} blocks were named for {len(device_slots)} device slots")
+            raise BookError(f"got {len(keys)} blocks but {len(device_slots)} device slots")
         if len(set(keys)) != len(keys):
             raise BookError(f"a {direction.value} names a block twice")
         ticket_id = TicketId(next(self._ids))

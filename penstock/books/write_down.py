@@ -1,8 +1,8 @@
-"""Copies from HOST to the tiers below, behind the request that saved the blocks.
+"""WriteDown: copies blocks from HOST to the lower tiers, after the save itself is done.
 
-A block that is to be copied is leased in HOST until the copy has ended, so that it cannot be lost
-to a race; but tiers that are slow or hang may hold only half of HOST that way. What one has no
-time for is noted, and written when it has, unless HOST needs the room before.
+A queued block is leased in HOST until its copy ends, so that it cannot be evicted first. But slow
+or hanging tiers may lease only half of HOST this way. Further blocks wait without a lease, and are
+written later unless HOST evicts them before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.books.flights import Flights
-from penstock.books.ledgers import Books
+from penstock.books.ledgers import Ledgers
 from penstock.books.write_gate import WriteGate
 from penstock.errors import BookError
 from penstock.types import BlockKey, Direction, Slot, Tier, Transfer, Verdict
@@ -21,27 +21,27 @@ from penstock.types import BlockKey, Direction, Slot, Tier, Transfer, Verdict
 class _Queued(NamedTuple):
     slot: Slot
     tenant: str
-    parent: BlockKey | None  # the block that it follows in its chain
+    parent: BlockKey | None
 
 
 class WriteDown:
     def __init__(
         self,
-        books: Books,
+        ledgers: Ledgers,
         flights: Flights,
         tiers: Iterable[Tier],
         max_pending_blocks: int,
         gates: Mapping[Tier, WriteGate] | None = None,
     ) -> None:
         self.tiers = list(tiers)
-        self._books = books
+        self._ledgers = ledgers
         self._flights = flights
         self._gates = gates or {}
-        # Whether a tier wants to hear of every use, also of one that moves nothing.
+        # Whether a tier must know about every use, even of blocks that are not moved.
         self.counts_uses = any(
             tier in self._gates and self._gates[tier].from_second_use for tier in self.tiers
         )
-        most = books.host.capacity // (2 * max(1, len(self.tiers)))
+        most = ledgers.host.capacity // (2 * max(1, len(self.tiers)))
         self._max_leased = max(1, min(most, max_pending_blocks))
         self._queued: dict[Tier, OrderedDict[BlockKey, _Queued]] = {
             tier: OrderedDict() for tier in self.tiers
@@ -50,18 +50,18 @@ class WriteDown:
             tier: OrderedDict() for tier in self.tiers
         }
         self._num_flying = dict.fromkeys(self.tiers, 0)
-        books.on_host_removed.append(self._forget)
+        ledgers.on_host_removed.append(self._forget)
 
     def offer(
         self, keys: Sequence[BlockKey], tenant: str = "", parents: Sequence[BlockKey | None] = ()
     ) -> None:
-        """Queue READY blocks of HOST for every tier below that lacks and wants them.
+        """Queue READY blocks of HOST for every lower tier that lacks and accepts them.
 
-        `parents` names the block that each of them follows in its chain, where that is known.
+        `parents` names each block's parent in its prompt, where it is known.
         """
         parent_of = dict(zip(keys, parents, strict=False))
         for tier in self.tiers:
-            ledger, queued, later = self._books.lower[tier], self._queued[tier], self._later[tier]
+            ledger, queued, later = self._ledgers.lower[tier], self._queued[tier], self._later[tier]
             wanted = [
                 key
                 for key in keys
@@ -70,34 +70,34 @@ class WriteDown:
             wanted = self._let_through(tier, wanted, tenant)
             room = self._room(tier)
             now = wanted[:room]
-            leased = zip(now, self._books.host.lease(now), strict=True)
+            leased = zip(now, self._ledgers.host.lease(now), strict=True)
             queued.update((key, _Queued(slot, tenant, parent_of.get(key))) for key, slot in leased)
             later.update((key, (tenant, parent_of.get(key))) for key in wanted[room:])
 
     def can_plan(self, tier: Tier) -> bool:
-        """Whether there is something to write, and a slot to write it to."""
+        """Whether there is a block to write and a slot to write it to."""
         later = self._later[tier] and self._room(tier)
-        return bool(self._queued[tier] or later) and self._books.lower[tier].num_claimable > 0
+        return bool(self._queued[tier] or later) and self._ledgers.lower[tier].num_claimable > 0
 
     def plan(self, tier: Tier) -> None:
-        """Post one transfer. Only when `can_plan`."""
+        """Post one transfer. Call it only if `can_plan`."""
         queued, later = self._queued[tier], self._later[tier]
         max_blocks = self._flights.max_blocks(tier)
         num_more = min(len(later), max_blocks - len(queued), self._room(tier))
         for _ in range(num_more):
             key, (tenant, previous) = later.popitem(last=False)
-            (slot,) = self._books.host.lease([key])
+            (slot,) = self._ledgers.host.lease([key])
             queued[key] = _Queued(slot, tenant, previous)
-        num_blocks = min(len(queued), self._books.lower[tier].num_claimable, max_blocks)
+        num_blocks = min(len(queued), self._ledgers.lower[tier].num_claimable, max_blocks)
         batch = [queued.popitem(last=False) for _ in range(num_blocks)]
-        # Another instance may have been seen to write it meanwhile.
-        again = [entry for key, entry in batch if key in self._books.lower[tier]]
-        self._books.host.release([entry.slot for entry in again])
-        batch = [(key, entry) for key, entry in batch if key not in self._books.lower[tier]]
+        # A lookup may have shown meanwhile that another instance wrote it.
+        again = [entry for key, entry in batch if key in self._ledgers.lower[tier]]
+        self._ledgers.host.release([entry.slot for entry in again])
+        batch = [(key, entry) for key, entry in batch if key not in self._ledgers.lower[tier]]
         keys = [key for key, _ in batch]
         tenants = [entry.tenant for _, entry in batch]
         parents = [entry.parent for _, entry in batch]
-        slots = self._books.claim(tier, keys, parents)
+        slots = self._ledgers.claim(tier, keys, parents)
         self._num_flying[tier] += len(batch)
         self._flights.post(
             Tier.HOST,
@@ -110,18 +110,20 @@ class WriteDown:
         )
 
     def settle(self, transfer: Transfer, verdicts: Sequence[Verdict]) -> None:
+        """Settle a copy from HOST to a lower tier."""
         self._num_flying[transfer.target] -= len(transfer.keys)
-        self._books.host.release(transfer.source_slots)
-        self._books.conclude(transfer.target, transfer.keys, verdicts)
+        self._ledgers.host.release(transfer.source_slots)
+        self._ledgers.conclude(transfer.target, transfer.keys, verdicts)
 
     def leased_slots(self) -> list[Slot]:
-        """HOST slots held by blocks that wait to be written, for whoever audits the leases."""
+        """HOST slots of the queued blocks, for the audit."""
         return [entry.slot for queued in self._queued.values() for entry in queued.values()]
 
     def check(self) -> None:
+        """Raise BookError if the queues do not add up."""
         for tier, later in self._later.items():
-            if not all(map(self._books.host.is_ready, later)):
-                raise BookError(f"{tier.name} is to be given a block that HOST does not have")
+            if not all(map(self._ledgers.host.is_ready, later)):
+                raise BookError(f"a block that waits to be written to {tier.name} is not in HOST")
             flying = (f.transfer.keys for f in self._flights if f.transfer.target is tier)
             if sum(map(len, flying)) != self._num_flying[tier]:
                 raise BookError(f"the blocks being written to {tier.name} are miscounted")
@@ -130,7 +132,7 @@ class WriteDown:
         gate = self._gates.get(tier)
         if gate is None:
             return keys
-        now = self._books.now
+        now = self._ledgers.now
         passed: list[BlockKey] = []
         refusals: Counter[str] = Counter()
         for key in keys:
@@ -142,22 +144,22 @@ class WriteDown:
                 gate.charge(tenant, now)
                 passed.append(key)
         for refusal, num_blocks in refusals.items():
-            self._books.lose(Tier.HOST, tier, Verdict.DROPPED, num_blocks, refusal)
+            self._ledgers.lose(Tier.HOST, tier, Verdict.DROPPED, num_blocks, refusal)
         return passed
 
     def _room(self, tier: Tier) -> int:
-        """How many more blocks of HOST may be leased for copies to this tier."""
-        if self._books.is_resting(tier, Direction.SAVE):
+        """How many more blocks may be leased for copies to this tier."""
+        if self._ledgers.is_resting(tier, Direction.SAVE):
             return 0
         return max(0, self._max_leased - len(self._queued[tier]) - self._num_flying[tier])
 
     def _forget(self, keys: Sequence[BlockKey]) -> None:
-        """HOST gave these up before a tier below had time for them."""
+        """Forget blocks that HOST has evicted or dropped before they were written."""
         for tier, later in self._later.items():
             lost = [key for key in keys if key in later]
             for key in lost:
                 del later[key]
             if lost:
-                self._books.lose(
+                self._ledgers.lose(
                     Tier.HOST, tier, Verdict.DROPPED, len(lost), "the tier could not keep up"
                 )

@@ -1,7 +1,7 @@
-"""What a lower tier takes of what it is offered: by use, by day, by tenant. Pure.
+"""WriteGate: limits what is written to a lower tier, by use, per day and per tenant. Pure.
 
-Flash wears out and shared stores are shared: whoever pays may bound what is written. Without a
-bound everything is taken.
+Flash wears out, and shared stores have other users, so operators can bound the writes. Without a
+bound every block is accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_SEEN_ONCE = 1 << 17  # blocks remembered from their first use, about 20 MB
 
 
 class ByteWindow:
-    """How many bytes were noted within the last so many seconds, to a part in 24."""
+    """Counts the bytes of the last `seconds`, with a resolution of 1/24."""
 
     _NUM_PARTS = 24
 
@@ -43,7 +43,7 @@ class ByteWindow:
 
 
 class WriteGate:
-    """One tier's. A refusal is for this time: the next use of the block asks again."""
+    """The gate of one tier. A refused block is offered again at its next use."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class WriteGate:
         max_bytes_per_tenant: int | None = None,
         tenant_seconds: float = DAY_SECONDS,
     ) -> None:
-        """A tenant's bytes count for `tenant_seconds`, the time for which the store keeps them."""
+        """A tenant's bytes count for `tenant_seconds`, as long as the store keeps them."""
         self._block_bytes = block_bytes
         self.from_second_use = from_second_use
         self._seen_once: OrderedDict[BlockKey, None] = OrderedDict()
@@ -63,10 +63,10 @@ class WriteGate:
         self._max_bytes_per_tenant = max_bytes_per_tenant
         self._tenant_seconds = tenant_seconds
         self._tenants: dict[str, ByteWindow] = {}
-        self._look_at = _MIN_TENANTS
+        self._prune_at = _MIN_TENANTS
 
     def is_worth_it(self, key: BlockKey) -> bool:
-        """Note a use of a block that the tier lacks; whether it has been used often enough."""
+        """Count a use of a block that the tier lacks. Returns whether to write it now."""
         if not self.from_second_use:
             return True
         if key in self._seen_once:
@@ -78,7 +78,7 @@ class WriteGate:
         return False
 
     def refusal(self, tenant: str, now: float) -> str:
-        """Why one more block may not be written now; empty where it may."""
+        """Why one more block may not be written now; empty if it may."""
         most = self._max_bytes_per_day
         if most is not None and self._day.total(now) + self._block_bytes > most:
             return "the day's write budget is spent"
@@ -88,7 +88,7 @@ class WriteGate:
         return ""
 
     def charge(self, tenant: str, now: float) -> None:
-        """A block is about to be written. What then fails has cost its bytes all the same."""
+        """Count a block that is about to be written, even if the write fails later."""
         if self._max_bytes_per_day is not None:
             self._day.add(self._block_bytes, now)
         if self._max_bytes_per_tenant is not None:
@@ -96,8 +96,8 @@ class WriteGate:
 
     def _of(self, tenant: str, now: float) -> ByteWindow:
         if tenant not in self._tenants:
-            if len(self._tenants) >= self._look_at:  # those who wrote nothing of late are forgotten
+            if len(self._tenants) >= self._prune_at:  # forget tenants without recent writes
                 self._tenants = {n: w for n, w in self._tenants.items() if w.total(now)}
-                self._look_at = 2 * len(self._tenants) + _MIN_TENANTS
+                self._prune_at = 2 * len(self._tenants) + _MIN_TENANTS
             self._tenants[tenant] = ByteWindow(self._tenant_seconds)
         return self._tenants[tenant]

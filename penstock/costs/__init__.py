@@ -1,4 +1,4 @@
-"""Load or compute: measured rates in, a decision out. Pure."""
+"""Decides whether to load blocks or compute them, from measured rates. Pure."""
 
 from penstock.costs.rates import LinkRate, PrefillRate, break_even_tokens
 

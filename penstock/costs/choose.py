@@ -1,8 +1,8 @@
-"""Decide how much of a match to load and how much to compute. Pure.
+"""Decides how much of a match to load and how much to compute. Pure.
 
-From a tier that is slower than computing, both can work at once: the front of the prompt is
-computed, since every token needs those before it, while the back is loaded, until the two meet
-(Cake, arXiv 2410.03065).
+If a tier is slower than computing, both can run at once in a two-ended load: the front of the
+prompt is computed, because every token needs those before it, while the back is loaded, until the
+two meet (Cake, arXiv 2410.03065).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from penstock.types import Match, Run, Tier
 _Loading = Callable[[Sequence[Run]], float | None]
 _Computing = Callable[[int, int], float]
 
-# Both at once is more to do and to go wrong: it must be sooner by so much.
+# A two-ended load is more complex, so it must save at least this share of the time.
 _MIN_GAIN = 0.25
 _MIN_BLOCKS = 4
 _MIN_PATIENCE_SECONDS = 1.0
-# A link that looks slow is only measured by using it: one match in so many is loaded all the same.
-_LOOK_AGAIN = 32
+# Only loads measure a link. So load one match in 32 even if the link seems too slow.
+_PROBE_EVERY = 32
 
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """How many leading blocks of a match to load; seconds are None where nothing is known yet."""
+    """How many leading blocks of a match to load. Seconds are None while rates are unknown."""
 
     num_blocks: int
     load_seconds: float | None = None
-    compute_seconds: float | None = None  # what computing these blocks would take instead
-    num_two_ended: int = 0  # blocks behind them: loaded from the back, computed from the front
+    compute_seconds: float | None = None  # to compute these blocks instead
+    num_two_ended: int = 0  # blocks after them, for a two-ended load
 
     @property
     def patience_seconds(self) -> float | None:
-        """How long the load may take before computing is begun after all; None: not known.
+        """How long to wait for the load before computing after all; None if unknown.
 
-        Whoever waits longer than computing takes has lost already; twice that, and never less
-        than a moment, leaves room for what only happens now and then.
+        Twice the time computing would take, and at least a second: shorter limits would give up
+        loads because of a rare delay.
         """
         if self.compute_seconds is None:
             return None
@@ -55,11 +55,11 @@ def choose_load(
     rates: Mapping[Tier, LinkRate],
     prefill: PrefillRate | None,
 ) -> LoadChoice:
-    """The leading blocks whose loading saves most over computing them.
+    """Choose the number of leading blocks that saves the most time.
 
-    A match is a row of runs, each from one tier. The gain within a run is at its largest at one of
-    its ends: loading is linear in its length and computing convex. So only ends are tried. A step
-    is computed in any case, for the prompt's last token at least: its fixed part is not saved.
+    A match consists of runs, each from one tier. Within a run, loading time is linear and computing
+    time convex, so the largest saving is at one of its ends and only ends are tried. One step is
+    always computed, at least for the prompt's last token, so its fixed time is never saved.
     """
     best = LoadChoice(0, 0.0, 0.0)
     best_gain = 0.0
@@ -69,7 +69,7 @@ def choose_load(
         loading = load_seconds(match.runs[: index + 1], block_bytes, rates)
         if prefill is None:
             return LoadChoice(match.num_blocks)
-        if loading is None:  # to load is how a link's rate becomes known; but not at any price
+        if loading is None:  # load it, to measure the link, but with a limit on the wait
             num_tokens = match.num_blocks * block_tokens
             return LoadChoice(match.num_blocks, None, prefill.seconds(num_tokens, num_past_tokens))
         computing = prefill.seconds(num_blocks * block_tokens, num_past_tokens)
@@ -92,7 +92,7 @@ def choose_two_ended(
     rates: Mapping[Tier, LinkRate],
     prefill: PrefillRate,
 ) -> LoadChoice:
-    """`plain`, or, where that is sooner, fewer leading blocks and a meeting behind them."""
+    """Return `plain`, or fewer leading blocks and a two-ended load after them if that is faster."""
 
     def loading(runs: Sequence[Run]) -> float | None:
         return load_seconds(runs, block_bytes, rates) if runs else 0.0
@@ -114,22 +114,22 @@ def choose_two_ended(
         lead = loading(_head(match.runs, start))
         if lead is None or num_all - start < _MIN_BLOCKS:
             break
-        meeting = _meet(match.runs, start, loading, computing)
-        if meeting is not None and lead + meeting < best_seconds:
-            best_seconds = lead + meeting
+        both = _two_ended_seconds(match.runs, start, loading, computing)
+        if both is not None and lead + both < best_seconds:
+            best_seconds = lead + both
             best = LoadChoice(start, lead, computing(0, start), num_two_ended=num_all - start)
     return best
 
 
-def _meet(
+def _two_ended_seconds(
     runs: Sequence[Run],
     start: int,
     loading: _Loading,
     computing: _Computing,
 ) -> float | None:
-    """Seconds until front and back meet, between `start` and the end of the match."""
+    """Seconds until a two-ended load from `start` to the end of the match is complete."""
     end = sum(run.num_blocks for run in runs)
-    low, high = start, end  # the front ends between these
+    low, high = start, end  # the front and the back meet between these
     while low < high:
         middle = (low + high) // 2
         back = loading(_tail(runs, end - middle))
@@ -144,7 +144,7 @@ def _meet(
 
 
 def _head(runs: Sequence[Run], num_blocks: int) -> list[Run]:
-    """The runs of the first so many blocks."""
+    """The runs of the first `num_blocks` blocks."""
     found: list[Run] = []
     for run in runs:
         taken = min(run.num_blocks, num_blocks)
@@ -155,23 +155,25 @@ def _head(runs: Sequence[Run], num_blocks: int) -> list[Run]:
 
 
 def _tail(runs: Sequence[Run], num_blocks: int) -> list[Run]:
-    """The runs of the last so many blocks."""
+    """The runs of the last `num_blocks` blocks."""
     return _head(runs[::-1], num_blocks)[::-1]
 
 
 class LoadOrCompute:
+    """Decides for each match, with rates measured by this client."""
+
     def __init__(self, block_bytes: int, block_tokens: int) -> None:
         self._block_bytes = block_bytes
         self._block_tokens = block_tokens
         self._meter = PrefillMeter()
-        self._num_spurned = 0
+        self._num_declined = 0
 
     @property
     def prefill(self) -> PrefillRate | None:
         return self._meter.rate
 
     def observe(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """A step computed these (tokens, past tokens). Steps that also decode tell us little."""
+        """Learn from a step that computed these (tokens, past tokens). Skips steps that decode."""
         if all(num_tokens > 1 for num_tokens, _ in chunks):
             self._meter.observe(chunks, seconds)
 
@@ -183,7 +185,7 @@ class LoadOrCompute:
         *,
         can_load_two_ended: bool = False,
     ) -> LoadChoice:
-        """`can_load_two_ended`: the client can compute the front while the back loads."""
+        """Choose what to load. `can_load_two_ended`: the client supports two-ended loads."""
         choice = choose_load(
             match,
             block_bytes=self._block_bytes,
@@ -204,7 +206,7 @@ class LoadOrCompute:
             )
         if choice.num_blocks or choice.num_two_ended or not match.num_blocks:
             return choice
-        self._num_spurned += 1
-        if self._num_spurned % _LOOK_AGAIN:
+        self._num_declined += 1
+        if self._num_declined % _PROBE_EVERY:
             return choice
         return LoadChoice(match.num_blocks, choice.load_seconds, choice.compute_seconds)

@@ -1,4 +1,4 @@
-"""Rates learnt from what was seen: of links, and of prefill. Pure; they hold no clock."""
+"""Meters: learn the rates of links and of prefill from observations. Pure; they have no clock."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from penstock.costs.rates import LinkRate, PrefillRate
 from penstock.errors import ConfigError
 from penstock.events import Moved
 
-# A clock that steps can claim any duration; nothing measured here takes a day.
+# If the clock jumps, it may report any duration. Nothing measured here takes a day.
 _MAX_OBSERVED_SECONDS = 86_400.0
 _MAX_OBSERVED_BYTES = 1 << 63
 _MAX_BYTES_PER_SECOND = 1e15
 
 
 class PrefillMeter:
-    """Learns a `PrefillRate` from steps as they end; recent ones weigh more.
+    """Learns a `PrefillRate` from steps as they end. Recent steps weigh more.
 
-    It fits `seconds = fixed + a tokens + b pairs`, none of them below 0. Fixed and quadratic parts
-    are believed only as far as the steps tell them apart from the linear one; and no step's fixed
-    part is longer than the shortest step, which matters when all of late were alike.
+    It fits `seconds = fixed + a * tokens + b * pairs` with no coefficient below 0. The fixed and
+    quadratic parts are used only as far as the data separates them from the linear part. The fixed
+    part never exceeds the shortest step, which matters if all recent steps were alike.
     """
 
-    _MAX_SURPRISE = 8.0  # as for links: one stall must not look like the rule
+    _MAX_SURPRISE = 8.0  # one stall must not dominate: see `RateMeter`
     _DOUBT = 1e-3
-    _TOKENS = 256.0  # scales of the features, so that the sums are of like size
+    _TOKENS = 256.0  # scales of the features, so that the sums have similar sizes
     _PAIRS = 256.0 * 2048.0
 
     def __init__(self, weight: float = 0.05) -> None:
@@ -38,11 +38,11 @@ class PrefillMeter:
 
     @property
     def rate(self) -> PrefillRate | None:
-        """What was learnt; None before the first observation."""
+        """The learned rate; None before the first observation."""
         return self._rate
 
     def observe(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Note that one step computed these (tokens, past tokens) in so many seconds."""
+        """Learn from a step that computed these (tokens, past tokens) in `seconds`."""
         num_tokens = sum(tokens for tokens, _ in chunks)
         if not (num_tokens and 0 < seconds < _MAX_OBSERVED_SECONDS):
             return
@@ -75,10 +75,10 @@ class PrefillMeter:
             worst = min(kept, key=lambda index: found[index])
             if found[worst] >= 0 or len(kept) == 1:
                 return found
-            kept.remove(worst if worst != 0 else kept[-1])  # the linear part stays
+            kept.remove(worst if worst != 0 else kept[-1])  # always keep the linear part
 
     def _solve(self, kept: Sequence[int], fixed: float) -> list[float]:
-        """Least squares over the kept features, by elimination; `fixed` or 0 for the others."""
+        """Least squares over the kept features, by Gaussian elimination."""
         matrix = [
             [self._squares[row][column] for column in kept]
             + [self._products[row] - fixed * self._squares[row][2]]
@@ -101,26 +101,26 @@ class PrefillMeter:
 
 
 class RateMeter:
-    """Learns a `LinkRate` from transfers as they end; recent ones weigh more.
+    """Learns a `LinkRate` from transfers as they end. Recent transfers weigh more.
 
-    It fits a line through (bytes, seconds): the slope is the rate, the intercept the latency.
-    Where all transfers are about the same size a line cannot be told from its intercept, and
-    everything is put down to the rate. Either way the mean transfer is predicted as measured.
+    It fits a line through (bytes, seconds): the slope gives the rate, the intercept the latency.
+    If all transfers have about the same size, the two cannot be separated, and all time is
+    attributed to the rate. In both cases the prediction for an average transfer is as measured.
     """
 
-    # A transfer this many times slower than expected counts as only so slow: after one stall,
-    # loads would look so dear that none is tried, and nothing would ever correct the estimate.
+    # Slower transfers count as this many times slower than expected. Otherwise, after one stall,
+    # loads would seem too slow to try, and nothing would ever correct the estimate.
     _MAX_SURPRISE = 8.0
-    # Sizes that spread by less than this share of their mean say nothing about latency.
+    # Sizes that vary by less than this share of their mean reveal nothing about latency.
     _TELLING_SPREAD = 0.05
-    # However the noise falls, latency never explains more than all but this share of the time.
+    # At least this share of the time is always attributed to the rate, despite noise.
     _MIN_RATE_SHARE = 0.01
 
     def __init__(self, weight: float = 0.1, *, of_whole_loads: bool = False) -> None:
-        """`weight` is that of the newest observation, once there are 1 / weight of them.
+        """`weight` is the weight of the newest observation, once there are 1 / weight of them.
 
-        What was learnt from parts of loads holds for loads of any size; from whole loads, only
-        for such as are not far larger than those seen.
+        A rate learned from parts of loads is valid for any size. A rate learned from whole loads
+        is valid only up to a few times the largest load seen.
         """
         if not 0 < weight <= 1:
             raise ConfigError(f"weight is {weight}: expected a number above 0 and up to 1")
@@ -138,11 +138,11 @@ class RateMeter:
 
     @property
     def rate(self) -> LinkRate | None:
-        """What was learnt; None before the first observation."""
+        """The learned rate; None before the first observation."""
         if self._num_observations == 0:
             return None
         through_origin = self._mean_seconds / self._mean_bytes
-        # The second terms are as if `prior` of the evidence spoke for the line through the origin.
+        # The second terms act as a prior for the line through the origin.
         prior = (self._TELLING_SPREAD * self._mean_bytes) ** 2
         slope = (self._covariance + prior * through_origin) / (self._variance + prior)
         slope = min(max(slope, self._MIN_RATE_SHARE * through_origin), through_origin)
@@ -151,17 +151,17 @@ class RateMeter:
         return LinkRate(1 / slope, latency, self._largest_bytes)
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """Note that moving `num_bytes` took `seconds`. What cannot have been is passed over."""
+        """Learn that moving `num_bytes` took `seconds`. Ignores impossible values."""
         if not (
             0 < num_bytes < _MAX_OBSERVED_BYTES and 0 < seconds < _MAX_OBSERVED_SECONDS
-        ):  # an empty transfer, a clock too coarse or set back, nan
+        ):  # an empty transfer, a coarse clock or one that was set back, nan
             return
         if (rate := self.rate) is not None:
             expected = max(rate.seconds(num_bytes), self._mean_seconds)
             seconds = min(seconds, self._MAX_SURPRISE * expected)
         self._num_observations += 1
         self._largest_bytes = max(self._largest_bytes, num_bytes)
-        # At first a plain mean, or the first observation would outweigh the next ones.
+        # Start with a plain mean. Otherwise the first observation would outweigh the next.
         weight = max(self._weight, 1 / self._num_observations)
         more_bytes = num_bytes - self._mean_bytes
         more_seconds = seconds - self._mean_seconds
@@ -172,10 +172,10 @@ class RateMeter:
 
 
 class LinkMeter:
-    """The rate of a link over which several transfers run side by side.
+    """Learns the rate of a link with concurrent transfers.
 
-    One that took a second beside three others did not keep the link busy for a second. So each
-    counts for the time since the one before it ended; those that end together count as one.
+    A transfer that took a second beside three others did not use the link for a whole second. So
+    each counts for the time since the previous one ended; those that end together count as one.
     """
 
     _MIN_SECONDS = 1e-4
@@ -199,10 +199,10 @@ class LinkMeter:
 
 
 class WaitMeter:
-    """What loads take, as those see it who wait for them, several at once perhaps.
+    """Learns how long whole loads take, as clients see it; several loads may run at once.
 
-    The last of many waited for all the others; still each cost only the time since the ones before
-    it ended.
+    Each load counts only for the time since the previous one ended, because the last of many
+    concurrent loads waits for all the others.
     """
 
     def __init__(self) -> None:
@@ -214,6 +214,6 @@ class WaitMeter:
         return self._meter.rate
 
     def observe(self, num_bytes: int, started: float, ended: float) -> None:
-        """So many bytes, of one load or of several, the first of which began then, ended now."""
+        """Learn that loads of `num_bytes` in total, the first begun at `started`, have ended."""
         self._meter.observe(num_bytes, ended - max(started, self._last_end))
         self._last_end = ended

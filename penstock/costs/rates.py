@@ -1,4 +1,4 @@
-"""Load or recompute: measured rates in, seconds out. Pure; it holds no clock."""
+"""Rates of links and of prefill, and the time that loading or computing takes. Pure."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from fractions import Fraction
 from penstock.errors import ConfigError
 from penstock.types import Tier
 
-# One small transfer that stalled must not stand for all the large ones that were never tried.
+# A rate is used for sizes up to this many times the largest measured: a small transfer that
+# stalled says little about large ones.
 _MAX_STRETCH = 4
 
 
 def _check_rate(name: str, value: float) -> None:
     if not 0 < value < math.inf:
-        raise ConfigError(f"{name} is {value}: expected a number above 0; measure or correct it")
+        raise ConfigError(f"{name} is {value}: expected a number above 0; correct it")
 
 
 def _check_cost(name: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        raise ConfigError(f"{name} is {value}: expected 0 or more; measure or correct it")
+        raise ConfigError(f"{name} is {value}: expected 0 or more; correct it")
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """What it takes to move bytes over a link: `latency + bytes / rate`, or 0 for no bytes."""
+    """The time to move bytes over a link: `latency + bytes / rate`, or 0 for no bytes."""
 
     bytes_per_second: float
     latency_seconds: float = 0.0
-    # Learnt from transfers up to this size: what far larger ones take is not known by it.
+    # The largest transfer it was learned from. It says little about much larger ones.
     largest_bytes: float = math.inf
 
     def __post_init__(self) -> None:
@@ -38,6 +39,7 @@ class LinkRate:
         _check_cost("latency_seconds", self.latency_seconds)
 
     def knows(self, num_bytes: float) -> bool:
+        """Whether the rate is valid for this size."""
         return num_bytes <= _MAX_STRETCH * self.largest_bytes
 
     def seconds(self, num_bytes: float) -> float:
@@ -48,14 +50,14 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRate:
-    """What it takes to compute the KV of `n` tokens behind `past` others:
+    """The time to compute the KV of `n` tokens after `past` others:
 
         fixed + n / tokens_per_second + quadratic * ((past + n)^2 - past^2)
 
-    The middle term is the matrix products, the same for every token. The last is attention:
-    each token reads all before it, so a whole prompt costs its length squared, and the tail of
-    one costs the whole less the head. Hence, fixed parts aside (one per call),
-    `seconds(n, past) == seconds(past + n) - seconds(past)`. No tokens take no time.
+    The middle term is the matrix products, the same for every token. The last term is attention:
+    each token reads all tokens before it, so a whole prompt costs its length squared. Apart from
+    the fixed part (one per call), `seconds(n, past) == seconds(past + n) - seconds(past)`.
+    No tokens take no time.
     """
 
     tokens_per_second: float
@@ -70,7 +72,7 @@ class PrefillRate:
     def seconds(self, num_tokens: int, num_past_tokens: int = 0) -> float:
         if num_tokens <= 0:
             return 0.0
-        # (past + n)^2 - past^2, without the cancellation.
+        # (past + n)^2 - past^2, without cancellation errors.
         pairs = num_tokens * (num_tokens + 2 * num_past_tokens)
         return (
             self.fixed_seconds
@@ -82,16 +84,16 @@ class PrefillRate:
 def break_even_tokens(
     link: LinkRate, prefill: PrefillRate, kv_bytes_per_token: float, max_tokens: int = 1 << 20
 ) -> int | None:
-    """The shortest prompt from which on, up to `max_tokens`, loading is faster than computing.
+    """The shortest prompt from which loading is faster than computing, up to `max_tokens`.
 
-    None when a prompt of `max_tokens` is still computed faster: whoever loads more slowly at
-    that length may win below it, but not from some length on.
+    None if computing is still faster at `max_tokens`, even if loading is faster for some shorter
+    prompts.
     """
     _check_rate("kv_bytes_per_token", kv_bytes_per_token)
     if max_tokens < 1:
         return None
-    # What loading gains, gain(n) = constant + linear n + square n^2, in exact numbers so that
-    # the answer does not hang on rounding where the two are close.
+    # Time saved by loading: gain(n) = constant + linear * n + square * n^2. Computed in fractions,
+    # so that the answer does not depend on rounding when the two are close.
     constant = Fraction(prefill.fixed_seconds) - Fraction(link.latency_seconds)
     linear = 1 / Fraction(prefill.tokens_per_second) - Fraction(kv_bytes_per_token) / Fraction(
         link.bytes_per_second
@@ -103,8 +105,8 @@ def break_even_tokens(
 
     if not gains(max_tokens):
         return None
-    # The gain is convex: it falls until its lowest point and rises from there, so beyond that
-    # point a search by halves is safe, and before it a gain need not last.
+    # The gain is convex: it falls to its minimum and then rises. After the minimum, bisection
+    # works; before it, a gain may be lost again.
     lowest = 1
     if linear < 0:
         lowest = max_tokens if square == 0 else min(max_tokens, round(-linear / (2 * square)))
@@ -124,9 +126,9 @@ def break_even_tokens(
 def load_seconds(
     runs: Sequence[tuple[Tier, int]], block_bytes: int, rates: Mapping[Tier, LinkRate]
 ) -> float | None:
-    """How long blocks take to the device: tiers stream side by side, all cross HOST's link.
+    """How long loading these runs takes. Tiers work in parallel, and all share HOST's link.
 
-    None while no link they need has been measured, or not with anything like as many bytes.
+    None if no link they need has been measured, or only with far fewer bytes.
     """
     counts = {Tier.HOST: sum(count for _, count in runs)}
     for tier, count in runs:

@@ -1,4 +1,4 @@
-"""Residency policies: which idle block goes when room is needed. One file each, all pure."""
+"""Eviction policies: which idle block to evict when room is needed. One file each, all pure."""
 
 from __future__ import annotations
 

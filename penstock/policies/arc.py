@@ -1,13 +1,13 @@
-"""ARC: recency and frequency share the tier, and what is missed after eviction moves the border.
+"""ARC: splits the tier between recency and frequency, and adapts the split to its misses.
 
 Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. Blocks used once
-since they came and blocks used more often are two LRU lists (the paper's T1 and T2); each has its
-ghosts, the keys it evicted of late (B1, B2). A ghost that comes back says which list was too short,
-and the share of the first (p) is moved that way. There is nothing to tune.
+and blocks used more often are in two LRU lists (the paper's T1 and T2). Each list has ghosts, the
+keys it evicted recently (B1, B2). A ghost that returns shows which list was too short, and the
+target size of the first (p) is adjusted. There is nothing to tune.
 
-The paper evicts for one page that it knows; a tier makes room for several at once, and hears of
-them when they have come. So ghosts are asked in `insert`, and the border as it then stands serves
-the next `pick`. At most 2 * capacity keys are known in all, held ones included.
+The paper evicts for one page at a time. A tier makes room for several blocks at once, before it
+knows them. So ghosts are checked in `insert`, and the adjusted target is used by the next `pick`.
+At most 2 * capacity keys are known in total, including those held.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ARC(Policy):
         self._often: _Queue = OrderedDict()
         self._ghosts_once: _Ghosts = OrderedDict()
         self._ghosts_often: _Ghosts = OrderedDict()
-        self._max_once = 0.0  # the border: where `_once` is longer, it pays
+        self._max_once = 0.0  # target size: if `_once` is longer, evict from it
 
     def __len__(self) -> int:
         return len(self._once) + len(self._often) + len(self._demoted)
@@ -70,10 +70,10 @@ class ARC(Policy):
         self._demoted[key] = None
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        taken: list[tuple[_Queue, BlockKey]] = []  # victims, and leased blocks passed on the way
+        taken: list[tuple[_Queue, BlockKey]] = []  # victims and skipped leased blocks
         leased: list[tuple[_Queue, BlockKey]] = []
-        num_once = len(self._once)  # with leased ones: they take their share of the room
-        while len(taken) - len(leased) < num_victims and (queue := self._paying(num_once)):
+        num_once = len(self._once)  # including leased ones, because they occupy room
+        while len(taken) - len(leased) < num_victims and (queue := self._next_list(num_once)):
             key, _ = queue.popitem(last=False)
             taken.append((queue, key))
             if not is_idle(key):
@@ -86,17 +86,17 @@ class ARC(Policy):
                 queue.move_to_end(key, last=False)
             return []
         for queue, key in leased:
-            queue[key] = None  # leased means in use: it belongs at the recent end
+            queue[key] = None  # a leased block is in use, so it is recent
         victims = [(queue, key) for queue, key in taken if key not in queue]
         for queue, key in victims:
-            # A demoted block was not this policy's choice: its return would teach nothing.
+            # A demoted block was not this policy's choice, so there is nothing to learn.
             if queue is not self._demoted:
                 ghosts = self._ghosts_once if queue is self._once else self._ghosts_often
                 ghosts[_ghost(key)] = None
         return [key for _, key in victims]
 
-    def _paying(self, num_once: int) -> _Queue:
-        """The list that gives the next block; an empty one if there is none."""
+    def _next_list(self, num_once: int) -> _Queue:
+        """The list to evict from next; an empty one if there is nothing left."""
         if self._demoted:
             return self._demoted
         from_once = self._once and (num_once > self._max_once or not self._often)
@@ -108,7 +108,7 @@ class ARC(Policy):
         return self._often if key in self._often else self._demoted
 
     def _forget_ghosts(self) -> None:
-        """Know no more than `capacity` blocks used once and twice as many in all."""
+        """Know at most `capacity` blocks used once, and 2 * capacity in total."""
         while self._ghosts_once and len(self._once) + len(self._ghosts_once) > self._capacity:
             self._ghosts_once.popitem(last=False)
         max_ghosts = 2 * self._capacity - len(self)
@@ -117,5 +117,5 @@ class ARC(Policy):
 
 
 def _ghost(key: BlockKey) -> int:
-    """Eight bytes of a hash name a block well enough to learn from, in half the memory."""
+    """Eight bytes of the key: precise enough to learn from, in half the memory."""
     return int.from_bytes(key[:8], "little")

@@ -12,45 +12,45 @@ class Policy(Protocol):
     """Orders the READY blocks of one tier. Pure: no I/O, no clock, no randomness.
 
     The ledger calls `insert` when a block becomes READY, `touch` when it is used, and `forget`
-    when it is dropped for another reason than eviction. Leased blocks stay in the order and are
-    stepped over by `pick`.
+    when it is dropped for a reason other than eviction. Leased blocks stay in the order, and `pick`
+    skips them.
 
-    A prompt's blocks come and are used from its first to its last. None is of use without those
-    before it: who uses a block has used them too, whether or not this tier was asked for them.
+    A prompt's blocks are inserted and used from first to last. A block is useless without those
+    before it, so a use of a block implies a use of them, even if this tier was not asked for them.
     """
 
     def __len__(self) -> int: ...
 
     def admit(self, key: BlockKey) -> bool:
-        """Whether a block not held now is worth writing to this tier. Changes nothing."""
+        """Whether a block that the tier lacks is worth writing to it. Changes nothing."""
         ...
 
     def insert(self, key: BlockKey, parent: BlockKey | None = None) -> None:
-        """`parent` is the block that this one follows in its prompt; None: nothing, or unknown."""
+        """Add a block. `parent` is the block before it in its prompt, or None if unknown."""
         ...
 
     def insert_all(self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]) -> None:
-        """As `insert` of each in turn; for those who can do it faster."""
+        """Insert each in turn. Override it if that can be done faster."""
         for key, parent in zip(keys, parents, strict=True):
             self.insert(key, parent)
 
     def touch(self, key: BlockKey) -> None: ...
 
     def touch_all(self, keys: Sequence[BlockKey]) -> None:
-        """As `touch` of each in turn; for those who can do it faster."""
+        """Touch each in turn. Override it if that can be done faster."""
         for key in keys:
             self.touch(key)
 
     def forget(self, key: BlockKey) -> None: ...
 
     def demote(self, key: BlockKey) -> None:
-        """Somebody knows that a block will not be used again soon: let it go first."""
+        """Evict a block first, because it is known not to be used again soon."""
         ...
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        """Choose blocks to evict and take them out of the order.
+        """Choose blocks to evict and remove them from the order.
 
-        Returns exactly `num_victims` idle keys or, if there are fewer, an empty list; then no
-        key has left the order, though the order itself may have aged.
+        Returns exactly `num_victims` idle keys. If there are fewer, it returns an empty list and
+        removes none, though the order itself may have aged.
         """
         ...

@@ -1,10 +1,10 @@
-"""LFU with ageing: what is used most often stays, unless all its uses lie long back.
+"""LFU with ageing: keeps the blocks used most often, unless all their uses are long ago.
 
 LFU-DA of Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating content management techniques
 for web proxy caches", ACM SIGMETRICS Performance Evaluation Review 27(4), 2000. A block's worth is
-how often it was used while here, plus the tier's age when it was last used; the age is the worth of
-the last block evicted. So a block that was popular once is overtaken by what came later, and no
-counter is ever halved in one long go.
+its number of uses in this tier plus the tier's age at its last use. The age is the worth of the
+last block evicted. So newer blocks overtake a block that was popular long ago, and no pass over all
+counters is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from penstock.policies.base import Policy
 from penstock.types import BlockKey
 
-_DEMOTED = 0  # below all that blocks can be worth
+_DEMOTED = 0  # less than the worth of any block
 _MAX_STALE = 64
 
 
@@ -42,8 +42,8 @@ class LFU(Policy):
     def __init__(self, capacity: int) -> None:
         self._age = 0
         self._shelf_of: dict[BlockKey, _Shelf] = {}
-        self._shelves: dict[int, _Shelf] = {}  # by worth; none is empty
-        self._worths: list[int] = []  # a heap of theirs, and of some that are gone
+        self._shelves: dict[int, _Shelf] = {}  # by worth; never empty
+        self._worths: list[int] = []  # a heap; may contain worths whose shelf is gone
 
     def __len__(self) -> int:
         return len(self._shelf_of)
@@ -82,7 +82,7 @@ class LFU(Policy):
         if victims:
             self._age = max(self._age, victims[-1].worth)
         for key, uses, worth, idle in taken:
-            if not idle:  # in use, so last used at the present age; that is no further use
+            if not idle:  # in use now, so update its age but not its uses
                 self._put(key, uses, worth if worth == _DEMOTED else self._age + uses)
         return [block.key for block in victims]
 
@@ -99,7 +99,7 @@ class LFU(Policy):
         uses = shelf.uses_of.pop(key)
         if not shelf.uses_of:
             del self._shelves[shelf.worth]
-            # A block that is used again and again leaves a worth behind each time.
+            # Every use of a block may leave a stale worth in the heap.
             if len(self._worths) > 2 * len(self._shelves) + _MAX_STALE:
                 self._worths = list(self._shelves)
                 heapify(self._worths)

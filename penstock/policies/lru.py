@@ -1,4 +1,4 @@
-"""Least recently used: the baseline every other policy is measured against."""
+"""Least recently used: the baseline for all other policies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LRU(Policy):
             if is_idle(key):
                 victims.append(key)
             else:
-                self._order[key] = None  # leased means in use: it belongs at the recent end
+                self._order[key] = None  # a leased block is in use, so it is recent
         if len(victims) < num_victims:
             for key in reversed(victims):
                 self._order[key] = None

@@ -1,8 +1,8 @@
-"""Least recently used, aware of prefixes: a prompt is evicted from its tail, its head goes last.
+"""Least recently used, aware of prefixes: a prompt is evicted from its end.
 
-What every prefix cache in use does in some form; the tree of SGLang's RadixAttention (Zheng et
-al., "SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024) evicts the
-least recently used leaf. Runs of blocks stand for its nodes here.
+All prefix caches do this in some form. The tree of SGLang's RadixAttention (Zheng et al., "SGLang:
+Efficient Execution of Structured Language Model Programs", NeurIPS 2024) evicts the least recently
+used leaf. Here runs of blocks take the place of tree nodes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class PrefixLRU(Policy):
             del self._order[run]
 
     def demote(self, key: BlockKey) -> None:
-        _, behind = self._runs.split(key)
-        self._order[behind] = None
-        self._order.move_to_end(behind, last=False)
+        _, tail = self._runs.split(key)
+        self._order[tail] = None
+        self._order.move_to_end(tail, last=False)
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
         victims, emptied = self._runs.evict(lambda: self._order, num_victims, is_idle)
@@ -59,7 +59,7 @@ class PrefixLRU(Policy):
         self._runs.check(self._order)
 
     def _join(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
-        """Blocks that follow each other were used just now."""
+        """Add consecutive blocks that were used just now."""
         run = self._runs.ending_with(parent)
         if run is None:
             run = self._runs.start(parent)

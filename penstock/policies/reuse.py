@@ -1,12 +1,12 @@
-"""Expected reuse: keep what is most likely to be used soon, as learnt from what was.
+"""Reuse: keeps the blocks that are most likely to be used soon, as learned from earlier reuse.
 
-Every block is as large as any other and takes about as long to recompute, so expected hits per
-block and time is what a slot earns. See `reuse_rates` for how that is learnt and `runs` for the
-order within a prompt. What was evicted is remembered for a while (Zhou et al.'s ghosts, "The
-Multi-Queue Replacement Algorithm for Second Level Buffer Caches", USENIX ATC 2001), so that reuse
-is also learnt of blocks that could not be kept, and their uses go on being counted.
+All blocks have the same size and take about as long to recompute, so a slot is worth the expected
+hits per block and time. `reuse_rates` learns these, and `runs` gives the order within a prompt.
+Evicted blocks are remembered for a while as ghosts (Zhou et al., "The Multi-Queue Replacement
+Algorithm for Second Level Buffer Caches", USENIX ATC 2001), so that their reuse is learned too and
+their uses continue to be counted.
 
-Where what was learnt does not help, recency decides: see `trial`.
+If this does not help, recency decides: see `trial`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from penstock.policies.trial import Trial
 from penstock.types import BlockKey
 
 _MIN_LEARNING_BLOCKS = 1024
-_MAX_GHOSTS = 1 << 17  # some 30 MB
+_MAX_GHOSTS = 1 << 17  # about 30 MB
 
 
 class _Shelf(OrderedDict[PromptRun, None]):
     """Runs of one kind and age, least recently used first."""
 
-    __slots__ = ("due", "stays")
+    __slots__ = ("due", "max_age")
 
-    def __init__(self, stays: float = math.inf) -> None:
+    def __init__(self, max_age: float = math.inf) -> None:
         super().__init__()
-        self.stays = stays  # age at which a run has outgrown it
-        self.due = math.inf  # when the first of its runs has, at the earliest
+        self.max_age = max_age  # age at which a run moves to the next shelf
+        self.due = math.inf  # no run moves before this time
 
 
 class _Ghost(NamedTuple):
-    """A run that was evicted, by its first block."""
+    """An evicted run, known by its first block."""
 
     uses: int
     tick: int
@@ -46,7 +46,7 @@ class _Ghost(NamedTuple):
 
 
 class _Returning(NamedTuple):
-    """What follows a ghost's first block is that ghost's, too."""
+    """The ghost that is being inserted again: the blocks after its first one belong to it too."""
 
     last: BlockKey | None
     uses: int
@@ -57,16 +57,16 @@ class Reuse(Policy):
     def __init__(self, capacity: int) -> None:
         self._runs = Runs()
         self._rates = ReuseRates(capacity)
-        self._now = 0  # blocks that came so far
-        self._ages_next = 0  # when the first block can have grown older by a shelf
+        self._now = 0  # blocks inserted so far
+        self._ages_next = 0  # no run changes its shelf before this time
         self._learning_blocks = max(_MIN_LEARNING_BLOCKS, capacity // 4)
-        # By kind and age. What is of the last age stays there.
-        stays = [*self._rates.starts[1:-1], math.inf]
-        self._shelves = [[_Shelf(age) for age in stays] for _ in range(NUM_KINDS)]
+        # By kind and age. Runs of the last age stay there.
+        max_ages = [*self._rates.starts[1:-1], math.inf]
+        self._shelves = [[_Shelf(age) for age in max_ages] for _ in range(NUM_KINDS)]
         self._oldest_first = [
             (shelves[age], age, shelves)
             for shelves in self._shelves
-            for age in reversed(range(len(stays) - 1))
+            for age in reversed(range(len(max_ages) - 1))
         ]
         self._shelf_of: OrderedDict[PromptRun, _Shelf] = OrderedDict()  # least recently used first
         self._trial = Trial(capacity, self._rates.worth)
@@ -105,7 +105,7 @@ class Reuse(Policy):
         run, parent, taken = self._runs.take(key)
         count = len(taken)
         if run.is_empty:
-            count += run.num_evicted  # its tail would have been used as well
+            count += run.num_evicted  # its evicted tail would have been used too
             self._unshelve(run)
         self._rates.reused(run.uses, self._now - run.tick, count)
         self._join(taken, parent, run.uses + 1, self._now)
@@ -120,9 +120,9 @@ class Reuse(Policy):
             self._unshelve(run)
 
     def demote(self, key: BlockKey) -> None:
-        _, behind = self._runs.split(key)
-        self._shelve(behind, self._demoted)
-        self._shelf_of.move_to_end(behind, last=False)
+        _, tail = self._runs.split(key)
+        self._shelve(tail, self._demoted)
+        self._shelf_of.move_to_end(tail, last=False)
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
         self._age()
@@ -138,7 +138,7 @@ class Reuse(Policy):
         self._runs.check(self._in_order())
 
     def _uses_of(self, key: BlockKey, parent: BlockKey | None) -> int:
-        """1 for a block never seen; one more than before for one that was evicted."""
+        """The uses of an inserted block: 1 if it is new, one more than before for a ghost."""
         ghost = self._ghosts.pop(key, None)
         if ghost is not None:
             self._rates.reused(ghost.uses, self._now - ghost.tick, ghost.num_blocks)
@@ -153,7 +153,7 @@ class Reuse(Policy):
     def _join(
         self, keys: Sequence[BlockKey], parent: BlockKey | None, uses: int, since: int
     ) -> None:
-        """Blocks that follow each other were used, from `since` on, for so many times in all."""
+        """Add consecutive blocks, each used `uses` times by now, the first at time `since`."""
         kind = self._rates.begin(uses, len(keys))
         self._trial.use(keys, parent, kind, since)
         youngest = self._shelves[kind][0]
@@ -173,9 +173,9 @@ class Reuse(Policy):
             shelf.move_to_end(run)
             return
         if (old := self._shelf_of.get(run)) is not None:
-            del old[run]  # it keeps its place among those used before and after it
+            del old[run]  # its place in the order of recency stays
         if not shelf:
-            shelf.due = run.tick + shelf.stays
+            shelf.due = run.tick + shelf.max_age
         shelf[run] = None
         self._shelf_of[run] = shelf
 
@@ -185,7 +185,7 @@ class Reuse(Policy):
             del shelf[run]
 
     def _in_order(self) -> Iterator[PromptRun]:
-        """What is worth least first; or least recently used, while that keeps more."""
+        """Runs by worth, lowest first; or by recency, while that gives more hits."""
         if not self._trial.prefers_worth:
             yield from self._shelf_of
             return
@@ -195,7 +195,7 @@ class Reuse(Policy):
                 yield from shelf
 
     def _age(self) -> None:
-        """Put every run on the shelf of its age by now. Those of a shelf grow old in turn."""
+        """Move every run to the shelf of its current age. A shelf's first run is its oldest."""
         now = self._now
         if now < self._ages_next:
             return
@@ -204,12 +204,12 @@ class Reuse(Policy):
         for shelf, age, shelves in self._oldest_first:
             if shelf.due > now:
                 continue
-            while shelf and (run := next(iter(shelf))).tick + shelf.stays <= now:
+            while shelf and (run := next(iter(shelf))).tick + shelf.max_age <= now:
                 by_now = age + 1
                 if now - run.tick >= starts[by_now + 1]:
                     by_now = max(by_now, self._rates.age_of(now - run.tick))
                 self._shelve(run, shelves[by_now])
-            shelf.due = next(iter(shelf)).tick + shelf.stays if shelf else math.inf
+            shelf.due = next(iter(shelf)).tick + shelf.max_age if shelf else math.inf
 
     def _learn(self) -> None:
         self._rates.compute()

@@ -1,9 +1,8 @@
-"""Blocks as prompts use them: in runs. A run's last block goes first, and its first one last.
+"""Runs: consecutive blocks of a prompt that were last used together. Evicted from their ends.
 
-A block is of no use without those before it. So whoever chooses what to evict chooses among runs
-(blocks that follow each other and were last used together), and takes them from their ends; where
-another run follows, that one's end comes before. This also makes the choice cheap: a tier of a
-million blocks holds some ten thousand runs.
+A block is useless without those before it. So policies choose among runs and evict them from their
+ends; if another run follows, its end is evicted first. This also makes the choice cheap: a tier of
+a million blocks holds about ten thousand runs.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from penstock.types import BlockKey
 
 @dataclass(slots=True, eq=False)
 class PromptRun:
-    parent: BlockKey | None  # what its first block follows, if known
+    parent: BlockKey | None  # of its first block, if known
     keys: list[BlockKey] = field(default_factory=list)
-    num_left_behind: int = 0  # leading ones of `keys` that have joined another run
+    num_moved: int = 0  # leading `keys` that have moved to another run
     num_evicted: int = 0
     uses: int = 1  # of each of its blocks
-    tick: int = 0  # when it was last used, by its owner's clock
+    tick: int = 0  # when it was last used, on its policy's clock
 
     @property
     def is_empty(self) -> bool:
-        return self.num_left_behind == len(self.keys)
+        return self.num_moved == len(self.keys)
 
 
 class Runs:
-    """Which block is in which run, and which runs follow which block. Knows no order of runs."""
+    """Knows each block's run, and which runs follow which block. Policies order the runs."""
 
     def __init__(self) -> None:
         self._run_of: dict[BlockKey, PromptRun] = {}
@@ -46,32 +45,33 @@ class Runs:
         return self._run_of[key]
 
     def ending_with(self, key: BlockKey | None) -> PromptRun | None:
-        """The run whose last block this is: what follows it can be added there."""
+        """The run that ends with this block, to which the next blocks can be added."""
         run = None if key is None else self._run_of.get(key)
         return run if run is not None and run.keys[-1] == key else None
 
     def start(self, parent: BlockKey | None) -> PromptRun:
+        """Start an empty run after `parent`."""
         run = PromptRun(parent)
         self._follow(run)
         return run
 
     def add(self, keys: Sequence[BlockKey], run: PromptRun) -> None:
-        """Blocks that follow each other, and the last one of the run."""
+        """Append consecutive blocks to a run."""
         run.keys += keys
         for key in keys:
             self._run_of[key] = run
 
     def take(self, key: BlockKey) -> tuple[PromptRun, BlockKey | None, list[BlockKey]]:
-        """Take a block out of its run, with those before it there: they were used with it.
+        """Remove a block and those before it from its run, because they were used together.
 
-        Returns the run, which may be empty now, what the first of them follows, and them.
+        Returns the run, which may be empty now, the parent of the first block, and the blocks.
         """
         run = self._run_of[key]
-        start = run.num_left_behind
+        start = run.num_moved
         end = start + 1 if run.keys[start] == key else run.keys.index(key, start) + 1
         taken, parent = run.keys[start:end], run.parent
         self._leave(run)
-        run.num_left_behind, run.parent = end, key
+        run.num_moved, run.parent = end, key
         if not run.is_empty:
             self._follow(run)
         for each in taken:
@@ -79,12 +79,12 @@ class Runs:
         return run, parent, taken
 
     def last_ones(self, keys: Sequence[BlockKey]) -> Iterator[BlockKey]:
-        """Of blocks used in this order, those to `take` that take all the others along."""
+        """The blocks to `take` so that all of `keys`, used in this order, are taken."""
         run_of = self._run_of
         start = 0
         while start < len(keys):
             run = run_of[keys[start]]
-            first = run.num_left_behind
+            first = run.num_moved
             end = start + 1
             while end < len(keys) and run_of[keys[end]] is run:
                 end += 1
@@ -96,22 +96,22 @@ class Runs:
             start = end
 
     def split(self, key: BlockKey) -> tuple[PromptRun, PromptRun]:
-        """A run of its own for a block and those behind it in its run; returns old and new."""
+        """Move a block and those after it into a new run; returns the old and the new run."""
         run = self._run_of[key]
-        place = run.keys.index(key, run.num_left_behind)
-        if place == run.num_left_behind:
+        place = run.keys.index(key, run.num_moved)
+        if place == run.num_moved:
             return run, run
-        behind = self.start(run.keys[place - 1])
-        behind.uses, behind.tick, behind.num_evicted = run.uses, run.tick, run.num_evicted
-        self.add(run.keys[place:], behind)
+        tail = self.start(run.keys[place - 1])
+        tail.uses, tail.tick, tail.num_evicted = run.uses, run.tick, run.num_evicted
+        self.add(run.keys[place:], tail)
         del run.keys[place:]
         run.num_evicted = 0
-        return run, behind
+        return run, tail
 
     def remove(self, key: BlockKey) -> PromptRun:
-        """Take one block out of its run, wherever it is there."""
+        """Remove one block from its run."""
         run = self._run_of.pop(key)
-        del run.keys[run.keys.index(key, run.num_left_behind)]
+        del run.keys[run.keys.index(key, run.num_moved)]
         if run.is_empty:
             self._leave(run)
         return run
@@ -122,7 +122,7 @@ class Runs:
         num_victims: int,
         is_idle: Callable[[BlockKey], bool],
     ) -> tuple[list[BlockKey], dict[PromptRun, BlockKey]]:
-        """Take idle blocks out, of the first runs in `order` first: so many, or none at all.
+        """Remove `num_victims` idle blocks, from runs in `order`; none if there are not enough.
 
         Returns them, and the runs that are empty now, each with its first block.
         """
@@ -130,7 +130,7 @@ class Runs:
         num_left = num_victims
         for run in order():
             while num_left and not run.is_empty:
-                last = self._end_behind(run)
+                last = self._last_after(run)
                 keys = self._pop_idle(last, num_left, is_idle)
                 if not keys:
                     break
@@ -139,7 +139,7 @@ class Runs:
             if not num_left:
                 break
         if num_left:
-            # What lies before a block in use: then even that has to go.
+            # Only idle blocks before blocks in use are left. Evict those too.
             held_up = _idle_ones(order(), is_idle)
             if len(held_up) < num_left:
                 for run, keys in reversed(taken):
@@ -147,7 +147,7 @@ class Runs:
                 return [], {}
             for key in held_up[:num_left]:
                 run = self._run_of[key]
-                del run.keys[run.keys.index(key, run.num_left_behind)]
+                del run.keys[run.keys.index(key, run.num_moved)]
                 taken.append((run, [key]))
         victims: list[BlockKey] = []
         emptied: dict[PromptRun, BlockKey] = {}
@@ -155,7 +155,7 @@ class Runs:
             victims += keys
             run.num_evicted += len(keys)
             if run.is_empty:
-                emptied[run] = keys[-1]  # the last one to go is the first one there
+                emptied[run] = keys[-1]  # evicted from the end, so the last is its first block
         for key in victims:
             del self._run_of[key]
         for run in emptied:
@@ -163,30 +163,31 @@ class Runs:
         return victims, emptied
 
     def check(self, order: Iterable[PromptRun]) -> None:
+        """Raise BookError if the runs in `order` do not match the index."""
         runs = list(order)
-        keys = [key for run in runs for key in run.keys[run.num_left_behind :]]
+        keys = [key for run in runs for key in run.keys[run.num_moved :]]
         if len(keys) != len(self._run_of) or set(keys) != self._run_of.keys():
-            raise BookError("a block is in no run, or in two")
+            raise BookError("a block is in no run, or in two runs")
         if any(run.is_empty for run in runs):
-            raise BookError("an empty run is kept")
+            raise BookError("there is an empty run")
 
     def _pop_idle(
         self, run: PromptRun, max_keys: int, is_idle: Callable[[BlockKey], bool]
     ) -> list[BlockKey]:
-        """Take idle blocks off the end of a run that nothing follows, until something does."""
+        """Remove idle blocks from the end of a run, up to a block that another run follows."""
         keys, following = run.keys, self._following
         popped: list[BlockKey] = []
-        for _ in range(min(max_keys, len(keys) - run.num_left_behind)):
+        for _ in range(min(max_keys, len(keys) - run.num_moved)):
             key = keys[-1]
             if not is_idle(key) or (popped and key in following):
                 break
             popped.append(keys.pop())
         return popped
 
-    def _end_behind(self, run: PromptRun) -> PromptRun:
-        """Of the runs that follow this one's end, one that nothing follows.
+    def _last_after(self, run: PromptRun) -> PromptRun:
+        """Follow the runs after this one to a last one.
 
-        What follows what may have been guessed after a restart, and guesses can go in a circle.
+        Parents may have been guessed after a restart, so there can be cycles.
         """
         passed: set[PromptRun] = set()
         while run not in passed and (followers := self._following.get(run.keys[-1])):
@@ -209,6 +210,4 @@ class Runs:
 
 
 def _idle_ones(runs: Iterable[PromptRun], is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
-    return [
-        key for run in runs for key in reversed(run.keys[run.num_left_behind :]) if is_idle(key)
-    ]
+    return [key for run in runs for key in reversed(run.keys[run.num_moved :]) if is_idle(key)]

@@ -1,8 +1,8 @@
-"""S3-FIFO: three queues that keep one-time blocks from washing out the ones that return.
+"""S3-FIFO: three queues that prevent blocks used once from displacing those that are reused.
 
 Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. New blocks enter a small
-queue (a tenth of the tier); those used again there move to the main queue, the others leave early
-and are remembered for a while as ghosts. A ghost that comes back goes straight to main.
+queue (a tenth of the tier). Those used again there move to the main queue; the others are evicted
+early and remembered for a while as ghosts. A ghost that returns goes directly to the main queue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class S3FIFO(Policy):
     def __init__(self, capacity: int) -> None:
         self._small: OrderedDict[BlockKey, int] = OrderedDict()  # key -> uses since it entered
         self._main: OrderedDict[BlockKey, int] = OrderedDict()
-        self._demoted: OrderedDict[BlockKey, int] = OrderedDict()  # these go before all others
+        self._demoted: OrderedDict[BlockKey, int] = OrderedDict()  # evicted before all others
         self._max_small = max(1, capacity // 10)
         self._ghosts = Ghosts(max(1, capacity - self._max_small))
 
@@ -51,8 +51,8 @@ class S3FIFO(Policy):
         self._demoted[key] = 0
 
     def pick(self, num_victims: int, is_idle: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        # Each step lowers a use count, moves a key from small to main, or takes a victim; leased
-        # keys are set aside. So the loop ends.
+        # The loop ends, because each step lowers a use count, moves a key from small to main,
+        # takes a victim, or sets a leased key aside.
         victims: list[tuple[OrderedDict[BlockKey, int], BlockKey]] = []
         leased: list[tuple[OrderedDict[BlockKey, int], BlockKey, int]] = []
         while len(victims) < num_victims and self._demoted:
@@ -94,9 +94,9 @@ class S3FIFO(Policy):
 class Ghosts:
     """The last `capacity` evicted keys, in 16 to 32 bytes each.
 
-    A hash table of 64-bit cells, (fingerprint << 32 | sequence number); a newer key overwrites an
-    older one in its cell. A false positive needs 32 equal bits of BLAKE3, and costs one block a
-    better place than it earned.
+    A hash table of 64-bit cells (fingerprint << 32 | sequence number); a newer key overwrites an
+    older one in its cell. A false positive needs 32 equal bits of BLAKE3, and only puts one block
+    into the main queue too early.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -113,7 +113,7 @@ class Ghosts:
     def __contains__(self, key: BlockKey) -> bool:
         if not self._count:
             return False
-        # The key is already a hash: different bytes of it serve as cell and fingerprint.
+        # The key is already a hash. Use different bytes of it for the cell and the fingerprint.
         name = int.from_bytes(key[:12], "little")
         held = self._cells[name & self._mask]
         if held == 0 or held >> 32 != name >> 64:

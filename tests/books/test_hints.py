@@ -10,6 +10,7 @@ import pytest
 from stack_rig import Rig as Stack
 from tools import TIMEOUT_SECONDS, Rig, keys_of
 
+from penstock.books.audit import audit
 from penstock.books.prefetches import Prefetches
 from penstock.books.sessions import Sessions
 from penstock.errors import BookError, ConfigError
@@ -26,9 +27,9 @@ K = [BlockKey(bytes([number]) * 32) for number in range(64)]
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"session": ""}, "a session's name"),
+        ({"session": ""}, "a session name"),
         ({"session": "x" * 257}, "1 to 256 characters"),
-        ({"session": 7}, "a session's name"),
+        ({"session": 7}, "a session name"),
         ({"retain_seconds": 0}, "up to 86400 seconds"),
         ({"retain_seconds": 86401}, "up to 86400 seconds"),
         ({"retain_seconds": float("nan")}, "up to 86400 seconds"),
@@ -36,11 +37,11 @@ K = [BlockKey(bytes([number]) * 32) for number in range(64)]
         ({"retain_seconds": True}, "up to 86400 seconds"),
         ({"on_end": "forget"}, "keep, demote, release"),
         ({"on_end": []}, "keep, demote, release"),
-        ({"on_end": "release"}, "the session that is to be released"),
+        ({"on_end": "release"}, "the session to release"),
         ({"on_end": "demote", "retain_seconds": 3}, "keep, since retain_seconds is given"),
-        ({"prefetch": "one"}, "a list of sessions' names"),
+        ({"prefetch": "one"}, "a list of session names"),
         ({"prefetch": ["x"] * 17}, "at most 16 sessions"),
-        ({"prefetch": [""]}, "a session's name"),
+        ({"prefetch": [""]}, "a session name"),
         ({"retain": 300}, "some of session, retain_seconds, on_end, prefetch"),
         ({1: 2}, "some of session"),
         ("retain", "some of session"),
@@ -190,8 +191,8 @@ def run(rig: Stack, prefetches: Prefetches) -> tuple[int, int]:
             settled = prefetches.settle(done, rig.now)
             assert settled is not None
             num_came, num_lost = num_came + settled[0], num_lost + settled[1]
-    rig.stack.check()
-    assert rig.stack.num_pinned == 0
+    audit(rig.stack)
+    assert len(rig.stack.pins) == 0
     return num_came, num_lost
 
 
@@ -228,19 +229,19 @@ def test_a_prefetch_ends_with_the_first_block_that_does_not_come() -> None:
     prefetches.advance(0.0)
     for transfer in rig.transfers():
         rig.settle(transfer, *(Verdict.FAILED,) * len(transfer.keys))
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert prefetches.settle(done, 0.0) == (0, 32)
     assert not prefetches
-    rig.stack.check()
+    audit(rig.stack)
 
 
 def test_what_comes_is_retained_where_that_was_asked() -> None:
     rig, prefetches = on_disk(4)
     prefetches.ask(K[:4], 5.0, retain=("a", 10.0))
     run(rig, prefetches)
-    assert rig.stack.num_retained == 4
+    assert len(rig.stack.retention) == 4
     rig.stack.tick(10.0)
-    assert rig.stack.num_retained == 0
+    assert len(rig.stack.retention) == 0
 
 
 def test_prefetches_are_bounded_and_others_dones_are_not_theirs() -> None:
@@ -248,7 +249,7 @@ def test_prefetches_are_bounded_and_others_dones_are_not_theirs() -> None:
     asked = [prefetches.ask(K[:4], 5.0) for _ in range(70)]
     assert asked[63:65] == [4, 0]
     rig.load(K[5])
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert prefetches.settle(done, 0.0) is None
     prefetches.clear()
     assert not prefetches

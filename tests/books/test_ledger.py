@@ -155,5 +155,5 @@ def test_the_audit_notices_a_forged_book() -> None:
     book = ledger()
     fill(book, A)
     book._num_leases[0] = 1
-    with pytest.raises(BookError, match="counted wrongly"):
+    with pytest.raises(BookError, match="miscounted"):
         book.check()

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from penstock.books.audit import audit
 from penstock.books.ledger import Ledger
 from penstock.books.prefetches import Prefetches
 from penstock.books.stack import Limits, TierStack
@@ -131,7 +132,7 @@ class Books(RuleBasedStateMachine):
         match = self.stack.match(keys)
         assert match == self.stack.match(keys)
         for key in keys[: match.num_blocks]:
-            assert any(key in book for _, book in self.stack._books)
+            assert any(key in book for _, book in self.stack.ledgers)
 
     @rule(keys=some_keys, is_written=st.booleans())
     def others_write_or_evict(self, keys: list[BlockKey], is_written: bool) -> None:
@@ -142,9 +143,9 @@ class Books(RuleBasedStateMachine):
 
     @rule(keys=some_keys)
     def lookup(self, keys: list[BlockKey]) -> None:
-        lookup_id = self.stack.lookup(keys, self.now)
-        assert lookup_id is None or self.stack.is_looking_up(lookup_id)
-        self.questions += self.stack.take_questions()
+        lookup_id = self.stack.lookups.ask(keys, self.now)
+        assert lookup_id is None or self.stack.lookups.is_open(lookup_id)
+        self.questions += self.stack.lookups.take_questions()
 
     @precondition(lambda self: self.questions)
     @rule(data=st.data())
@@ -153,8 +154,8 @@ class Books(RuleBasedStateMachine):
         num_said = data.draw(st.integers(0, len(question.keys)))
         present = tuple(key in self.shared for key in question.keys[:num_said])
         error = "" if present else "it hung"
-        self.stack.answer(Answer(question.id, present, 0.001, error), self.now)
-        assert not self.stack.is_looking_up(question.id)
+        self.stack.lookups.settle(Answer(question.id, present, 0.001, error), self.now)
+        assert not self.stack.lookups.is_open(question.id)
 
     @rule(keys=some_keys)
     def use(self, keys: list[BlockKey]) -> None:
@@ -162,16 +163,16 @@ class Books(RuleBasedStateMachine):
 
     @rule(keys=some_keys, name=st.sampled_from(GROUPS), seconds=st.floats(0, 3))
     def retain(self, keys: list[BlockKey], name: str, seconds: float) -> None:
-        num_taken = self.stack.retain(keys, name, self.now + seconds)
+        num_taken = self.stack.retention.retain(keys, name, self.now + seconds)
         assert 0 <= num_taken <= len(keys)
 
     @rule(name=st.sampled_from(GROUPS))
     def release(self, name: str) -> None:
-        self.stack.release(name)
+        self.stack.retention.release(name)
 
     @rule(keys=some_keys)
     def demote(self, keys: list[BlockKey]) -> None:
-        self.stack.demote(keys)
+        self.stack.retention.demote(keys)
 
     @rule(keys=some_keys, patience=st.floats(0, 3), is_retained=st.booleans())
     def prefetch(self, keys: list[BlockKey], patience: float, is_retained: bool) -> None:
@@ -213,7 +214,7 @@ class Books(RuleBasedStateMachine):
         if not hasattr(self, "stack"):
             return
         if self.audited:
-            self.stack.check()
+            audit(self.stack)
         for tier, book in self.books.items():
             for key in book.ready_keys():
                 slot = book.slot_of(key)
@@ -234,16 +235,16 @@ class Books(RuleBasedStateMachine):
             self.finish(0, None, 0)
         assert self.stack.idle
         for name in GROUPS:
-            self.stack.release(name)
+            self.stack.retention.release(name)
         assert not self.prefetches, "a prefetch never ended"
         assert not self.tickets, "a ticket was never reported"
         assert len(self.free_device) == NUM_DEVICE_SLOTS
-        for _, book in self.stack._books:
+        for _, book in self.stack.ledgers:
             assert not book.leases()
             assert not book.filling_keys()
         self.stack.tick(self.now + 1000)
-        assert not self.stack.num_lookups, "somebody waits for ever"
-        self.stack.check()
+        assert not len(self.stack.lookups), "somebody waits for ever"
+        audit(self.stack)
 
     def take_device(self, count: int) -> list[Slot] | None:
         if len(self.free_device) < count:
@@ -306,7 +307,7 @@ class Books(RuleBasedStateMachine):
         self.collect()
 
     def collect(self) -> None:
-        for done in self.stack.take_dones():
+        for done in self.stack.tickets.take_dones():
             if self.prefetches.settle(done, self.now) is not None:
                 continue
             keys, slots = self.tickets.pop(done.ticket)
@@ -347,12 +348,12 @@ class _CommitAfterError(TierStack):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        arrive = self._loads.arrive
+        arrive = self.arrivals.arrive
 
         def believe(keys: Sequence[BlockKey], verdicts: Sequence[Verdict]) -> None:
             arrive(keys, [Verdict.OK] * len(verdicts))
 
-        self._loads.arrive = self._saves._arrive = believe  # type: ignore[method-assign]
+        self.arrivals.arrive = believe  # type: ignore[method-assign]
 
 
 class _FreeBeforeLanding(TierStack):
@@ -360,10 +361,10 @@ class _FreeBeforeLanding(TierStack):
 
     def cancel(self, ticket_id: TicketId, now: float) -> None:
         super().cancel(ticket_id, now)
-        ticket = self._tickets._open.pop(ticket_id, None)
+        ticket = self.tickets._open.pop(ticket_id, None)
         if ticket is not None:
             ticket.judge(ticket.open_positions(), Verdict.CANCELLED)
-            self._tickets._dones.append(ticket.done(now))
+            self.tickets._dones.append(ticket.done(now))
 
 
 _SETTINGS = settings(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from stack_rig import Rig, slots
 
+from penstock.books.audit import audit
 from penstock.books.ledger import Ledger
 from penstock.books.retention import Retention
 from penstock.books.stack import Limits, TierStack
@@ -117,7 +118,7 @@ def test_a_dropped_block_is_let_go_and_its_slot_is_free() -> None:
     host, retention = filled(2)
     retention.retain(K[:2], "a", 10.0)
     host.drop(K[0])
-    with pytest.raises(BookError, match="HOST does not have"):
+    with pytest.raises(BookError, match="is not in HOST"):
         retention.check()
     retention.removed([K[0], K[9]])
     assert host.num_free == host.capacity - 1
@@ -157,10 +158,10 @@ def test_what_groups_want_is_bounded_too() -> None:
 def test_the_audit_counts_what_is_retained() -> None:
     rig = Rig(num_host=8)
     rig.save(*K[:2])
-    assert rig.stack.retain(K[:2], "a", 10.0) == 2
+    assert rig.stack.retention.retain(K[:2], "a", 10.0) == 2
     rig.run()  # arrive, are retained, and go down to disk
-    rig.stack.check()
-    assert rig.stack.num_retained == 2
+    audit(rig.stack)
+    assert len(rig.stack.retention) == 2
     assert rig.stack.idle
     for key in K[10:12]:
         rig.save(key)
@@ -172,8 +173,8 @@ def test_the_audit_counts_what_is_retained() -> None:
     assert not rig.host.is_ready(K[10])
     assert Retained(2, 2) in rig.stack.take_usage(lambda tier, direction: 0)
     rig.stack.tick(10.0)
-    rig.stack.check()
-    assert rig.stack.num_retained == 0
+    audit(rig.stack)
+    assert len(rig.stack.retention) == 0
     assert rig.host.num_leased == 0
 
 
@@ -181,7 +182,7 @@ def test_a_retained_block_that_turns_out_wrong_is_dropped_all_the_same() -> None
     rig = Rig(num_host=8)
     rig.save(K[0])
     rig.run()
-    rig.stack.retain(K[:1], "a", 10.0)
+    rig.stack.retention.retain(K[:1], "a", 10.0)
     rig.load(K[0])
     (copy,) = rig.transfers()
     rig.settle(copy, Verdict.CORRUPT)
@@ -189,10 +190,10 @@ def test_a_retained_block_that_turns_out_wrong_is_dropped_all_the_same() -> None
     assert rig.host.num_leased == 0
     rig.load(K[0])
     assert rig.run()[-1].ok
-    assert rig.stack.num_retained == 1, "it came again from disk"
+    assert len(rig.stack.retention) == 1, "it came again from disk"
     rig.stack.empty_host()
-    assert rig.stack.num_retained == 0
-    rig.stack.check()
+    assert len(rig.stack.retention) == 0
+    audit(rig.stack)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -209,13 +210,13 @@ def test_saves_and_loads_find_room_beside_all_that_may_be_retained(policy: str) 
     for key in K[:8]:
         stack.save([key], slots(1), 0.0)
         bring_up()
-    assert stack.retain(K[:8], "a", 100.0) == 3
+    assert stack.retention.retain(K[:8], "a", 100.0) == 3
     for key in K[8:40]:
         stack.save([key], slots(1), 0.0)
         bring_up()
-        stack.check()
+        audit(stack)
         assert host.is_ready(key)
-    assert [done.ok for done in stack.take_dones()] == [True] * 40
+    assert [done.ok for done in stack.tickets.take_dones()] == [True] * 40
     assert all(map(host.is_ready, K[:3]))
 
 
@@ -223,8 +224,8 @@ def test_what_is_demoted_goes_first_unless_it_is_retained() -> None:
     rig = Rig(num_host=8)
     rig.save(*K[:8])
     rig.run()
-    rig.stack.retain(K[5:6], "a", 10.0)
-    assert rig.stack.demote([*K[4:8], K[20]]) == 3
+    rig.stack.retention.retain(K[5:6], "a", 10.0)
+    assert rig.stack.retention.demote([*K[4:8], K[20]]) == 3
     rig.save(*K[8:11])
     rig.run()
     assert held(rig.host, K[:8]) == [True] * 4 + [False, True, False, False]
@@ -236,7 +237,7 @@ def test_what_is_demoted_before_it_has_arrived_goes_first_too() -> None:
     rig.save(*K[:4])
     rig.run()
     rig.save(*K[4:8])
-    assert rig.stack.demote(K[4:8]) == 4
+    assert rig.stack.retention.demote(K[4:8]) == 4
     rig.run()
     rig.save(*K[8:11])
     rig.run()

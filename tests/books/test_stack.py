@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from stack_rig import Rig, slots
 
+from penstock.books.audit import audit
 from penstock.books.health import MAX_FAULTS, MIN_REST_SECONDS
 from penstock.books.ledger import Ledger
 from penstock.books.stack import Limits, TierStack
@@ -36,7 +37,7 @@ def test_a_save_goes_to_host_and_then_down_to_disk_by_itself() -> None:
     (up,) = rig.transfers()
     assert hops([up]) == [(Tier.DEVICE, Tier.HOST)]
     rig.settle(up)
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert done.ok
     assert done.direction is Direction.SAVE
     (down,) = rig.transfers()
@@ -80,7 +81,7 @@ def test_a_load_from_disk_leaves_the_block_in_host() -> None:
     (copy,) = rig.transfers()
     assert hops([copy]) == [(Tier.HOST, Tier.DEVICE)]
     rig.settle(copy)
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert done.ok
     assert done.sources == (Tier.DISK,)
     assert rig.host.is_ready(K[0])
@@ -99,7 +100,7 @@ def test_two_loads_of_one_block_fetch_it_once() -> None:
     assert [copy.target_slots for copy in copies] == [(0,), (7,)]
     for copy in copies:
         rig.settle(copy)
-    assert [done.ok for done in rig.stack.take_dones()] == [True, True]
+    assert [done.ok for done in rig.stack.tickets.take_dones()] == [True, True]
 
 
 def test_a_load_joins_a_save_that_is_under_way() -> None:
@@ -119,7 +120,7 @@ def test_a_load_that_joined_a_failed_save_is_a_miss() -> None:
     rig.load(K[0])
     rig.settle(up, Verdict.CANCELLED)
     rig.run()
-    rig.stack.check()
+    audit(rig.stack)
     assert rig.stack.idle
 
 
@@ -128,7 +129,7 @@ def test_what_is_there_is_not_saved_again() -> None:
     rig.save(K[0])
     rig.run()
     rig.save(K[0])
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert done.ok
     assert rig.transfers() == []
 
@@ -193,7 +194,7 @@ def test_a_block_that_host_cannot_give_is_dropped_from_host_alone() -> None:
     rig.load(K[0])
     (copy,) = rig.transfers()
     rig.settle(copy, Verdict.CORRUPT)
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert done.verdicts == (Verdict.CORRUPT,)
     assert K[0] not in rig.host
     rig.load(K[0])
@@ -217,7 +218,7 @@ def test_a_save_finds_no_room_while_everything_is_in_use() -> None:
     rig.save(K[0])
     (up,) = rig.transfers()
     rig.save(K[1])
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert done.verdicts == (Verdict.DROPPED,)
     rig.settle(up)
 
@@ -252,7 +253,7 @@ def test_too_many_loads_are_refused_at_once() -> None:
     rig.run()
     rig.load(K[0])
     rig.load(K[1])
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert done.verdicts == (Verdict.DROPPED,)
     assert [d.ok for d in rig.run()] == [True]
 
@@ -260,7 +261,7 @@ def test_too_many_loads_are_refused_at_once() -> None:
 def test_a_missing_block_is_a_verdict_not_an_error() -> None:
     rig = Rig()
     rig.load(K[0], K[1])
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert done.verdicts == (Verdict.MISSING, Verdict.MISSING)
 
 
@@ -268,7 +269,7 @@ def test_an_empty_ticket_is_done_at_once() -> None:
     rig = Rig()
     rig.load()
     rig.save()
-    assert [done.ok for done in rig.stack.take_dones()] == [True, True]
+    assert [done.ok for done in rig.stack.tickets.take_dones()] == [True, True]
 
 
 def test_past_its_deadline_a_load_ends_though_the_disk_still_hangs() -> None:
@@ -280,7 +281,7 @@ def test_past_its_deadline_a_load_ends_though_the_disk_still_hangs() -> None:
     (fill,) = rig.transfers()
     rig.now = 1.0
     rig.stack.tick(rig.now)
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert done.verdicts == (Verdict.EXPIRED,)
     assert rig.stack.take_cancels() == [fill.id]
     assert rig.host.is_filling(K[0]), "the hanging read may still write there"
@@ -294,12 +295,12 @@ def test_a_cancelled_load_is_done_only_when_its_device_slots_are_left_alone() ->
     rig.run()
     rig.stack.load([K[0]], [Slot(3)], 0.0)
     (copy,) = rig.transfers()
-    ticket = next(iter(rig.stack._tickets)).id
+    ticket = next(iter(rig.stack.tickets)).id
     rig.stack.cancel(ticket, 0.0)
-    assert rig.stack.take_dones() == []
+    assert rig.stack.tickets.take_dones() == []
     assert rig.stack.take_cancels() == [copy.id]
     rig.settle(copy, Verdict.CANCELLED)
-    (done,) = rig.stack.take_dones()
+    (done,) = rig.stack.tickets.take_dones()
     assert done.verdicts == (Verdict.CANCELLED,)
 
 
@@ -309,9 +310,9 @@ def test_cancelling_what_was_not_handed_out_ends_it_at_once() -> None:
     rig.run()
     rig.stack.empty_host()
     rig.load(K[0])
-    ticket = next(iter(rig.stack._tickets)).id
+    ticket = next(iter(rig.stack.tickets)).id
     rig.stack.cancel(ticket, 0.0)
-    assert [done.verdicts for done in rig.stack.take_dones()] == [(Verdict.CANCELLED,)]
+    assert [done.verdicts for done in rig.stack.tickets.take_dones()] == [(Verdict.CANCELLED,)]
     assert rig.transfers() == []
     assert rig.stack.idle
     rig.stack.cancel(ticket, 0.0)  # a second time changes nothing
@@ -328,8 +329,8 @@ def test_a_tier_that_keeps_failing_rests_and_is_tried_again() -> None:
         (fill,) = rig.transfers()
         rig.settle(fill, Verdict.FAILED, error="I/O error")
     assert TierRested(Tier.DISK, Direction.LOAD, MIN_REST_SECONDS, "I/O error") in rig.events()
-    assert rig.stack.is_resting(Tier.DISK, Direction.LOAD)
-    assert not rig.stack.is_resting(Tier.DISK, Direction.SAVE)
+    assert rig.stack.ledgers.is_resting(Tier.DISK, Direction.LOAD)
+    assert not rig.stack.ledgers.is_resting(Tier.DISK, Direction.SAVE)
     assert rig.stack.match([K[4]]).num_blocks == 0
     rig.now += MIN_REST_SECONDS
     rig.stack.tick(rig.now)
@@ -349,7 +350,7 @@ def test_a_full_disk_stops_writes_but_not_reads() -> None:
         rig.settle(up)
         (down,) = rig.transfers()
         rig.settle(down, Verdict.FAILED, error="no space left")
-    assert rig.stack.is_resting(Tier.DISK, Direction.SAVE)
+    assert rig.stack.ledgers.is_resting(Tier.DISK, Direction.SAVE)
     rig.load(K[0])
     dones = rig.run()
     assert dones[-1].ok
@@ -369,15 +370,15 @@ def test_while_its_index_is_read_a_tier_serves_what_is_known_and_writes_wait() -
     host = Ledger(4, LRU(4))
     disk = Ledger(2, LRU(2), recovering=True)
     stack = TierStack(100, host, {Tier.DISK: disk})
-    assert stack.adopt(Tier.DISK, [(Slot(1), K[5])]) == 1
+    assert stack.ledgers.adopt(Tier.DISK, [(Slot(1), K[5])]) == 1
     assert stack.match([K[5]]).num_blocks == 1
     stack.save([K[0]], slots(1), 0.0)
     (up,) = stack.next_transfers(lambda link, direction: True)
     stack.settle(Outcome(up.id, (OK,)), 0.0)
     (down,) = stack.next_transfers(lambda link, direction: True)
     assert down.target_slots == (1,), "the only slot known so far"
-    stack.adopt(Tier.DISK, [(Slot(0), None)])
-    stack.check()
+    stack.ledgers.adopt(Tier.DISK, [(Slot(0), None)])
+    audit(stack)
 
 
 def test_events_tell_what_moved_and_what_is_where() -> None:
@@ -404,5 +405,5 @@ def test_a_broken_contract_is_refused(wrong: object) -> None:
     rig = Rig()
     with pytest.raises(BookError):
         wrong(rig.stack)  # type: ignore[operator]
-    rig.stack.check()
+    audit(rig.stack)
     assert rig.stack.idle

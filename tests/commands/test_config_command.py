@@ -54,7 +54,7 @@ def test_paths_are_not_markup(run: Run, tmp_path: Path) -> None:
         (["host.size"], "--set 'host.size' is not a setting"),
         (["=8GiB"], "is not a setting"),
         (["remote.url=http://foo"], "remote.url is 'http://foo': expected one that begins with"),
-        (["disk.path=/proc/x"], "disk.path /proc/x cannot be made"),
+        (["disk.path=/proc/x"], "disk.path /proc/x cannot be created"),
         (["host.size=1"], "host.size is 1 B, less than one block"),
         (["host.numa_node=1023"], "no such node"),
         (["remote.url=memory://x", "remote.encrypt=true"], "without a secret"),

@@ -229,7 +229,7 @@ def test_locked_memory(
         (["--kv-offloading-size", "1e9"], "room", "the machine's memory"),
         (["--disk-path", "{folder}/kv", "--disk-size", "1e9"], "room", "lower --disk-size"),
         (["--disk-path", "{folder}/file"], "room", "is a file"),
-        (["--disk-path", "{folder}/file/kv"], "room", "lies below the file"),
+        (["--disk-path", "{folder}/file/kv"], "room", "is below the file"),
         (["--disk-path", "{folder}/kv", "--set", "disk.read_only=1"], "room", "does not exist"),
     ],
 )

@@ -375,7 +375,7 @@ def test_disk_path_is_a_file(tmp_path: Path) -> None:
     path.write_text("")
     assert f"{path} is a file" in machine_refusal(Config(TINY_HOST, DiskConfig(path=str(path))))
     below = DiskConfig(path=str(path / "a" / "b"))
-    assert f"lies below the file {path}" in machine_refusal(Config(TINY_HOST, below))
+    assert f"is below the file {path}" in machine_refusal(Config(TINY_HOST, below))
 
 
 def test_disk_path_is_a_dangling_link(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_disk_path_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     here = DiskConfig(path=str(tmp_path), size_bytes=4096)
     below = DiskConfig(path=str(tmp_path / "a" / "b"), size_bytes=4096)
     assert f"{tmp_path} is not writable" in machine_refusal(Config(TINY_HOST, here))
-    assert f"cannot be made: {tmp_path} is not" in machine_refusal(Config(TINY_HOST, below))
+    assert f"cannot be created: {tmp_path} is not" in machine_refusal(Config(TINY_HOST, below))
     check_machine(Config(TINY_HOST, DiskConfig(path=str(tmp_path), read_only=True)))
 
 
@@ -441,7 +441,7 @@ def test_holes_in_files_are_not_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(16 << 20)
     config = Config(TINY_HOST, DiskConfig(path=str(tmp_path), size_bytes=9 << 20))
-    assert "make room" in machine_refusal(config)
+    assert "free some space" in machine_refusal(config)
 
 
 def test_a_filesystem_that_does_not_say_its_size_is_not_judged(

@@ -65,7 +65,7 @@ def test_no_room_to_compute_in(
         ({"disk_size": 30000 / GiB}, "disk_size is 29.3 KiB, too little for one block"),
         ({"device_kv_gib": 5000 / GiB}, "less than one block"),
         ({"remote": "http://foo"}, "remote is 'http://foo': expected one that begins with"),
-        ({"disk_path": "/proc/x"}, "disk_path /proc/x cannot be made"),
+        ({"disk_path": "/proc/x"}, "disk_path /proc/x cannot be created"),
         ({"device_low_watermark": 1.0}, "the watermarks are"),
     ],
 )

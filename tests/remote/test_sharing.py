@@ -248,7 +248,7 @@ def test_a_server_that_hangs_costs_no_more_than_the_deadline_and_is_left_alone(
     b.lookup(keys_of(8, "others"))
     for number in range(6):
         b.lookup(keys_of(2, str(number)))
-    b.until(lambda: b.offloader._stack.is_resting(Tier.REMOTE, Direction.LOAD))
+    b.until(lambda: b.offloader._stack.ledgers.is_resting(Tier.REMOTE, Direction.LOAD))
     assert b.offloader.lookup(keys_of(3, "resting")) is None, "nobody waits for it any more"
     server.resume()
 

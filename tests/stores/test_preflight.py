@@ -57,7 +57,7 @@ REFUSED = {
     "no bucket": ({"remote__url": "s3://"}, "names no bucket"),
     "no folder": ({"remote__url": "file:///no/such/folder"}, "leads nowhere"),
     "encryption": ({"remote__url": "memory://x", "remote__encrypt": True}, "without a secret"),
-    "disk.path": ({"disk__path": "/proc/x"}, "cannot be made"),
+    "disk.path": ({"disk__path": "/proc/x"}, "cannot be created"),
     "disk.size": ({"disk__path": "{folder}/kv", "disk__size": "4KiB"}, "too little for one block"),
     "host.size": ({"host__size": 1}, "less than one block"),
     "host.numa_node": ({"host__numa_node": 1023}, "no such node"),
