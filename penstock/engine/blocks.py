@@ -91,10 +91,38 @@ class BlockPool:
     def check(self) -> None:
         free, idle = set(self._free), set(self._idle)
         held = {Slot(slot) for slot, holds in enumerate(self._num_holds) if holds}
-        together = len(free) + len(idle) + len(held)
-        if len(self._free) != len(free) or together != self.num_blocks or free & idle & held:
-            raise BookError("a block is both free and held, or neither")
+        if len(self._free) != len(free):
+            raise BookError("a block is in the free list twice")
+        if free & idle or free & held or idle & held:
+            raise BookError("a block is two of free, idle and held")
+        if len(free | idle | held) != self.num_blocks:
+            raise BookError("a block is neither free nor idle nor held")
         if {slot: key for key, slot in self._slot_of.items()} != self._key_of:
             raise BookError("keys and blocks disagree")
         if not idle <= self._key_of.keys() or free & self._key_of.keys():
             raise BookError("an idle block has no content, or a free one has")
+
+
+class CompletedBlocks:
+    """The blocks that a step completed, to be named and then saved together."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._slots: dict[BlockKey, Slot] = {}
+        self.parents: dict[int, BlockKey | None] = {}  # see `Offloader.save`
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        return list(self._slots)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return list(self._slots.values())
+
+    def add(self, parent: BlockKey | None, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """Name one sequence's new blocks, which follow `parent`."""
+        self.parents[len(self._slots)] = parent
+        for key, slot in zip(keys, slots, strict=True):
+            self._pool.name(slot, key)
+            if self._slots.setdefault(key, slot) != slot:  # another sequence computed the same
+                self.parents[len(self._slots)] = key

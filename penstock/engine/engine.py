@@ -12,23 +12,18 @@ them, the books are made anew, and the others are computed again (see `faults`).
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import NoReturn
 
 import torch
 
-from penstock.books.sessions import Sessions
-from penstock.build import build_offloader
 from penstock.config import Config
-from penstock.costs.choose import LoadChoice, LoadOrCompute
-from penstock.engine.admission import Admission, Busy, NoRoom, TooLong
-from penstock.engine.blocks import BlockPool
+from penstock.engine.admission import Busy, NoRoom, TooLong
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
 from penstock.engine.faults import (
@@ -36,49 +31,23 @@ from penstock.engine.faults import (
     MAX_REQUEUES,
     EngineFault,
     EngineLost,
-    TierHangs,
 )
 from penstock.engine.intake import Intake
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig, EngineParts
 from penstock.engine.request import Request, RequestPhase
-from penstock.engine.residency import ColdReadBudget, ResidencyConfig, ResidencyPolicy
-from penstock.engine.rotation import Rotation
-from penstock.engine.runner import Runner, TorchRunner
 from penstock.engine.sampler import Sampled, SamplerRow, begin_sampling, make_generator
-from penstock.engine.scheduler import Chunk, Scheduler
+from penstock.engine.scheduler import Chunk
 from penstock.engine.story import Story
-from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.hints import Hint
-from penstock.keys import KeyChain, Namespace
-from penstock.offload import Offloader
-from penstock.shapes.sizing import suggest_block_tokens
-from penstock.stores.device import DevicePool
-from penstock.transfer.cuda import CudaMover
-from penstock.transfer.pinning import has_same_addresses
-from penstock.types import NO_ORIGIN, Done, Match, Origin, Tier
-from penstock.units import MiB, format_bytes
+from penstock.keys import KeyChain
+from penstock.types import NO_ORIGIN, Done, Origin, Tier
 
 log = logging.getLogger(__name__)
 
 _HOP_SECONDS = 0.005
-_QUIET_SECONDS = 10.0  # for copies between device and DRAM to end after a fault
-_GPU_COLD_BYTES = 256 * MiB  # about 5 ms of a PCIe Gen5 link
-
-LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The engine's own settings; those of the tiers below are `penstock.config.Config`."""
-
-    device_kv_bytes: int = 1 << 30
-    block_tokens: int | None = None  # chosen so that a block has 1 to 2 MiB
-    max_batched_tokens: int = 512
-    max_running: int = 64
-    max_waiting: int = 256  # requests that have not started; more are refused as Busy
-    residency: ResidencyConfig = field(default_factory=ResidencyConfig)
 
 
 class Progress:
@@ -122,15 +91,7 @@ class _Live:
     num_requeues: int = 0  # after faults, since its last token
 
 
-class Engine:
-    offloader: Offloader | None
-    sessions: Sessions | None
-    runner: Runner
-    pool: BlockPool
-    admission: Admission
-    scheduler: Scheduler
-    _arrived: list[Done]  # while a step was computed
-
+class Engine(EngineParts):
     def __init__(
         self,
         loaded: LoadedModel,
@@ -138,51 +99,13 @@ class Engine:
         tiers: Config | None = None,
         observers: tuple[Observer, ...] = (),
     ) -> None:
-        """Without `tiers` nothing is offloaded: what does not fit the pool is recomputed."""
-        config = config or EngineConfig()
-        self.loaded = loaded
-        itemsize = loaded.dtype.itemsize
-        token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * itemsize
-        self.block_tokens = config.block_tokens or suggest_block_tokens(token_bytes)
-        self._block_bytes = block_bytes = token_bytes * self.block_tokens
-        num_blocks = config.device_kv_bytes // block_bytes
-        if num_blocks < 1:
-            raise ConfigError(
-                f"the device pool of {format_bytes(config.device_kv_bytes)} holds not one block "
-                f"of {format_bytes(block_bytes)}; give it more, or choose smaller blocks."
-            )
-        self.namespace = Namespace(
-            loaded.name,
-            loaded.weights_fingerprint,
-            str(loaded.dtype).removeprefix("torch."),
-            LAYOUT,
-            self.block_tokens,
-            rope=loaded.rope,
-        )
-        self.device = DevicePool(
-            num_blocks,
-            loaded.num_layers,
-            self.block_tokens,
-            loaded.num_kv_heads,
-            loaded.head_dim,
-            loaded.dtype,
-            loaded.device,
-        )
-        self._config, self._tiers, self._observers = config, tiers, observers
-        self._num_blocks = num_blocks
+        """Without `tiers` nothing is offloaded: KV that does not fit the pool is recomputed."""
+        super().__init__(loaded, config or EngineConfig(), tiers, observers)
         self.intake = Intake(loaded.vocab_size)
-        # Ends that the model cannot say need not be kept from it either.
+        # Ids outside the vocabulary are never sampled, so they need not be suppressed.
         self._eos_ids = tuple(i for i in loaded.eos_token_ids if 0 <= i < loaded.vocab_size)
-        self._open_tiers()
-        try:
-            self.runner, self._residency_config = self._make_runner(config)
-        except BaseException:  # no room to work in beside the pool, say
-            if self.offloader is not None:
-                self.offloader.close()
-            raise
-        self._costs = LoadOrCompute(block_bytes, self.block_tokens)
-        self._story = Story(block_bytes, self.block_tokens, observers)
-        self._make_books()
+        self._story = Story(self._block_bytes, self.block_tokens, observers)
+        self._arrived: list[Done] = []  # while a step was computed
         self._unread: list[Progress] = []  # of the last step
         self._moves_again = 0.0
         self._live: dict[str, _Live] = {}
@@ -346,19 +269,7 @@ class Engine:
                 self.abort(request_id)
         except EngineLost as error:
             log.error("the engine closes without its requests' end", exc_info=error)
-        try:
-            if "runner" in self.__dict__:
-                self.runner.close()
-        finally:
-            if self.offloader is not None:
-                self.offloader.close()
-
-    def check(self) -> None:
-        self.scheduler.check()
-        if self.offloader is not None:
-            self.offloader.check()
-        if self.sessions is not None:
-            self.sessions.check()
+        super().close()
 
     def _settle(self) -> None:
         if self.offloader is None:
@@ -459,7 +370,11 @@ class Engine:
         fault = EngineFault.of(error)
         num_failed = self._fail_those_of_the_step(fault)
         survivors = sorted((live.request for live in self._live.values()), key=lambda r: r.order)
-        reopened = self._make_all_anew(must_reopen=self._num_faults > 1)
+        try:
+            reopened = self._rebuild(must_reopen=self._num_faults > 1)
+        except Exception as broken:
+            self._lose(broken)
+        self._arrived = []
         for request in survivors:
             request.restart()
             if request.num_preemptions:
@@ -490,125 +405,16 @@ class Engine:
             self._failed.append((request, fault))
         return len(computed)
 
-    def _make_all_anew(self, *, must_reopen: bool) -> bool:
-        """Books, and if need be tiers and runner; proved by a token. True: tiers were reopened."""
-        reopens = (must_reopen, True)
-        for attempt, reopen in enumerate(reopens, 1):
-            try:
-                if self.device.on_gpu:
-                    torch.cuda.synchronize(self.device.tensor.device)
-                reopen = reopen or not self._is_quiet()
-                if reopen:
-                    self._reopen()
-                self._make_books()
-                self._prove()
-                return reopen and self._tiers is not None
-            except Exception as error:
-                log.error("the engine did not recover", exc_info=error)
-                # What hangs may still write to the device: no other books may give its blocks away.
-                if attempt == len(reopens) or isinstance(error, TierHangs):
-                    self._lose(error)
-        raise AssertionError("unreachable")
-
-    def _is_quiet(self) -> bool:
-        """No copy touches the device, and the books of the tiers below add up."""
-        if self.offloader is None:
-            return True
-        try:
-            if not self.offloader.let_go(_QUIET_SECONDS):
-                return False
-            self.offloader.check()
-        except Exception:
-            log.exception("the tiers' books cannot be trusted: they are opened anew")
-            return False
-        return True
-
-    def _reopen(self) -> None:
-        """Close tiers and runner as they are, and open others. What is on disk is found again."""
-        runner = self.__dict__.pop("runner", None)
-        if runner is not None:
-            runner.close()
-        old, self.offloader, self.sessions = self.offloader, None, None
-        if old is not None and not old.abandon(_QUIET_SECONDS):
-            raise TierHangs("a tier below the device hangs, and cannot be opened anew")
-        old = runner = None
-        self._make_books()  # lets go of DRAM, for which there is no room twice
-        gc.collect()
-        self._open_tiers()
-        self.runner, self._residency_config = self._make_runner(self._config)
-
-    def _prove(self) -> None:
-        """Compute one token of our own: an engine that cannot would fail whoever comes."""
-        params = SamplingParams(temperature=0.0, max_tokens=1)
-        chain = KeyChain(self.namespace)
-        probe = Request("probe", (0,), params, chain, max_total_tokens=2, sequence=-1)
-        self.scheduler.add(probe)
-        chunks = self.scheduler.schedule()
-        logits = self.runner.run(chunks, self._keep_moving)
-        finish = begin_sampling(logits, [SamplerRow(params)], self.runner.post)
-        self.scheduler.computed(chunks)
-        self.runner.wait(self._keep_moving)
-        finish()
-        self.scheduler.remove(probe)
-        self.admission.end(probe.id, time.monotonic())
-        self.scheduler.take_events()
-        self.scheduler.take_entered()
-        self.check()
-
     def _require_books(self) -> None:
         if self._is_lost:
             raise EngineLost("the engine has failed and cannot recover: restart the process.")
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, error: Exception) -> NoReturn:
         self._is_lost = True
         raise EngineLost(
             f"the engine failed and cannot recover ({type(error).__name__}); its log says why: "
             "restart the process."
         ) from error
-
-    # Parts.
-
-    def _open_tiers(self) -> None:
-        self.offloader = None
-        if self._tiers is not None:
-            spec = self.namespace.block_spec(self._block_bytes)
-            mover = partial(CudaMover, self.device) if self.device.on_gpu else None
-            self.offloader = build_offloader(
-                self._tiers, spec, self.device, observers=self._observers, device_mover=mover
-            )
-        self.sessions = None if self.offloader is None else Sessions(self.offloader)
-
-    def _make_books(self) -> None:
-        """Of the device: every block free, no request known."""
-        config, residency = self._config, self._residency_config
-        num_blocks, num_cold = self._num_blocks, self._num_cold_blocks(residency)
-        self.pool = BlockPool(num_blocks)
-        self.admission = Admission(
-            self.block_tokens,
-            num_blocks,
-            None if self.offloader is None else self.offloader.num_blocks,
-            config.max_waiting,
-            num_cold_blocks=num_cold,
-        )
-        # A chunk is computed on the device, beside blocks that stay there: with sequences larger
-        # than the pool, one that takes all of it would wait for ever.
-        max_chunk_tokens = max(1, num_blocks // 2) * self.block_tokens
-        num_batched = config.max_batched_tokens
-        if num_cold:
-            num_batched = min(num_batched, max_chunk_tokens)
-        self.scheduler = Scheduler(
-            self.pool,
-            self.block_tokens,
-            admission=self.admission,
-            tiers=self.offloader,
-            choose=self._choose,
-            max_batched_tokens=num_batched,
-            max_running=config.max_running,
-            residency=ResidencyPolicy(residency, self.block_tokens, self._block_bytes, num_blocks),
-            turns=ColdReadBudget(residency.max_cold_bytes_per_step, self._block_bytes),
-            rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
-        )
-        self._arrived = []
 
     def _judge(self, live: _Live, token_id: int) -> Callable[[], str]:
         """Whether the request ends with this token; what is returned makes the text it adds."""
@@ -630,29 +436,6 @@ class Engine:
             return lambda: read() + detokenizer.finish()
         return read
 
-    def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
-        """And the residency that it is able to."""
-        host = None if self.offloader is None else self.offloader.host
-        residency, loaded, device = config.residency, self.loaded, self.device
-        if device.on_gpu and residency.max_cold_bytes_per_step is None:
-            residency = replace(residency, max_cold_bytes_per_step=_GPU_COLD_BYTES)
-        if device.on_gpu and importlib.util.find_spec("triton") is not None:
-            from penstock.engine.triton_runner import TritonRunner
-
-            runner = TritonRunner(
-                loaded, device, self.block_tokens, host, max_running=config.max_running
-            )
-            reads_host = host is None or has_same_addresses(host)
-            return runner, replace(residency, cold=residency.cold and reads_host)
-        plain = TorchRunner(loaded.model, device, self.block_tokens, loaded.num_heads, host)
-        return plain, replace(residency, cold=residency.cold and not device.on_gpu)
-
-    def _num_cold_blocks(self, residency: ResidencyConfig) -> int:
-        """How many blocks of running sequences can lie in HOST."""
-        if self.offloader is None or not residency.cold:
-            return 0
-        return self.offloader.num_host_blocks
-
     def _max_new(self, num_prompt: int, params: SamplingParams) -> int:
         """How many tokens the request may add; raises TooLong or Busy if it cannot be queued."""
         room = self.loaded.max_tokens - num_prompt
@@ -673,10 +456,6 @@ class Engine:
             num_prompt, max_new, self.scheduler.num_waiting, never_cold=params.residency.never_cold
         )
         return max_new
-
-    def _choose(self, match: Match, num_past: int) -> LoadChoice:
-        assert self.offloader is not None
-        return self._costs.choose(match, num_past, self.offloader.rates, can_load_two_ended=True)
 
 
 def _raise(error: Exception) -> str:

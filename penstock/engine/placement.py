@@ -8,51 +8,18 @@ back is a copy beside the computation; until it has ended the block is read from
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyPolicy
 from penstock.engine.table import shared_places
+from penstock.engine.tiers import EngineTiers
 from penstock.errors import BookError
 from penstock.events import Migrated
-from penstock.types import BlockKey, Done, LookupId, Match, Slot, TicketId, Verdict
+from penstock.types import BlockKey, Done, Slot, TicketId, Verdict
 
 _MAX_RETURNING = 64  # blocks on their way back at a time: others load too
-
-
-class EngineTiers(Protocol):
-    """What the engine's books need of an Offloader.
-
-    Nobody may forget whose blocks they are, or what they follow: neither has a default here.
-    """
-
-    def lookup(self, keys: Sequence[BlockKey]) -> LookupId | None: ...
-    def is_looking_up(self, lookup_id: LookupId) -> bool: ...
-    def match(self, keys: Sequence[BlockKey]) -> Match: ...
-    def note(self, match: Match) -> None: ...
-    def used(self, keys: Sequence[BlockKey], *, tenant: str) -> None: ...
-    def load(
-        self,
-        keys: Sequence[BlockKey],
-        into: Sequence[Slot | None],
-        *,
-        patience_seconds: float | None = None,
-        tenant: str,
-        parents: Mapping[int, BlockKey | None],
-    ) -> TicketId: ...
-    def save(
-        self,
-        keys: Sequence[BlockKey],
-        source: Sequence[Slot],
-        *,
-        tenant: str,
-        parents: Mapping[int, BlockKey | None],
-    ) -> TicketId: ...
-    def cancel(self, ticket: TicketId) -> None: ...
-    def is_in_host(self, key: BlockKey) -> bool: ...
-    def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]: ...
-    def unpin(self, slots: Sequence[Slot]) -> None: ...
 
 
 class _Unsaved(NamedTuple):

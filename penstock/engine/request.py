@@ -48,7 +48,7 @@ class Request:
     num_present: int = 0  # leading tokens whose KV is there: that, or one more (see Chunk)
     num_named: int = 0  # leading blocks known to the pool by their key
     ticket: TicketId | None = None
-    meeting_end: int = 0  # up to this block it is to be loaded from the back (see meetings)
+    two_ended_end: int = 0  # up to this block it is to be loaded from the back (see meetings)
     lookup: LookupId | None = None  # what it asked of the tier that instances share
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -95,7 +95,7 @@ class Request:
         self.into, self.resting = [], []
         self.num_computed = self.num_present = self.num_named = 0
         self.ticket = self.lookup = None
-        self.meeting_end = self.num_stalls = 0
+        self.two_ended_end = self.num_stalls = 0
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)

@@ -18,8 +18,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.config.options import EngineOptions
 from penstock.engine.request import Request
 from penstock.errors import ConfigError
+
+_DEFAULTS = EngineOptions()
 
 IsSo = Callable[[Request, int], bool]
 """Says something of one block of a sequence."""
@@ -29,12 +32,16 @@ IsSo = Callable[[Request, int], bool]
 class ResidencyConfig:
     """Where KV lies while it is in use. Requests may ask for their own `Residence`."""
 
-    cold: bool = True  # part of a running sequence's KV may lie in HOST
-    prefix_tokens: int = 1024
-    tail_tokens: int = 512
+    cold: bool = _DEFAULTS.cold_kv  # part of a running sequence's KV may be in HOST
+    prefix_tokens: int = _DEFAULTS.resident_prefix_tokens
+    tail_tokens: int = _DEFAULTS.resident_tail_tokens
     session_tokens: int | None = None  # on the device, of each; None: as many as there is room for
-    high_watermark: float = 0.98  # of the device pool in use: blocks begin to leave ...
-    low_watermark: float = 0.95  # ... until no more than this is; below it, cold ones come back
+    high_watermark: float = (
+        _DEFAULTS.device_high_watermark
+    )  # of the device pool in use: blocks begin to leave ...
+    low_watermark: float = (
+        _DEFAULTS.device_low_watermark
+    )  # ... until no more than this is; below it, cold ones come back
     # What sequences may read from HOST in one step. None: 256 MiB on a GPU; a CPU does not mind.
     # Whoever has more than that alone takes part in every second step, or third.
     max_cold_bytes_per_step: int | None = None

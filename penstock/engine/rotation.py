@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.engine.placement import EngineTiers
 from penstock.engine.request import Request, RequestPhase
+from penstock.engine.tiers import EngineTiers
 
 _MIN_KEPT = 0.9  # of a sequence's blocks, in HOST: else its turn would end in computing again
 _MIN_TOKENS = 4  # of a turn, however long they take: who comes back must get somewhere

@@ -17,16 +17,18 @@ from typing import NamedTuple
 
 from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission
-from penstock.engine.blocks import BlockPool
+from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
+from penstock.engine.blocks import BlockPool, CompletedBlocks
 from penstock.engine.fairness import FairQueue
-from penstock.engine.placement import EngineTiers, Placement
+from penstock.engine.placement import Placement
 from penstock.engine.request import Request, RequestPhase
 from penstock.engine.residency import ColdReadBudget, ResidencyPolicy
 from penstock.engine.rotation import Rotation
+from penstock.engine.tiers import EngineTiers
 from penstock.engine.two_ended_loads import TwoEndedLoads
 from penstock.errors import PenstockError
 from penstock.events import Decided, Event, Preempted, TurnEnded
-from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier, Verdict
+from penstock.types import Done, Slot, TicketId, Tier, Verdict
 
 _MAX_STALLS = 200  # steps
 _RETRY_SECONDS = 0.02  # for one that found no room, while nobody has left
@@ -66,13 +68,11 @@ class Scheduler:
         *,
         admission: Admission,
         tiers: EngineTiers | None = None,
-        choose: Callable[[Match, int], LoadChoice] = lambda match, num_past: LoadChoice(
-            match.num_blocks
-        ),
-        max_batched_tokens: int = 512,
-        max_running: int = 64,
+        choose: Choose = lambda match, num_past: LoadChoice(match.num_blocks),
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         residency: ResidencyPolicy | None = None,
-        turns: ColdReadBudget | None = None,
+        cold_reads: ColdReadBudget | None = None,
         rotation: Rotation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,8 +81,8 @@ class Scheduler:
         self._admission = admission
         self._tiers = tiers
         self._choose = choose
-        self._max_batched_tokens = max_batched_tokens
-        self._max_running = max_running
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
         self._fair = FairQueue()
         self._waiting: list[Request] = []  # most urgent first
         self._running: list[Request] = []
@@ -90,9 +90,9 @@ class Scheduler:
         self.placement = Placement(pool, residency, tiers)
         self.placement.follow(self._running)
         self._two_ended_loads = TwoEndedLoads(
-            pool, tiers, block_tokens, max(block_tokens, max_batched_tokens // 4)
+            pool, tiers, block_tokens, max(block_tokens, max_num_batched_tokens // 4)
         )
-        self._turns = turns
+        self._cold_reads = cold_reads
         self._rotation = rotation or Rotation(None)
         self._clock = clock
         self._short: Request | None = None  # lacked room in the last step
@@ -158,7 +158,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, most urgent first; together within the token budget."""
-        budget = self._max_batched_tokens
+        budget = self._max_num_batched_tokens
         chunks: list[Chunk] = []
         preempted = False
         self._end_a_turn()
@@ -168,8 +168,8 @@ class Scheduler:
         if self._fair.refresh():
             self._waiting.sort(key=lambda r: r.order)
         running = sorted(self._running, key=lambda r: r.order)
-        if self._turns is not None:
-            running = self._turns.pick(running)
+        if self._cold_reads is not None:
+            running = self._cold_reads.pick(running)
         for request in running:
             if request.phase is not RequestPhase.RUNNING or not budget:
                 continue  # preempted for one before it
@@ -202,9 +202,7 @@ class Scheduler:
 
     def computed(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' KV is on the device: name and save the blocks that became complete."""
-        complete: dict[str, dict[BlockKey, Slot]] = {}  # by tenant
-        # Where in these another request's blocks begin, and their parents.
-        parents_of: dict[str, dict[int, BlockKey | None]] = {}
+        complete: dict[str, CompletedBlocks] = {}  # by tenant
         for chunk in chunks:
             request = chunk.request
             if request.phase is not RequestPhase.RUNNING:
@@ -213,18 +211,15 @@ class Scheduler:
             again = min(request.num_computed, request.max_computed) - chunk.start
             request.num_recomputed_tokens += max(0, again)
             request.max_computed = max(request.max_computed, request.num_computed)
-            blocks = complete.setdefault(request.tenant, {})
-            parents = parents_of.setdefault(request.tenant, {})
-            parents[len(blocks)] = request.chain.key_before(request.num_named)
-            for index in range(request.num_named, request.num_computed // self._block_tokens):
-                key, slot = request.chain.keys[index], request.table.slot(index)
-                self._pool.name(slot, key)
-                if blocks.setdefault(key, slot) != slot:  # another has just computed the same
-                    parents[len(blocks)] = key
-            request.num_named = request.num_computed // self._block_tokens
+            start, end = request.num_named, request.num_computed // self._block_tokens
+            complete.setdefault(request.tenant, CompletedBlocks(self._pool)).add(
+                request.chain.key_before(start),
+                request.chain.keys[start:end],
+                request.table.slots(start, end),
+            )
+            request.num_named = end
         for tenant, blocks in complete.items():
-            slots = list(blocks.values())
-            self.placement.save(list(blocks), slots, tenant=tenant, parents=parents_of[tenant])
+            self.placement.save(blocks.keys, blocks.slots, tenant=tenant, parents=blocks.parents)
 
     def settle(self, done: Done) -> Request | None:
         """A load or save has ended; of a load, the request that goes on."""
@@ -279,7 +274,7 @@ class Scheduler:
 
     @property
     def _has_seat(self) -> bool:
-        return len(self._running) + len(self._loading) < self._max_running
+        return len(self._running) + len(self._loading) < self._max_num_seqs
 
     def _enter(self, request: Request, phase: RequestPhase) -> None:
         request.phase = phase
@@ -316,85 +311,78 @@ class Scheduler:
         return self.placement.can_wait() and request.num_stalls < _MAX_STALLS
 
     def _admit(self, request: Request, budget: int) -> bool:
-        """Give a waiting request its blocks: shared ones, room for what is loaded, a first chunk.
-
-        If False is returned, nothing has changed.
-        """
-        if not request.num_preemptions and not self._admission.fits(request.max_total_tokens):
+        """Start a waiting request. If False, it has to wait and nothing has changed."""
+        plan = self._plan(request, budget)
+        if plan is None:
             return False
+        self._start(request, plan, budget)
+        return True
+
+    def _plan(self, request: Request, budget: int) -> AdmissionPlan | None:
+        if not request.num_preemptions and not self._admission.fits(request.max_total_tokens):
+            return None
         keys = request.chain.keys[: len(request.tokens) // self._block_tokens]
         request.table.extend(self._pool.share(keys))
-        num_shared = len(request.table)
-        num_past = num_shared * self._block_tokens
-        # Room first: a request that waits for it must not ask the tiers at every step.
-        first = -(-min(len(request.tokens), num_past + budget) // self._block_tokens)
-        slots = self.placement.take(first - num_shared, request)
-        if slots is None:
+        plan = plan_admission(
+            request,
+            keys,
+            len(request.table),
+            len(request.tokens),
+            budget=budget,
+            block_tokens=self._block_tokens,
+            room=self.placement,
+            tiers=self._tiers,
+            choose=self._choose,
+        )
+        if plan is None:
             self._refuse(request)
-            return False
-        choice = LoadChoice(0)
-        match = None
-        if self._tiers is not None and num_shared < len(keys):
-            match = self._tiers.match(keys[num_shared:])
-            choice = self._choose(match, num_past)
-        num_loads = choice.num_blocks
-        into: list[Slot | None] | None = []
-        if num_loads:
-            into = self.placement.arrange(request, num_shared, num_loads, slots)
-        if into is None:
-            self._refuse(request)
-            return False
+        return plan
+
+    def _start(self, request: Request, plan: AdmissionPlan, budget: int) -> None:
+        """Carry out a plan: the request loads, or runs its first chunk."""
+        match, choice, num_shared = plan.match, plan.choice, plan.num_shared
         self._waiting.remove(request)
         self._admission.start(request.id, request.max_total_tokens)
         self._fair.started(request.turn)
-        if match is not None and self._tiers is not None:
-            if not request.num_preemptions:
-                self._tiers.note(match)
-            if match.num_blocks:
-                seconds = (choice.load_seconds, choice.compute_seconds)
-                num_wanted = num_loads + choice.num_two_ended
-                self._events.append(Decided(match.num_blocks, num_wanted, *seconds))
-        if num_shared and self._tiers is not None and not request.num_preemptions:
-            self._tiers.used(keys[:num_shared], tenant=request.tenant)
-        self._have(request, num_past)
+        if match is not None and match.num_blocks:
+            seconds = (choice.load_seconds, choice.compute_seconds)
+            num_wanted = choice.num_blocks + choice.num_two_ended
+            self._events.append(Decided(match.num_blocks, num_wanted, *seconds))
+        self._have(request, num_shared * self._block_tokens)
         request.num_named = num_shared
         if choice.num_two_ended:
-            request.meeting_end = num_shared + num_loads + choice.num_two_ended
+            request.two_ended_end = num_shared + choice.num_blocks + choice.num_two_ended
         if not request.num_preemptions:
+            if self._tiers is not None:
+                plan.count_hits(self._tiers, tenant=request.tenant)
             request.num_cached_tokens = request.num_computed
             request.found[Tier.DEVICE] = request.matched[Tier.DEVICE] = num_shared
             if match is not None:
                 request.matched.update({tier: match.num_from(tier) for tier in Tier})
                 request.estimate = (choice.load_seconds, choice.compute_seconds)
-        if num_loads:
+        if plan.into:
             assert self._tiers is not None
             self._enter(request, RequestPhase.LOADING)
-            request.into = into
-            request.ticket = self._tiers.load(
-                keys[num_shared : num_shared + num_loads],
-                into,
-                patience_seconds=choice.patience_seconds,
-                tenant=request.tenant,
-                parents={0: request.chain.key_before(num_shared)},
-            )
+            request.into = plan.into
+            parent = request.chain.key_before(num_shared)
+            request.ticket = plan.load(self._tiers, parent, tenant=request.tenant)
             self._loading[request.ticket] = request
         else:
             self._run(request, num_shared)
-            # Not more than the first chunk takes: what comes from the back follows right behind.
+            # Keep only the slots of the first chunk: a two-ended load fills those after it.
             num_tokens = min(request.num_uncomputed, budget)
             end = request.num_computed + self._two_ended_loads.end_of_chunk(request, num_tokens)
             num_first = max(0, -(-end // self._block_tokens) - num_shared)
-            request.table.extend(slots[:num_first])
-            self._pool.release(slots[num_first:])
+            request.table.extend(plan.first_slots[:num_first])
+            self._pool.release(plan.first_slots[num_first:])
         self._rotation.wake(request)
-        return True
 
     def _run(self, request: Request, num_there: int) -> None:
         """So many of its blocks are there, and others may come from the back."""
         self._enter(request, RequestPhase.RUNNING)
         self._running.append(request)
         self._rotation.begin(request, self._clock())
-        end, request.meeting_end = request.meeting_end, 0
+        end, request.two_ended_end = request.two_ended_end, 0
         if end > num_there:
             self._two_ended_loads.begin(request, num_there, end)
 

@@ -1,17 +1,13 @@
-"""Runs one step of a model on a GPU: our kernels over blocks by their addresses, and CUDA graphs.
+"""Runs one step of a model on a GPU, with our own kernels that find blocks by their addresses.
 
-A step in which every sequence adds one token is replayed from a graph, captured once for each of
-some batch sizes; rows that are left over attend to one scratch block and are written nowhere. What
-such a step reads lies in tensors that stay where they are, so blocks may move between replays.
+A step in which every sequence adds one token is replayed from a CUDA graph (see `cuda_graphs`).
 Steps with chunks of prompts run kernel by kernel.
 """
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +18,7 @@ from torch import Tensor
 
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
+from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import DecodePlan, PartRoom
 from penstock.engine.fetching import Fetcher, num_fetched_at_once
 from penstock.engine.fused import FusedDecoder, can_fuse
@@ -131,7 +128,7 @@ class TritonRunner:
         block_tokens: int,
         host: HostArena | None = None,
         *,
-        max_running: int = 64,
+        max_num_seqs: int,
         use_graphs: bool = True,
     ) -> None:
         register()
@@ -143,14 +140,14 @@ class TritonRunner:
         self._model = loaded.model
         self._shape = _Shape(block_tokens, loaded.num_kv_heads, loaded.head_dim, loaded.dtype)
         self._addresses = Addresses.of_arenas(pool, host)
-        max_blocks = max_running * -(-loaded.max_tokens // block_tokens)
+        max_blocks = max_num_seqs * -(-loaded.max_tokens // block_tokens)
         max_fetched = 0
         if host is not None:
             max_fetched = num_fetched_at_once(
                 self._shape.layer_bytes, pool.num_slots * pool.block_bytes, host.num_slots
             )
         self._plan = DecodePlan(
-            max_running, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched
+            max_num_seqs, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched
         )
         self._max_parts = min(self._plan.max_items, _MAX_PARTS)
         room = PartRoom.make(self._max_parts, loaded.num_heads, loaded.head_dim, self._device)
@@ -171,12 +168,12 @@ class TritonRunner:
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
-        self._mailbox = Mailbox(max_running) if on_gpu else None
+        self._mailbox = Mailbox(max_num_seqs) if on_gpu else None
         self._is_long = False  # the step that was queued last
         self._graphs = None
         if on_gpu and use_graphs:
-            self._graphs = _Graphs(
-                self, self._plan, max_running, self._device, can_fetch=self._fetcher is not None
+            self._graphs = CudaGraphs(
+                self, self._plan, max_num_seqs, self._device, can_fetch=self._fetcher is not None
             )
 
     @torch.inference_mode()
@@ -351,87 +348,3 @@ class TritonRunner:
             blocks = torch.from_numpy(table).to(self._device)
             spans.append(SequenceSpan(begin, chunk.num_tokens, chunk.start, blocks))
         return spans
-
-
-# Other threads go on: they pin memory, and wait for copies.
-_IN_THIS_THREAD = {"capture_error_mode": "thread_local"}
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Nothing is swept up meanwhile: a graph or tensor that is freed would end the capture."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-class _Graphs:
-    """Captured steps of single tokens, by the number of rows and whether cold blocks are fetched.
-
-    A step without them is not burdened with waiting for what does not come.
-    """
-
-    def __init__(
-        self,
-        runner: TritonRunner,
-        plan: DecodePlan,
-        max_rows: int,
-        device: torch.device,
-        *,
-        can_fetch: bool,
-    ) -> None:
-        self._runner = runner
-        self._plan = plan
-        sizes = [1, 2, 4, *range(8, max_rows, 8), max_rows]
-        self._sizes = sorted({size for size in sizes if size <= max_rows})
-        self._can_fetch = can_fetch
-        self._kept = torch.arange(max_rows, device=device)
-        self._captured: dict[tuple[int, bool], tuple[Any, Tensor]] = {}
-        self._memory: Any = None  # one pool for all: only one of them runs at a time
-
-    def run(self, row: PackedRow) -> Tensor:
-        """Logits of all rows; good until the next step."""
-        size = next(size for size in self._sizes if size >= len(row.singles))
-        fetches = self._runner.fill(row, size)
-        if (size, fetches) not in self._captured:
-            self._capture(size, fetches=fetches)
-            self._runner.fill(row, size)
-        graph, logits = self._captured[size, fetches]
-        graph.replay()
-        return logits
-
-    def capture_all(self, progress: Callable[[str], None]) -> None:
-        kinds = [
-            (size, fetches)
-            for size in reversed(self._sizes)  # the largest takes the memory
-            for fetches in ([False, True] if self._can_fetch else [False])
-        ]
-        for place, (size, fetches) in enumerate(kinds):
-            progress(f"capturing the decode step: {place + 1} of {len(kinds)}")
-            self._capture(size, fetches=fetches)
-
-    @torch.inference_mode()
-    def _capture(self, size: int, *, fetches: bool) -> None:
-        plan = self._plan
-        rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
-        self._runner.fill(None, size)
-
-        def step() -> Tensor:
-            plan.send()
-            return self._runner.forward(*rows, self._kept[:size], size, [], fetches=fetches)
-
-        stream: Any = _cuda.Stream()
-        stream.wait_stream(_cuda.current_stream())
-        with _cuda.stream(stream):
-            step()  # compiles what is new
-        _cuda.current_stream().wait_stream(stream)
-        graph = _cuda.CUDAGraph()
-        with _undisturbed(), _cuda.graph(graph, pool=self._memory, **_IN_THIS_THREAD):
-            logits = step()
-        self._memory = graph.pool()
-        self._captured[size, fetches] = (graph, logits)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.engine.blocks import BlockPool
-from penstock.engine.placement import EngineTiers
 from penstock.engine.request import Request
+from penstock.engine.tiers import EngineTiers
 from penstock.types import Done, Slot, TicketId, Tier, Verdict
 
 _NUM_PIECES = 16

@@ -42,16 +42,16 @@ class InstanceConfig:
     policy: str = Config().host.policy
     host_link: LinkSpec = HOST_LINK
     disk_link: LinkSpec = DISK_LINK
-    max_batched_tokens: int = 8192
-    max_running: int = 64
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 64
     max_waiting: int = 256
     transfer: TransferConfig = field(default_factory=TransferConfig)
     limits: Limits | None = None  # None: those that follow from `transfer`
 
     def __post_init__(self) -> None:
-        for name in ("block_tokens", "block_bytes", "num_device_blocks", "max_batched_tokens"):
+        for name in ("block_tokens", "block_bytes", "num_device_blocks", "max_num_batched_tokens"):
             self._check(name, 1)
-        for name in ("max_running", "max_waiting"):
+        for name in ("max_num_seqs", "max_waiting"):
             self._check(name, 1)
         for name in ("num_host_blocks", "num_disk_blocks"):
             self._check(name, 0)

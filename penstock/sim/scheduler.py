@@ -9,22 +9,19 @@ never cold: where the pool is full, the least urgent sequence is preempted.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission, Busy, TooLong
-from penstock.engine.blocks import BlockPool
+from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
+from penstock.engine.blocks import BlockPool, CompletedBlocks
 from penstock.errors import PenstockError
 from penstock.offload import Offloader
 from penstock.sim.decoders import Decoders
 from penstock.sim.sequences import Sequence, SequencePhase
-from penstock.types import BlockKey, Done, Match, Slot, TicketId
+from penstock.types import Done, Slot, TicketId
 
 _MAX_STALLS = 200  # steps
-
-Parents = dict[int, BlockKey | None]
-"""Where in a row of blocks another chain begins, and the block that it follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +40,18 @@ class SimulatedScheduler:
         block_tokens: int,
         admission: Admission,
         tiers: Offloader | None,
-        choose: Callable[[Match, int], LoadChoice],
+        choose: Choose,
         *,
-        max_batched_tokens: int,
-        max_running: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
     ) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
         self._admission = admission
         self._tiers = tiers
         self._choose = choose
-        self._max_batched_tokens = max_batched_tokens
-        self._max_running = max_running
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
         self._waiting: list[Sequence] = []  # the first to come is the first to go
         self._prefilling: list[Sequence] = []
         self._stalled: list[Sequence] = []
@@ -100,7 +97,7 @@ class SimulatedScheduler:
     def schedule(self) -> list[SimulatedChunk]:
         """The next step's pieces of prompts; who decodes is in `decoders`."""
         preempted = self._resume_stalled()
-        budget = self._max_batched_tokens - len(self.decoders)
+        budget = self._max_num_batched_tokens - len(self.decoders)
         chunks: list[SimulatedChunk] = []
         for sequence in list(self._prefilling):
             if budget <= 0:
@@ -114,7 +111,7 @@ class SimulatedScheduler:
                 chunks.append(SimulatedChunk(sequence, sequence.num_computed, num_tokens))
                 budget -= num_tokens
         while budget > 0 and self._waiting and not preempted and not self._is_blocked:
-            if len(self._running) + len(self._loading) >= self._max_running:
+            if len(self._running) + len(self._loading) >= self._max_num_seqs:
                 break
             sequence = self._waiting[0]
             if not self._admit(sequence, budget):
@@ -128,17 +125,16 @@ class SimulatedScheduler:
 
     def computed(self, chunks: Iterable[SimulatedChunk], due: Iterable[Sequence]) -> None:
         """The step's KV is on the device: of these pieces, and of those that needed a look."""
-        blocks: dict[BlockKey, Slot] = {}
-        parents: Parents = {}
+        blocks = CompletedBlocks(self._pool)
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.start + chunk.num_tokens
             again = min(sequence.num_computed, sequence.max_computed) - chunk.start
             sequence.num_recomputed_tokens += max(0, again)
-            self._name(sequence, blocks, parents)
+            self._name(sequence, blocks)
         for sequence in due:
-            self._name(sequence, blocks, parents)
-        self._save(blocks, parents)
+            self._name(sequence, blocks)
+        self._save(blocks)
 
     def sampled(
         self, chunks: Iterable[SimulatedChunk], due: Iterable[Sequence], now: float
@@ -183,59 +179,52 @@ class SimulatedScheduler:
     # Rooms on the device.
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
-        """Give a waiting sequence its blocks; if False is returned, nothing has changed."""
-        first_time = not sequence.num_preemptions
-        if first_time and not self._admission.fits(sequence.max_total_tokens):
-            return False
+        """Start a waiting sequence. If False, it has to wait and nothing has changed."""
+        plan = self._plan(sequence, budget)
+        if plan is not None:
+            self._start(sequence, plan)
+        return plan is not None
+
+    def _plan(self, sequence: Sequence, budget: int) -> AdmissionPlan | None:
+        if not sequence.num_preemptions and not self._admission.fits(sequence.max_total_tokens):
+            return None
         keys = sequence.keys(0, sequence.num_tokens // self._block_tokens)
-        shared = self._pool.share(keys)
-        num_shared = len(shared)
-        num_past = num_shared * self._block_tokens
-        first = -(-min(sequence.num_tokens, num_past + budget) // self._block_tokens)
-        slots = self._pool.take(max(0, first - num_shared))
-        if slots is None:
-            self._pool.release(shared)
-            return False
-        choice, match = LoadChoice(0), None
-        if self._tiers is not None and num_shared < len(keys):
-            match = self._tiers.match(keys[num_shared:])
-            choice = self._choose(match, num_past)
-        num_loads = choice.num_blocks
-        if num_loads > len(slots):
-            more = self._pool.take(num_loads - len(slots))
-            if more is None:
-                self._pool.release(slots)
-                self._pool.release(shared)
-                return False
-            slots += more
+        sequence.slots = self._pool.share(keys)
+        plan = plan_admission(
+            sequence,
+            keys,
+            len(sequence.slots),
+            sequence.num_tokens,
+            budget=budget,
+            block_tokens=self._block_tokens,
+            room=_DeviceRoom(self._pool),
+            tiers=self._tiers,
+            choose=self._choose,
+        )
+        if plan is None:
+            self._pool.release(sequence.slots)
+            sequence.slots = []
+        return plan
+
+    def _start(self, sequence: Sequence, plan: AdmissionPlan) -> None:
         self._waiting.pop(0)
         self._admission.start(str(sequence.number), sequence.max_total_tokens)
-        if self._tiers is not None and first_time:
-            if match is not None:
-                self._tiers.note(match)
-            if num_shared:
-                self._tiers.used(keys[:num_shared])
-        sequence.slots = shared
-        sequence.num_named = num_shared
-        self._have(sequence, num_shared)
-        if first_time:
-            sequence.num_device_blocks = num_shared
-        if num_loads:
+        sequence.num_named = plan.num_shared
+        self._have(sequence, plan.num_shared)
+        if not sequence.num_preemptions:
+            if self._tiers is not None:
+                plan.count_hits(self._tiers)
+            sequence.num_device_blocks = plan.num_shared
+        if plan.into:
             assert self._tiers is not None
-            self._pool.release(slots[num_loads:])
-            sequence.phase, sequence.into = SequencePhase.LOADING, slots[:num_loads]
-            ticket = self._tiers.load(
-                keys[num_shared : num_shared + num_loads],
-                sequence.into,
-                patience_seconds=choice.patience_seconds,
-                parents={0: sequence.key_before(num_shared)},
-            )
-            self._loading[ticket] = sequence
+            sequence.phase = SequencePhase.LOADING
+            sequence.into = [slot for slot in plan.into if slot is not None]
+            parent = sequence.key_before(plan.num_shared)
+            self._loading[plan.load(self._tiers, parent)] = sequence
         else:
-            # A prompt that was found whole still computes its last token, on blocks it has.
-            sequence.slots += slots
+            # If the whole prompt was found, its last token is computed in the blocks it has.
+            sequence.slots += plan.first_slots
             self._run(sequence)
-        return True
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = SequencePhase.PREFILLING
@@ -295,26 +284,19 @@ class SimulatedScheduler:
 
     # What a step leaves behind.
 
-    def _name(self, sequence: Sequence, blocks: dict[BlockKey, Slot], parents: Parents) -> None:
-        """Its blocks that became complete get their names; they go to `blocks`, to be saved."""
+    def _name(self, sequence: Sequence, blocks: CompletedBlocks) -> None:
+        """Name the blocks that it has completed, and add them to those to be saved."""
         sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
-        end = sequence.num_computed // self._block_tokens
-        if end <= sequence.num_named:
-            return
-        parents[len(blocks)] = sequence.key_before(sequence.num_named)
-        for index, key in enumerate(sequence.keys(sequence.num_named, end), sequence.num_named):
-            slot = sequence.slots[index]
-            self._pool.name(slot, key)
-            if blocks.setdefault(key, slot) != slot:  # another has just computed the same
-                parents[len(blocks)] = key
+        start, end = sequence.num_named, sequence.num_computed // self._block_tokens
+        blocks.add(sequence.key_before(start), sequence.keys(start, end), sequence.slots[start:end])
         sequence.num_named = end
 
-    def _save(self, blocks: dict[BlockKey, Slot], parents: Parents) -> None:
-        if self._tiers is None or not blocks:
+    def _save(self, blocks: CompletedBlocks) -> None:
+        slots = blocks.slots
+        if self._tiers is None or not slots:
             return
-        slots = list(blocks.values())
         self._pool.hold(slots)
-        self._saving[self._tiers.save(list(blocks), slots, parents=parents)] = slots
+        self._saving[self._tiers.save(blocks.keys, slots, parents=blocks.parents)] = slots
 
     def _sample(self, sequence: Sequence, now: float) -> None:
         """The last token of what it had is computed: the next one is there."""
@@ -339,3 +321,23 @@ class SimulatedScheduler:
     def _have(self, sequence: Sequence, num_blocks: int) -> None:
         """So many leading blocks are there; at least the last token is computed all the same."""
         sequence.num_computed = min(num_blocks * self._block_tokens, sequence.num_tokens - 1)
+
+
+class _DeviceRoom:
+    """The device pool alone (see `DeviceRoom`): simulated KV is never cold."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def take(self, count: int, request: Sequence) -> list[Slot] | None:
+        return self._pool.take(max(0, count))
+
+    def arrange(
+        self, request: Sequence, start: int, num_loads: int, slots: list[Slot]
+    ) -> list[Slot | None] | None:
+        more = self._pool.take(max(0, num_loads - len(slots)))
+        if more is None:
+            self._pool.release(slots)
+            return None
+        self._pool.release(slots[num_loads:])
+        return [*slots[:num_loads], *more]

@@ -91,8 +91,8 @@ class _Simulator:
             admission,
             self._offloader,
             self._choose,
-            max_batched_tokens=config.max_batched_tokens,
-            max_running=config.max_running,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
         )
 
     def run(self) -> None:

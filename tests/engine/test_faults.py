@@ -14,10 +14,11 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
 import penstock.engine.engine as engine_module
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.detokenize import Detokenizer
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.faults import EngineFault, EngineLost
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.runner import TorchRunner
