@@ -253,7 +253,7 @@ def test_a_request_that_cannot_be_entered_or_left_fails_alone(
     inject(engine.scheduler, "add", 3, behind=True)
     for number in range(2):
         engine.add(f"early-{number}", prompts()[number], PARAMS)
-    with pytest.raises(EngineFault, match="ask again"):
+    with pytest.raises(EngineFault, match="Retry the request"):
         engine.add("third", prompts()[2], PARAMS)
     inject(engine.scheduler, "remove", 1)
     engine.step()

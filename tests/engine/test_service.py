@@ -255,7 +255,7 @@ def test_a_step_that_fails_ends_its_streams_and_the_next_is_served(
                 raise RuntimeError("injected")
 
             monkeypatch.setattr(service.engine.runner, "run", breaks)
-            with pytest.raises(EngineFault, match="ask again"):
+            with pytest.raises(EngineFault, match="Retry the request"):
                 async for _ in stream:
                     pass
             for _ in range(2):
