@@ -1,13 +1,13 @@
-"""The engine: requests in, tokens out, one `step` at a time. KV lives in tiers behind it.
+"""The engine: requests in, tokens out, one `step` at a time.
 
     engine.add("a", prompt_ids, params)
     while engine.has_work:
         for progress in engine.step(): ...
 
-One thread owns an engine. A step settles what has been loaded and saved, lets the scheduler choose
-the next tokens, computes them, and samples. Whatever becomes of a tier, a request only ever sees
-its tokens. A step that fails by a defect costs the requests that it computed: `take_failed` names
-them, the books are made anew, and the others are computed again (see `faults`).
+One thread owns an engine. A step settles loads and saves that have ended, lets the scheduler choose
+the next tokens, computes them, and samples. A tier that fails never fails a request. If a step
+fails because of a defect, the requests that it computed fail (see `take_failed`), the books are
+rebuilt, and all other requests are computed again.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Progress:
     ) -> None:
         self.request = request
         self.sampled = sampled
-        self.error: EngineFault | None = None  # its text cannot be made: the request has failed
+        self.error: EngineFault | None = None  # if decoding its text failed
         self._read: Callable[[], str] | None = read
         self._on_fault = on_fault
         self._text = ""
 
     @property
     def text(self) -> str:
-        """New text that may be shown. It is made when it is asked for, or in the next step."""
+        """The new text. It is decoded on first use, or else in the next step."""
         if self._read is not None:
             read, self._read = self._read, None
             try:
@@ -87,7 +87,7 @@ class _Live:
     generator: torch.Generator | None
     detokenizer: Detokenizer
     stop_ids: frozenset[int]
-    row: SamplerRow | None = None  # once it does not change any more
+    row: SamplerRow | None = None  # once it no longer changes
     num_requeues: int = 0  # after faults, since its last token
 
 
@@ -111,7 +111,7 @@ class Engine(EngineParts):
         self._live: dict[str, _Live] = {}
         self._sequence = count()
         self._chunks: Sequence[Chunk] = ()  # of the step that is being computed
-        self._mute: dict[str, EngineFault] = {}  # requests whose text cannot be made
+        self._undecodable: dict[str, EngineFault] = {}  # requests whose text cannot be decoded
         self._failed: list[tuple[Request, EngineFault]] = []
         self._num_faults = 0  # in a row
         self._is_lost = False
@@ -122,7 +122,7 @@ class Engine(EngineParts):
 
     @property
     def is_moving(self) -> bool:
-        """Whether KV is on its way between tiers; then `step` wants to be called."""
+        """Whether KV is moving between tiers. If so, `step` must be called."""
         return self.offloader is not None and self.offloader.is_moving
 
     def add(
@@ -136,11 +136,12 @@ class Engine(EngineParts):
         index: int = 0,
         origin: Origin = NO_ORIGIN,
     ) -> Request:
-        """Queue a request. Raises ConfigError or TooLong if it can never be served, or Busy.
+        """Queue a request.
 
-        Raises EngineFault if a defect kept it out, and EngineLost once there is no engine any more.
+        Raises ConfigError or TooLong if it can never be served, Busy if the queue is full,
+        EngineFault if the engine failed, and EngineLost if it could not recover.
         """
-        self._require_books()
+        self._require_not_lost()
         prompt_ids = self.intake.check(prompt_ids, params, priority=priority, tenant=tenant)
         try:
             max_new = self._max_new(len(prompt_ids), params)
@@ -179,11 +180,11 @@ class Engine(EngineParts):
         return request
 
     def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
-        """Follow a hint for its session or, if it names none, for a prompt; returns its blocks.
+        """Apply a hint to its session or, if it names none, to a prompt.
 
-        0 where nothing is offloaded, and where nothing is known of the session or the prompt.
+        Returns the number of blocks; 0 if nothing is offloaded, or session or prompt are unknown.
         """
-        self._require_books()
+        self._require_not_lost()
         if self.sessions is None:
             return 0
         self.intake.check_tenant(tenant)
@@ -196,15 +197,15 @@ class Engine(EngineParts):
             raise EngineFault.of(error) from error
 
     def census(self) -> list[Sighting]:
-        """Every sequence there is: those that run, load and wait, each kind in its order."""
+        """All sequences: first running, then loading, then waiting ones, each group in order."""
         return take_census(self.scheduler, time.monotonic())
 
     def abort(self, request_id: str) -> None:
-        """Give a request up, whatever it is doing. Unknown names are passed over."""
+        """Abort a request in any phase. Unknown ids are ignored."""
         live = self._live.pop(request_id, None)
         if live is not None:
             live.request.finish_reason = "abort"
-            if self._is_lost:  # nobody keeps books of it any more
+            if self._is_lost:  # there are no books left to update
                 return
             try:
                 self._end(live.request)
@@ -212,11 +213,11 @@ class Engine(EngineParts):
                 self._recover(error)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Progress]:
-        """Compute one batch. Empty when nothing could run yet, or nothing is left to do.
+        """Compute one batch. Empty if nothing can run yet or nothing is left to do.
 
-        `meanwhile`, for what the caller has to do between steps, is called at least once: a GPU
-        computes while it runs, and it must not raise. Raises EngineLost if a fault cannot be
-        recovered from; of others `take_failed` tells.
+        `meanwhile` does the caller's work between steps. It is called at least once, on a GPU
+        during the computation, and must not raise. Raises EngineLost if the engine fails and
+        cannot recover; after a fault that it recovers from, see `take_failed`.
         """
         try:
             progress = self._step(meanwhile)
@@ -229,12 +230,12 @@ class Engine(EngineParts):
         return progress
 
     def take_failed(self) -> list[tuple[Request, EngineFault]]:
-        """Requests that have ended in a fault since the last call."""
+        """Requests that have failed since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
     def _step(self, meanwhile: Callable[[], None]) -> list[Progress]:
-        self._end_the_mute()
+        self._end_undecodable()
         self._settle()
         chunks = self._chunks = self.scheduler.schedule()
         self._story.entered(self.scheduler, time.monotonic())
@@ -242,14 +243,14 @@ class Engine(EngineParts):
         if not chunks:
             self._catch_up(meanwhile)
             if self.offloader is not None and self.scheduler.has_work:
-                self.offloader.pause(0.002)  # loads are under way: let them have the processor
+                self.offloader.pause(0.002)  # leave the CPU to the loads
             return []
         if not self.runner.only_queues:
             self._catch_up(meanwhile)
         started = time.monotonic()
         logits = self.runner.run(chunks, self._keep_moving)
-        # A GPU has only been told what to do: the books are kept while it does it. What is saved
-        # is copied behind it.
+        # On a GPU the step is only queued: update the books while it runs. Saves are queued after
+        # it.
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
         finish = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)
         self.scheduler.computed(chunks)
@@ -268,7 +269,7 @@ class Engine(EngineParts):
             for request_id in list(self._live):
                 self.abort(request_id)
         except EngineLost as error:
-            log.error("the engine closes without its requests' end", exc_info=error)
+            log.error("the engine closes with unfinished requests", exc_info=error)
         super().close()
 
     def _settle(self) -> None:
@@ -281,14 +282,14 @@ class Engine(EngineParts):
                 self._story.loaded(request, done)
 
     def _keep_moving(self) -> None:
-        """A step takes as long as some hops: the next one must not wait for its end."""
+        """Move blocks on between tiers during a step, which may be longer than many transfers."""
         now = time.monotonic()
         if self.offloader is not None and now >= self._moves_again:
             self._arrived += self.offloader.step()
             self._moves_again = now + _HOP_SECONDS
 
     def _catch_up(self, meanwhile: Callable[[], None]) -> None:
-        """Whatever the last step left to be done that no other step depends on."""
+        """Decode the last step's text and call `meanwhile`: no step depends on either."""
         unread, self._unread = self._unread, []
         for progress in unread:
             _ = progress.text
@@ -314,9 +315,9 @@ class Engine(EngineParts):
             self._story.first_token(request, self._costs.prefill)
         try:
             read = self._judge(live, sampled.token_id)
-        except Exception as error:  # a text of its own: nobody else's books are touched
+        except Exception as error:  # only this request's text: the books are not affected
             read = partial(_raise, error)
-        progress = Progress(request, sampled, read, self._fall_mute)
+        progress = Progress(request, sampled, read, self._note_undecodable)
         if request.finish_reason is not None:
             del self._live[request.id]
             self._end(request)
@@ -337,18 +338,18 @@ class Engine(EngineParts):
 
     # Faults.
 
-    def _fall_mute(self, request: Request, error: Exception) -> EngineFault:
-        """Its text cannot be made. It ends between two steps; no other request is touched."""
-        log.error("request %s fails: its text cannot be made", request.id, exc_info=error)
+    def _note_undecodable(self, request: Request, error: Exception) -> EngineFault:
+        """Record that a request's text cannot be decoded. It alone ends, before the next step."""
+        log.error("request %s failed: its text cannot be decoded", request.id, exc_info=error)
         fault = EngineFault.of(error)
-        self._mute[request.id] = fault
+        self._undecodable[request.id] = fault
         if request.id not in self._live:
             self._failed.append((request, fault))
         return fault
 
-    def _end_the_mute(self) -> None:
-        mute, self._mute = self._mute, {}
-        for request_id, fault in mute.items():
+    def _end_undecodable(self) -> None:
+        undecodable, self._undecodable = self._undecodable, {}
+        for request_id, fault in undecodable.items():
             live = self._live.pop(request_id, None)
             if live is not None:
                 live.request.finish_reason = "error"
@@ -356,19 +357,19 @@ class Engine(EngineParts):
                 self._end(live.request)
 
     def _recover(self, error: Exception, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """A step or a request's entry failed half way: make the books anew and go on.
+        """Rebuild the books after a step or a call failed halfway, and continue.
 
-        Requests that were being computed have failed. Where it is not known whose fault it was,
-        all are computed again, and fail if that does not help. Nothing on the device is trusted;
-        what lower tiers hold was complete before it was saved, and is kept if their books add up.
+        Requests that were being computed fail. If none were, all are computed again, and all fail
+        if the next step fails too. Nothing on the device is trusted. Blocks in lower tiers were
+        complete before they were saved, and are kept if the tiers' books add up.
         """
         self._num_faults += 1
-        log.error("a step of the engine failed: its requests end, others go on", exc_info=error)
+        log.error("a step of the engine failed: its requests fail, others continue", exc_info=error)
         if self._is_lost or self._num_faults > MAX_FAULTS_IN_A_ROW:
             self._lose(error)
-        self._catch_up(meanwhile)  # what the step before has said is theirs
+        self._catch_up(meanwhile)  # the tokens of the step before are valid
         fault = EngineFault.of(error)
-        num_failed = self._fail_those_of_the_step(fault)
+        num_failed = self._fail_requests_of_step(fault)
         survivors = sorted((live.request for live in self._live.values()), key=lambda r: r.order)
         try:
             reopened = self._rebuild(must_reopen=self._num_faults > 1)
@@ -382,13 +383,13 @@ class Engine(EngineParts):
             self.scheduler.add(request)
         self._story.failed(type(error).__name__, num_failed, len(survivors), reopened)
         log.warning(
-            "the engine has recovered: %d requests failed, %d are computed again%s",
+            "the engine has recovered: %d requests failed, %d are recomputed%s",
             num_failed,
             len(survivors),
-            "; the tiers below the device were opened anew" if reopened else "",
+            "; the tiers below the device were reopened" if reopened else "",
         )
 
-    def _fail_those_of_the_step(self, fault: EngineFault) -> int:
+    def _fail_requests_of_step(self, fault: EngineFault) -> int:
         computed = {chunk.request.id: chunk.request for chunk in self._chunks}
         self._chunks = ()
         for live in self._live.values():
@@ -405,19 +406,22 @@ class Engine(EngineParts):
             self._failed.append((request, fault))
         return len(computed)
 
-    def _require_books(self) -> None:
+    def _require_not_lost(self) -> None:
         if self._is_lost:
-            raise EngineLost("the engine has failed and cannot recover: restart the process.")
+            raise EngineLost("the engine has failed and cannot recover; restart the process.")
 
     def _lose(self, error: Exception) -> NoReturn:
         self._is_lost = True
         raise EngineLost(
-            f"the engine failed and cannot recover ({type(error).__name__}); its log says why: "
-            "restart the process."
+            f"the engine failed and cannot recover ({type(error).__name__}). The cause is in its "
+            "log; restart the process."
         ) from error
 
     def _judge(self, live: _Live, token_id: int) -> Callable[[], str]:
-        """Whether the request ends with this token; what is returned makes the text it adds."""
+        """Set `finish_reason` if the request ends with this token.
+
+        The returned function decodes the text that the token adds.
+        """
         request, params, detokenizer = live.request, live.request.params, live.detokenizer
         read = partial(detokenizer.append, token_id)
         is_end = not params.ignore_eos and token_id in self.loaded.eos_token_ids
@@ -426,7 +430,7 @@ class Engine(EngineParts):
             if params.include_stop_str_in_output:
                 return lambda: read() + detokenizer.finish()
             return detokenizer.finish
-        if params.stop_strings:  # the text decides: it cannot wait
+        if params.stop_strings:  # the text decides, so it is decoded now
             read = partial(str, read())
             if detokenizer.stopped_by is not None:
                 request.finish_reason, request.stop_reason = "stop", detokenizer.stopped_by
@@ -437,17 +441,17 @@ class Engine(EngineParts):
         return read
 
     def _max_new(self, num_prompt: int, params: SamplingParams) -> int:
-        """How many tokens the request may add; raises TooLong or Busy if it cannot be queued."""
+        """How many tokens the request may add. Raises TooLong or Busy if it cannot be queued."""
         room = self.loaded.max_tokens - num_prompt
         if room < 1:
-            # OpenAI's words, which clients look for before they shorten a prompt by themselves.
+            # OpenAI's wording: clients search for it before they shorten a prompt.
             raise TooLong(
                 f"This model's maximum context length is {self.loaded.max_tokens} tokens. However, "
                 f"you requested {num_prompt + 1} tokens ({num_prompt} in the prompt, at least 1 in "
                 "the completion). Please reduce the length of the prompt."
             )
         if params.max_tokens is None:
-            # Asked for as much as there is room for: the pool is part of what there is.
+            # The default is all that fits, which the pool may limit too.
             num_blocks = self.admission.num_running_blocks(never_cold=params.residency.never_cold)
             max_new = max(1, min(room, num_blocks * self.block_tokens - num_prompt))
         else:

@@ -54,7 +54,7 @@ class EngineConfig:
     """The engine's own settings. Those of the tiers are in `penstock.config.Config`."""
 
     device_kv_bytes: int = 1 << 30
-    block_tokens: int | None = None  # chosen so that a block has 1 to 2 MiB
+    block_tokens: int | None = None  # None: chosen so that a block has 1 to 2 MiB
     max_num_batched_tokens: int = _DEFAULTS.max_num_batched_tokens
     max_num_seqs: int = _DEFAULTS.max_num_seqs
     max_waiting: int = _DEFAULTS.max_waiting  # requests that have not started; then Busy is raised
@@ -62,7 +62,7 @@ class EngineConfig:
 
 
 class EngineParts:
-    """The parts of one engine, shared by all its requests. It knows of no single one."""
+    """The parts of one engine that all of its requests share."""
 
     offloader: Offloader | None
     sessions: Sessions | None
