@@ -21,15 +21,15 @@ from penstock.engine.runner import PackedRow
 if TYPE_CHECKING:
     from penstock.engine.triton_runner import TritonRunner
 
-_cuda: Any = torch.cuda  # much of it has no types
+_cuda: Any = torch.cuda  # mostly untyped
 
-# Other threads go on: they pin memory, and wait for copies.
+# Other threads keep pinning memory and waiting for copies, which must not break a capture.
 _IN_THIS_THREAD = {"capture_error_mode": "thread_local"}
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Nothing is swept up meanwhile: a graph or tensor that is freed would end the capture."""
+    """Turn off garbage collection: freeing a graph or a tensor would break the capture."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -43,7 +43,7 @@ def _undisturbed() -> Iterator[None]:
 class CudaGraphs:
     """Captured steps of single tokens, by the number of rows and whether cold blocks are fetched.
 
-    A step without them is not burdened with waiting for what does not come.
+    A step that fetches nothing has its own graph, which does not wait for fetches.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class CudaGraphs:
         self._can_fetch = can_fetch
         self._kept = torch.arange(max_rows, device=device)
         self._captured: dict[tuple[int, bool], tuple[Any, Tensor]] = {}
-        self._memory: Any = None  # one pool for all: only one of them runs at a time
+        self._memory: Any = None  # one pool for all graphs, because only one runs at a time
 
     def run(self, row: PackedRow) -> Tensor:
-        """Logits of all rows; good until the next step."""
+        """Logits of all rows, valid until the next step."""
         size = next(size for size in self._sizes if size >= len(row.singles))
         fetches = self._runner.fill(row, size)
         if (size, fetches) not in self._captured:
@@ -78,7 +78,7 @@ class CudaGraphs:
     def capture_all(self, progress: Callable[[str], None]) -> None:
         kinds = [
             (size, fetches)
-            for size in reversed(self._sizes)  # the largest takes the memory
+            for size in reversed(self._sizes)  # the largest first: the others reuse its memory
             for fetches in ([False, True] if self._can_fetch else [False])
         ]
         for place, (size, fetches) in enumerate(kinds):
@@ -98,7 +98,7 @@ class CudaGraphs:
         stream: Any = _cuda.Stream()
         stream.wait_stream(_cuda.current_stream())
         with _cuda.stream(stream):
-            step()  # compiles what is new
+            step()  # compiles kernels that are not compiled yet
         _cuda.current_stream().wait_stream(stream)
         graph = _cuda.CUDAGraph()
         with _undisturbed(), _cuda.graph(graph, pool=self._memory, **_IN_THIS_THREAD):
