@@ -1,9 +1,9 @@
-"""What the simulated instance runs next: the engine's scheduler, for tokens that are only counted.
+"""The scheduler of a simulated instance. Tokens are only counted.
 
-It keeps to `penstock.engine.scheduler` rule by rule, on the same pool, the same admission and the
-same Offloader, since hits have to agree block for block. Two things differ: every sequence that
-decodes gets its token before prompts share what is left of a step, and KV of running sequences is
-never cold: where the pool is full, the least urgent sequence is preempted.
+It follows the same rules as `penstock.engine.scheduler`, with the same pool, admission and
+Offloader, because hits must agree block for block. There are two differences: every sequence that
+decodes gets its token before prompts share the rest of a step, and KV is never cold, so if the pool
+is full the least urgent sequence is preempted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_STALLS = 200  # steps
 
 @dataclass(frozen=True, slots=True)
 class SimulatedChunk:
-    """Compute so many tokens of a prompt behind `start` others."""
+    """Compute `num_tokens` of a prompt from `start` on."""
 
     sequence: Sequence
     start: int
@@ -52,13 +52,13 @@ class SimulatedScheduler:
         self._choose = choose
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
-        self._waiting: list[Sequence] = []  # the first to come is the first to go
+        self._waiting: list[Sequence] = []  # in order of arrival
         self._prefilling: list[Sequence] = []
         self._stalled: list[Sequence] = []
         self._loading: dict[TicketId, Sequence] = {}
         self._saving: dict[TicketId, list[Slot]] = {}
-        self._running: dict[int, Sequence] = {}  # all that hold blocks, but for those that load
-        self._is_blocked = False  # the first in the queue found no room, and nothing has changed
+        self._running: dict[int, Sequence] = {}  # all that hold blocks, except those that load
+        self._is_blocked = False  # the first in the queue found no room, and none was freed since
         self.decoders = Decoders()
         self.num_preemptions = 0
 
@@ -72,8 +72,8 @@ class SimulatedScheduler:
         return sum(not sequence.num_preemptions for sequence in self._waiting)
 
     @property
-    def is_anyone_waiting(self) -> bool:
-        """Whether a transfer that ends may let somebody go on."""
+    def is_any_waiting(self) -> bool:
+        """Whether the end of a transfer may let a sequence continue."""
         return bool(self._waiting or self._stalled or self._loading)
 
     @property
@@ -81,7 +81,7 @@ class SimulatedScheduler:
         return bool(self._loading)
 
     def add(self, sequence: Sequence) -> bool:
-        """Queue a request; False, and why in its refusal, if it is not accepted."""
+        """Queue a request. If False, it was refused and `refusal` says why."""
         num_new = sequence.num_output_tokens
         try:
             self._admission.check(sequence.request.num_input_tokens, num_new, self.num_waiting)
@@ -95,7 +95,7 @@ class SimulatedScheduler:
         return False
 
     def schedule(self) -> list[SimulatedChunk]:
-        """The next step's pieces of prompts; who decodes is in `decoders`."""
+        """The next step's chunks of prompts. Sequences that decode are in `decoders`."""
         preempted = self._resume_stalled()
         budget = self._max_num_batched_tokens - len(self.decoders)
         chunks: list[SimulatedChunk] = []
@@ -103,7 +103,7 @@ class SimulatedScheduler:
             if budget <= 0:
                 break
             if sequence.phase is not SequencePhase.PREFILLING:
-                continue  # preempted for one before it
+                continue  # preempted for an older one
             num_tokens = min(sequence.num_uncomputed, budget)
             room, more = self._make_room(sequence, sequence.num_computed + num_tokens)
             preempted |= more
@@ -124,7 +124,7 @@ class SimulatedScheduler:
         return chunks
 
     def computed(self, chunks: Iterable[SimulatedChunk], due: Iterable[Sequence]) -> None:
-        """The step's KV is on the device: of these pieces, and of those that needed a look."""
+        """Name and save the blocks that a step has completed, of chunks and of `due` decoders."""
         blocks = CompletedBlocks(self._pool)
         for chunk in chunks:
             sequence = chunk.sequence
@@ -139,12 +139,12 @@ class SimulatedScheduler:
     def sampled(
         self, chunks: Iterable[SimulatedChunk], due: Iterable[Sequence], now: float
     ) -> None:
-        """The step has ended with a token for each: they go on, or have come to their end."""
+        """The step has sampled a token for each: they continue or end."""
         for chunk in chunks:
             if not chunk.sequence.num_uncomputed:
                 self._sample(chunk.sequence, now)
         for sequence in due:
-            self._go_on(sequence, now)
+            self._continue(sequence, now)
 
     def settle(self, done: Done) -> None:
         """A load or save has ended."""
@@ -174,9 +174,9 @@ class SimulatedScheduler:
             raise PenstockError("a sequence holds blocks while it waits")
         is_at_rest = not (self.has_work or self._saving)
         if is_at_rest and self._pool.num_available != self._pool.num_blocks:
-            raise PenstockError("a block is held by nobody that is left")
+            raise PenstockError("a device block is held, and no sequence is left")
 
-    # Rooms on the device.
+    # Room on the device.
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Start a waiting sequence. If False, it has to wait and nothing has changed."""
@@ -232,13 +232,13 @@ class SimulatedScheduler:
         insort(self._prefilling, sequence, key=lambda s: s.number)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> tuple[bool, bool]:
-        """Whether it has blocks for so many tokens now, and whether others were preempted."""
+        """Take blocks for `num_tokens`. Returns whether it has them and whether it preempted."""
         need = max(0, -(-num_tokens // self._block_tokens) - len(sequence.slots))
         preempted = False
         while (slots := self._pool.take(need)) is None:
             sequence.num_stalls += 1
             if self._saving and sequence.num_stalls < _MAX_STALLS:
-                return False, preempted  # more may be free in a moment
+                return False, preempted  # a save that ends will free some
             victim = self._running[max(self._running)]
             self._preempt(victim)
             preempted = True
@@ -282,10 +282,10 @@ class SimulatedScheduler:
         sequence.slots = []
         sequence.num_computed = sequence.num_named = 0
 
-    # What a step leaves behind.
+    # After a step.
 
     def _name(self, sequence: Sequence, blocks: CompletedBlocks) -> None:
-        """Name the blocks that it has completed, and add them to those to be saved."""
+        """Name the blocks that it has completed and add them to `blocks`."""
         sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
         start, end = sequence.num_named, sequence.num_computed // self._block_tokens
         blocks.add(sequence.key_before(start), sequence.keys(start, end), sequence.slots[start:end])
@@ -299,15 +299,15 @@ class SimulatedScheduler:
         self._saving[self._tiers.save(blocks.keys, slots, parents=blocks.parents)] = slots
 
     def _sample(self, sequence: Sequence, now: float) -> None:
-        """The last token of what it had is computed: the next one is there."""
+        """A sequence has computed its last token, so the next one is sampled."""
         self._prefilling.remove(sequence)
         sequence.num_tokens += 1
         if sequence.first_token is None:
             sequence.first_token = now
-        self._go_on(sequence, now)
+        self._continue(sequence, now)
 
-    def _go_on(self, sequence: Sequence, now: float) -> None:
-        """Decode, or end, or wait for a block to decode into."""
+    def _continue(self, sequence: Sequence, now: float) -> None:
+        """Decode, end, or wait for a block to decode into."""
         if sequence.num_tokens >= sequence.max_total_tokens:
             sequence.phase, sequence.finished = SequencePhase.FINISHED, now
             self._drop(sequence)
@@ -319,7 +319,7 @@ class SimulatedScheduler:
             insort(self._stalled, sequence, key=lambda s: s.number)
 
     def _have(self, sequence: Sequence, num_blocks: int) -> None:
-        """So many leading blocks are there; at least the last token is computed all the same."""
+        """The first `num_blocks` blocks are there. The last token is always computed."""
         sequence.num_computed = min(num_blocks * self._block_tokens, sequence.num_tokens - 1)
 
 

@@ -147,5 +147,5 @@ def test_whatever_starts_and_ends_a_tenants_order_stays_and_nothing_is_remembere
         fair.ended(turn, 0)
     for work in (1e9, 0):  # the present passes all of it
         fair.started(fair.join("last", work))
-    assert not fair._turns
+    assert not fair._places
     assert not fair._stale
