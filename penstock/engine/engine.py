@@ -26,12 +26,7 @@ from penstock.config import Config
 from penstock.engine.admission import Busy, NoRoom, TooLong
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
-from penstock.engine.faults import (
-    MAX_FAULTS_IN_A_ROW,
-    MAX_REQUEUES,
-    EngineFault,
-    EngineLost,
-)
+from penstock.engine.faults import MAX_FAULTS_IN_A_ROW, MAX_REQUEUES, EngineFault, EngineLost
 from penstock.engine.intake import Intake
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams

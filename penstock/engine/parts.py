@@ -57,7 +57,7 @@ class EngineConfig:
     block_tokens: int | None = None  # None: chosen so that a block has 1 to 2 MiB
     max_num_batched_tokens: int = _DEFAULTS.max_num_batched_tokens
     max_num_seqs: int = _DEFAULTS.max_num_seqs
-    max_waiting: int = _DEFAULTS.max_waiting  # requests that have not started; then Busy is raised
+    max_waiting: int = _DEFAULTS.max_waiting  # requests not started; more raise Busy
     residency: ResidencyConfig = field(default_factory=ResidencyConfig)
 
 

@@ -245,7 +245,7 @@ class Scheduler:
         self.placement.release_load(into[num_arrived:], pins[num_arrived:])
         arrived = len(request.table)
         request.num_named = arrived
-        self._have(request, arrived * self._block_tokens)
+        self._set_present(request, arrived * self._block_tokens)
         request.max_computed = max(request.max_computed, request.num_computed)
         request.num_loaded_tokens += num_arrived * self._block_tokens
         if not request.num_preemptions:
@@ -348,7 +348,7 @@ class Scheduler:
             seconds = (choice.load_seconds, choice.compute_seconds)
             num_wanted = choice.num_blocks + choice.num_two_ended
             self._events.append(Decided(match.num_blocks, num_wanted, *seconds))
-        self._have(request, num_shared * self._block_tokens)
+        self._set_present(request, num_shared * self._block_tokens)
         request.num_named = num_shared
         if choice.num_two_ended:
             request.two_ended_end = num_shared + choice.num_blocks + choice.num_two_ended
@@ -390,13 +390,13 @@ class Scheduler:
         num_computed = request.num_computed
         if self._two_ended_loads.try_to_join(request):
             request.num_named = len(request.table)
-            self._have(request, request.num_named * self._block_tokens)
+            self._set_present(request, request.num_named * self._block_tokens)
             request.max_computed = max(request.max_computed, request.num_computed)
             if not request.num_preemptions:
                 request.num_cached_tokens += request.num_computed - num_computed
 
     @staticmethod
-    def _have(request: Request, num_tokens: int) -> None:
+    def _set_present(request: Request, num_tokens: int) -> None:
         """The first `num_tokens` tokens have their KV on the device."""
         request.num_present = num_tokens
         # The last token is always computed, because sampling needs its logits.
@@ -437,14 +437,14 @@ class Scheduler:
             self.num_turns += 1
             self._events.append(TurnEnded(request.num_computed))
             request.place = self._fair.join(request.tenant, 0.0)
-            self._give_up(request)
+            self._requeue(request)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         self._events.append(Preempted(request.num_computed))
-        self._give_up(request)
+        self._requeue(request)
 
-    def _give_up(self, request: Request) -> None:
+    def _requeue(self, request: Request) -> None:
         """Move a running sequence back to the queue."""
         self._drop_blocks(request)
         self._running.remove(request)

@@ -65,12 +65,6 @@ class BlockTable:
         """Append resident blocks."""
         self._append(slots)
 
-    def extend_cold(self, pins: Sequence[Slot]) -> None:
-        """Append blocks that are pinned in HOST."""
-        self._append([~pin for pin in pins])
-        self._num_cold += len(pins)
-        self.num_moves += 1
-
     def extend_places(self, places: Sequence[int]) -> None:
         """Append blocks that are resident or pinned in HOST."""
         self._append(places)

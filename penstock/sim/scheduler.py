@@ -160,7 +160,7 @@ class SimulatedScheduler:
         sequence.slots += into[:num_arrived]
         self._pool.release(into[num_arrived:])
         sequence.num_named = len(sequence.slots)
-        self._have(sequence, len(sequence.slots))
+        self._set_present(sequence, len(sequence.slots))
         sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
         if not sequence.num_preemptions:
             for tier in done.sources[:num_arrived]:
@@ -210,7 +210,7 @@ class SimulatedScheduler:
         self._waiting.pop(0)
         self._admission.start(str(sequence.number), sequence.max_total_tokens)
         sequence.num_named = plan.num_shared
-        self._have(sequence, plan.num_shared)
+        self._set_present(sequence, plan.num_shared)
         if not sequence.num_preemptions:
             if self._tiers is not None:
                 plan.count_hits(self._tiers)
@@ -318,7 +318,7 @@ class SimulatedScheduler:
             sequence.phase = SequencePhase.STALLED
             insort(self._stalled, sequence, key=lambda s: s.number)
 
-    def _have(self, sequence: Sequence, num_blocks: int) -> None:
+    def _set_present(self, sequence: Sequence, num_blocks: int) -> None:
         """The first `num_blocks` blocks are there. The last token is always computed."""
         sequence.num_computed = min(num_blocks * self._block_tokens, sequence.num_tokens - 1)
 

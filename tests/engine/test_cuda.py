@@ -204,7 +204,7 @@ class Rig:
             for index in range(num - 1):
                 slot = (row * 40 + index) % (last - 8)
                 if rng.random() < share:
-                    table.extend_cold([Slot(last - slot)])
+                    table.extend_places([~(last - slot)])
                 else:
                     table.extend([Slot(slot)])
             table.extend([Slot(last - row)])  # written to: its own

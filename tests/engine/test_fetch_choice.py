@@ -147,7 +147,7 @@ def test_a_table_that_was_emptied_and_filled_is_another() -> None:
     table = table_of(~5)
     choice = steady(table)
     table.take_all()
-    table.extend_cold([Slot(5)])
+    table.extend_places([~5])
     assert choose(choice, table).num_there == 0
 
 
