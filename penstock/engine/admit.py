@@ -14,7 +14,7 @@ from penstock.engine.tiers import EngineTiers
 from penstock.types import BlockKey, Match, Slot, TicketId
 
 Choose = Callable[[Match, int], LoadChoice]
-"""How much of a match to load behind a number of tokens that the device has."""
+"""How much of a match to load, given how many tokens before it have their KV on the device."""
 
 _Sequence = TypeVar("_Sequence", contravariant=True)
 
@@ -47,14 +47,14 @@ class AdmissionPlan(NamedTuple):
     into: list[Slot | None]  # where the loaded blocks go
     first_slots: list[Slot]  # of the first chunk, if nothing is loaded before it
 
-    def count_hits(self, tiers: EngineTiers, *, tenant: str = "") -> None:
+    def count_hits(self, tiers: EngineTiers, *, tenant: str) -> None:
         """Report what a new sequence has found to the tiers' policies and metrics."""
         if self.match is not None:
             tiers.note(self.match)
         if self.num_shared:
             tiers.used(self.keys[: self.num_shared], tenant=tenant)
 
-    def load(self, tiers: EngineTiers, parent: BlockKey | None, *, tenant: str = "") -> TicketId:
+    def load(self, tiers: EngineTiers, parent: BlockKey | None, *, tenant: str) -> TicketId:
         """Begin the load. `parent` is the last shared block."""
         return tiers.load(
             self.keys[self.num_shared :][: len(self.into)],

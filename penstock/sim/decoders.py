@@ -29,7 +29,7 @@ class Decoders:
     @property
     def num_steps_until_check(self) -> int:
         """Steps until the first sequence is due. There must be one."""
-        self._drop_gone()
+        self._drop_removed()
         return self._order[0][0] - self._step
 
     def add(self, sequence: Sequence) -> None:
@@ -54,12 +54,12 @@ class Decoders:
         self._step += num_steps
         self._num_context_tokens += num_steps * self._count
         due: list[Sequence] = []
-        self._drop_gone()
+        self._drop_removed()
         while self._order and self._order[0][0] <= self._step:
             _, _, sequence = heappop(self._order)
             self._leave(sequence)
             due.append(sequence)
-            self._drop_gone()
+            self._drop_removed()
         due.sort(key=lambda sequence: sequence.number)
         return due
 
@@ -71,7 +71,7 @@ class Decoders:
         self._count -= 1
         self._num_context_tokens -= sequence.num_computed + 1
 
-    def _drop_gone(self) -> None:
-        """Drop sequences that were removed from the front of the heap."""
+    def _drop_removed(self) -> None:
+        """Drop removed sequences from the front of the heap."""
         while self._order and self._order[0][0] != self._order[0][2].decodes_until:
             heappop(self._order)

@@ -213,14 +213,14 @@ class SimulatedScheduler:
         self._set_present(sequence, plan.num_shared)
         if not sequence.num_preemptions:
             if self._tiers is not None:
-                plan.count_hits(self._tiers)
+                plan.count_hits(self._tiers, tenant="")
             sequence.num_device_blocks = plan.num_shared
         if plan.into:
             assert self._tiers is not None
             sequence.phase = SequencePhase.LOADING
             sequence.into = [slot for slot in plan.into if slot is not None]
             parent = sequence.key_before(plan.num_shared)
-            self._loading[plan.load(self._tiers, parent)] = sequence
+            self._loading[plan.load(self._tiers, parent, tenant="")] = sequence
         else:
             # If the whole prompt was found, its last token is computed in the blocks it has.
             sequence.slots += plan.first_slots
