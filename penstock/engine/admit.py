@@ -7,34 +7,43 @@ and may find no room; a plan that it returned can always be carried out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from penstock.costs.choose import LoadChoice
+from penstock.engine.blocks import BlockPool
 from penstock.engine.tiers import EngineTiers
 from penstock.types import BlockKey, Match, Slot, TicketId
 
 Choose = Callable[[Match, int], LoadChoice]
 """How much of a match to load, given how many tokens before it have their KV on the device."""
 
-_Sequence = TypeVar("_Sequence", contravariant=True)
+_Sequence = TypeVar("_Sequence")
 
 
-class DeviceRoom(Protocol[_Sequence]):
-    """Where a sequence's device blocks come from."""
+class DeviceRoom(Generic[_Sequence]):
+    """Finds device blocks for sequences. Here their KV is never cold (but see `Placement`)."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
 
     def take(self, count: int, request: _Sequence) -> list[Slot] | None:
-        """Hold `count` blocks, none if it is below 1. If None, nothing has changed."""
-        ...
+        """Hold `count` blocks, or none if it is below 1. If None, nothing is held."""
+        return self._pool.take(max(0, count))
 
     def arrange(
         self, request: _Sequence, start: int, num_loads: int, slots: list[Slot]
     ) -> list[Slot | None] | None:
         """Where to load `num_loads` blocks from the `start`-th on: a device slot, or None for HOST.
 
-        `slots` are held already. Those that are not needed are released; if the whole result is
-        None, there is no room and all of them are.
+        `slots` are held already, and those that are not needed are released. If the whole result
+        is None, there is no room, and all of them are released.
         """
-        ...
+        more = self._pool.take(max(0, num_loads - len(slots)))
+        if more is None:
+            self._pool.release(slots)
+            return None
+        self._pool.release(slots[num_loads:])
+        return [*slots[:num_loads], *more]
 
 
 class AdmissionPlan(NamedTuple):

@@ -148,7 +148,9 @@ class EngineParts:
     def _make_books(self) -> None:
         """Make the device's books: every block is free, and no request is known."""
         config, residency = self._config, self._residency_config
-        num_blocks, num_cold = self._num_blocks, self._num_cold_blocks(residency)
+        num_blocks, num_cold = self._num_blocks, 0  # cold: blocks that may be in HOST
+        if self.offloader is not None and residency.cold:
+            num_cold = self.offloader.num_host_blocks
         self.pool = BlockPool(num_blocks)
         self.admission = Admission(
             self.block_tokens,
@@ -192,12 +194,6 @@ class EngineParts:
             return runner, replace(residency, cold=residency.cold and reads_host)
         plain = TorchRunner(loaded.model, device, self.block_tokens, loaded.num_heads, host)
         return plain, replace(residency, cold=residency.cold and not device.on_gpu)
-
-    def _num_cold_blocks(self, residency: ResidencyConfig) -> int:
-        """How many blocks of running sequences can be in HOST."""
-        if self.offloader is None or not residency.cold:
-            return 0
-        return self.offloader.num_host_blocks
 
     def _choose(self, match: Match, num_past: int) -> LoadChoice:
         assert self.offloader is not None

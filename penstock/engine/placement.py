@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from penstock.engine.admit import DeviceRoom
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyPolicy
@@ -30,7 +31,7 @@ class _Unsaved(NamedTuple):
     parent: BlockKey | None
 
 
-class Placement:
+class Placement(DeviceRoom[Request]):
     def __init__(
         self,
         pool: BlockPool,
@@ -38,7 +39,7 @@ class Placement:
         tiers: EngineTiers | None = None,
     ) -> None:
         """Without a residency or without tiers, all blocks of a sequence are on the device."""
-        self._pool = pool
+        super().__init__(pool)
         self._tiers = tiers
         self._residency = residency if tiers is not None else None
         self._running: Collection[Request] = ()
@@ -82,10 +83,7 @@ class Placement:
     # Room on the device.
 
     def take(self, count: int, request: Request) -> list[Slot] | None:
-        """Hold device blocks for a sequence. If needed, blocks in use leave for HOST.
-
-        If None, there is no room and nothing is held.
-        """
+        """Hold device blocks. If needed, blocks in use leave for HOST."""
         count = max(0, count)
         slots = self._pool.take(count)
         if slots is None:
@@ -100,7 +98,6 @@ class Placement:
     def arrange(
         self, request: Request, start: int, num_loads: int, slots: list[Slot]
     ) -> list[Slot | None] | None:
-        """See `DeviceRoom.arrange`."""
         keep = num_loads
         if self._residency is not None and self.may_be_cold(request):
             budget = self._residency.budget_blocks(request)

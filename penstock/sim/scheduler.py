@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.engine.admission import Admission, Busy, TooLong
-from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
+from penstock.engine.admit import AdmissionPlan, Choose, DeviceRoom, plan_admission
 from penstock.engine.blocks import BlockPool, CompletedBlocks
 from penstock.errors import PenstockError
 from penstock.offload import Offloader
@@ -46,6 +46,7 @@ class SimulatedScheduler:
         max_num_seqs: int,
     ) -> None:
         self._pool = pool
+        self._room: DeviceRoom[Sequence] = DeviceRoom(pool)
         self._block_tokens = block_tokens
         self._admission = admission
         self._tiers = tiers
@@ -197,7 +198,7 @@ class SimulatedScheduler:
             sequence.num_tokens,
             budget=budget,
             block_tokens=self._block_tokens,
-            room=_DeviceRoom(self._pool),
+            room=self._room,
             tiers=self._tiers,
             choose=self._choose,
         )
@@ -321,23 +322,3 @@ class SimulatedScheduler:
     def _set_present(self, sequence: Sequence, num_blocks: int) -> None:
         """The first `num_blocks` blocks are there. The last token is always computed."""
         sequence.num_computed = min(num_blocks * self._block_tokens, sequence.num_tokens - 1)
-
-
-class _DeviceRoom:
-    """The device pool alone (see `DeviceRoom`): simulated KV is never cold."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    def take(self, count: int, request: Sequence) -> list[Slot] | None:
-        return self._pool.take(max(0, count))
-
-    def arrange(
-        self, request: Sequence, start: int, num_loads: int, slots: list[Slot]
-    ) -> list[Slot | None] | None:
-        more = self._pool.take(max(0, num_loads - len(slots)))
-        if more is None:
-            self._pool.release(slots)
-            return None
-        self._pool.release(slots[num_loads:])
-        return [*slots[:num_loads], *more]
