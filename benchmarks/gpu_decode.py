@@ -49,7 +49,7 @@ class Bench:
         self._pins.start()
         self._pins.wait_for([Slot(self.host.num_slots - 1)])
         self._fill_host()
-        self.runner = TritonRunner(self.loaded, self.pool, BLOCK_TOKENS, self.host, max_running=64)
+        self.runner = TritonRunner(self.loaded, self.pool, BLOCK_TOKENS, self.host, max_num_seqs=64)
 
     def _fill_host(self) -> None:
         """HOST's block i holds what the device's block i holds."""

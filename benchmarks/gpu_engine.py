@@ -34,9 +34,10 @@ from benchmarks.gpu_model import (
 )
 from benchmarks.harness import fresh_keys, seconds_of
 from penstock.config import Config, HostConfig, TransferConfig
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
 from penstock.events import Decided, Event, Lost, Observer
@@ -65,7 +66,7 @@ class Scale:
         host_tokens: int,
         residency: ResidencyConfig | None = None,
         observers: tuple[Observer, ...] = (),
-        max_running: int = 32,
+        max_num_seqs: int = 32,
     ) -> Iterator[Engine]:
         tiers = None
         if host_tokens:
@@ -75,7 +76,7 @@ class Scale:
             pool_tokens * self.token_bytes,
             BLOCK_TOKENS,
             128 if self.tiny else 4096,
-            max_running,
+            max_num_seqs,
             residency=residency or ResidencyConfig(),
         )
         engine = Engine(self.loaded, config, tiers, observers)
@@ -206,7 +207,7 @@ def decode(scale: Scale) -> None:
     context, answer = scale.tokens(2_048), 100
     for batch, vllm_ms in VLLM_MS.items():
         room = batch * (context + answer + BLOCK_TOKENS)
-        with scale.engine(room, scale.tokens(16_384), max_running=batch) as engine:
+        with scale.engine(room, scale.tokens(16_384), max_num_seqs=batch) as engine:
             row = {"batch": batch, "context": context, **_steps(engine, batch, context, answer)}
             say(row | {"of_vllm": vllm_ms / row["ms"]})
     context = scale.tokens(32_768)

@@ -27,8 +27,9 @@ import torch
 from benchmarks.gpu_model import random_llama, small_llama, tiny_llama, token_bytes
 from penstock.config import Config, HostConfig
 from penstock.engine.admission import Busy, TooLong
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.residency import ResidencyConfig
 
 

@@ -22,9 +22,10 @@ from pathlib import Path
 from penstock.books.stack import Limits
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
 from penstock.costs.meters import PrefillMeter
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
 from penstock.sim.compute import ComputeRates, DecodeRate
@@ -48,7 +49,7 @@ class Sizes:
     num_device_blocks: int = 48
     num_host_blocks: int = 64
     num_disk_blocks: int = 256
-    max_batched_tokens: int = 128
+    max_num_batched_tokens: int = 128
     system_tokens: int = 70
     turn_tokens: int = 60
     answer_tokens: int = 9
@@ -89,7 +90,7 @@ def open_engine(loaded: LoadedModel, folder: Path, sizes: Sizes) -> Engine:
     config = EngineConfig(
         sizes.num_device_blocks * block_bytes,
         sizes.block_tokens,
-        sizes.max_batched_tokens,
+        sizes.max_num_batched_tokens,
         residency=ResidencyConfig(cold=False),
     )
     return Engine(loaded, config, tiers)
@@ -144,7 +145,7 @@ def mirror(
         policy=sizes.policy,
         host_link=host_link,
         disk_link=disk_link,
-        max_batched_tokens=sizes.max_batched_tokens,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
         transfer=transfer,
         limits=Limits(
             max_host_blocks=max(1, transfer.batch_bytes // block_bytes),

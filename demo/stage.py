@@ -14,9 +14,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from texts import Writer
 
 from penstock.config import Config, DiskConfig, HostConfig
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.events import Event, Moved, TicketDone
 from penstock.types import Direction, Tier

@@ -1,12 +1,11 @@
-"""Whether a request may start: now, later, or never. Pure.
+"""Decides whether a request may start now, later, or never. Pure.
 
-A request needs room for its prompt and for all it may still say. While it runs all of that must be
-on the device or, where it may be cold, in HOST; when it is preempted, all of it must find room
-below. So:
+A request needs room for its prompt and its longest answer. While it runs, its KV must be on the
+device or, if it may be cold, in HOST. When it is preempted, the lower tiers must hold its KV. So:
 
-* what device and HOST cannot hold at once can never run, and is refused with the numbers;
-* what all tiers together cannot hold beside what has started waits;
-* beyond `max_waiting` the queue is full: whoever asks is told when to come again.
+* a request that does not fit device and HOST together is refused, with the numbers;
+* a request that does not fit beside those that have started waits;
+* if `max_waiting` requests are waiting, the next one is refused with a time to retry.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ _MAX_RETRY_SECONDS = 60.0
 
 
 class TooLong(PenstockError):
-    """A request can never fit; says by how much."""
+    """A request can never fit. The message says by how much."""
 
 
 class NoRoom(TooLong):
-    """The model could read it, but the tiers that it runs in are smaller than its KV."""
+    """The model could read the request, but its KV is larger than the tiers."""
 
 
 class Busy(PenstockError):
-    """The queue is full. Ask again after `retry_after_seconds`."""
+    """The queue is full. Retry after `retry_after_seconds`."""
 
     def __init__(self, message: str, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -35,10 +34,10 @@ class Busy(PenstockError):
 
 
 class Admission:
-    """The book of what has started. `num_lower_blocks` is None where nothing is offloaded.
+    """Keeps count of the blocks that started requests may grow to.
 
-    Then nothing is kept of what is preempted, and nothing need find room: as many may start as
-    the scheduler seats, and those that are preempted are computed again.
+    If nothing is offloaded, `num_lower_blocks` is None. Then preempted requests are recomputed, so
+    only the scheduler limits how many start.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Admission:
         *,
         num_cold_blocks: int = 0,
     ) -> None:
-        """Of a running sequence, up to `num_cold_blocks` may lie in HOST."""
+        """Up to `num_cold_blocks` of a running sequence may be in HOST."""
         self._num_cold_blocks = num_cold_blocks
         self._block_tokens = block_tokens
         self._num_device_blocks = num_device_blocks
@@ -84,7 +83,7 @@ class Admission:
             has = "the device pool and DRAM hold"
             if room == self._num_device_blocks:
                 has = "the device pool holds"
-            # OpenAI's words, which clients look for before they shorten a prompt by themselves.
+            # OpenAI's wording: clients search for it before they shorten a prompt.
             raise NoRoom(
                 f"This model's maximum context length is {room * self._block_tokens} tokens here, "
                 f"since {has} {room} blocks of {self._block_tokens}. However, you requested "
@@ -96,24 +95,24 @@ class Admission:
             seconds = self.retry_seconds(num_waiting)
             waiting = f"{counted(num_waiting, 'request')} {'is' if num_waiting == 1 else 'are'}"
             raise Busy(
-                f"{waiting} waiting, and no more than {self._max_waiting} may; "
-                f"ask again in {seconds:.0f} s.",
+                f"{waiting} waiting, and the limit (max_waiting) is {self._max_waiting}; "
+                f"retry in {seconds:.0f} s.",
                 seconds,
             )
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether the tiers together have room for a request of this size beside the others."""
+        """Whether all tiers together have room for one more request of this size."""
         if self._num_blocks is None or not self._started:
             return True
         return self._num_reserved + self.num_blocks(num_tokens) <= self._num_blocks
 
     def start(self, request_id: str, num_tokens: int) -> None:
-        if request_id not in self._started:  # else it resumes
+        if request_id not in self._started:  # otherwise it resumes
             self._started[request_id] = self.num_blocks(num_tokens)
             self._num_reserved += self._started[request_id]
 
     def end(self, request_id: str, now: float) -> None:
-        """A request has finished or was given up, whether it had started or not."""
+        """A request has finished or was aborted, whether it had started or not."""
         blocks = self._started.pop(request_id, None)
         if blocks is None:
             return
@@ -127,6 +126,6 @@ class Admission:
         self._last_end = now
 
     def retry_seconds(self, num_waiting: int) -> float:
-        """When half of the queue should have gone, by the pace of late."""
+        """When half of the queue should have started, at the recent pace."""
         pace = self._seconds_per_request or _MIN_RETRY_SECONDS
         return min(max(num_waiting / 2 * pace, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)

@@ -1,8 +1,8 @@
-"""The device pool's book: which blocks are free, held, or idle with content worth keeping.
+"""The device pool's book: which blocks are free, held, or idle with reusable content. Pure.
 
-Pure. A block is held by every sequence that uses it and by every save that reads it. Once its
-content is complete it gets its key; then others can share it, and when nobody holds it any more it
-stays findable until its room is needed, least recently released first.
+A block is held by every sequence that uses it and by every save that reads it. A complete block
+gets its key, and then other sequences can share it. When it is no longer held, it can still be
+found until its slot is needed, least recently released first.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class BlockPool:
         self._num_holds = [0] * num_blocks
         self._key_of: dict[Slot, BlockKey] = {}
         self._slot_of: dict[BlockKey, Slot] = {}
-        self._idle: OrderedDict[Slot, None] = OrderedDict()  # named, held by nobody
+        self._idle: OrderedDict[Slot, None] = OrderedDict()  # named and not held
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` could give."""
+        """The number of blocks that `take` can return."""
         return len(self._free) + len(self._idle)
 
     def num_holds(self, slot: Slot) -> int:
         return self._num_holds[slot]
 
     def share(self, keys: Sequence[BlockKey]) -> list[Slot]:
-        """Hold the leading blocks that are here."""
+        """Hold the leading blocks that the pool has."""
         slots: list[Slot] = []
         for key in keys:
             slot = self._slot_of.get(key)
@@ -43,7 +43,7 @@ class BlockPool:
         return slots
 
     def take(self, count: int) -> list[Slot] | None:
-        """Hold `count` blocks of no content, evicting idle ones. If None, nothing has changed."""
+        """Hold `count` empty blocks, evicting idle ones. If None, nothing has changed."""
         if count > self.num_available:
             return None
         while len(self._free) < count:
@@ -56,9 +56,9 @@ class BlockPool:
         return slots
 
     def name(self, slot: Slot, key: BlockKey) -> None:
-        """The held block is complete and has this content. The first of equals is the one found."""
+        """Name a held block that is complete. If blocks have the same key, the first is found."""
         if not self._num_holds[slot] or slot in self._key_of:
-            raise BookError(f"block {slot} cannot be named: it is free, or named already")
+            raise BookError(f"block {slot} cannot be named: it is not held, or has a name")
         if key not in self._slot_of:
             self._key_of[slot] = key
             self._slot_of[key] = slot
@@ -69,7 +69,7 @@ class BlockPool:
             self._num_holds[slot] += 1
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Give up one hold on each. Of a sequence, its tail is evicted before its head."""
+        """Release one hold on each. The tail of a sequence will be evicted before its head."""
         for slot in reversed(slots):
             if not self._num_holds[slot]:
                 raise BookError(f"block {slot} is released more often than held")
@@ -82,7 +82,7 @@ class BlockPool:
                 self._free.append(slot)
 
     def forget(self) -> None:
-        """Drop all content that nobody holds."""
+        """Drop the content of all idle blocks."""
         for slot in self._idle:
             del self._slot_of[self._key_of.pop(slot)]
             self._free.append(slot)
@@ -91,10 +91,38 @@ class BlockPool:
     def check(self) -> None:
         free, idle = set(self._free), set(self._idle)
         held = {Slot(slot) for slot, holds in enumerate(self._num_holds) if holds}
-        together = len(free) + len(idle) + len(held)
-        if len(self._free) != len(free) or together != self.num_blocks or free & idle & held:
-            raise BookError("a block is both free and held, or neither")
+        if len(self._free) != len(free):
+            raise BookError("a block is in the free list twice")
+        if free & idle or free & held or idle & held:
+            raise BookError("a block is two of free, idle and held")
+        if len(free | idle | held) != self.num_blocks:
+            raise BookError("a block is neither free nor idle nor held")
         if {slot: key for key, slot in self._slot_of.items()} != self._key_of:
             raise BookError("keys and blocks disagree")
         if not idle <= self._key_of.keys() or free & self._key_of.keys():
             raise BookError("an idle block has no content, or a free one has")
+
+
+class CompletedBlocks:
+    """The blocks that a step completed, to be named and then saved together."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._slots: dict[BlockKey, Slot] = {}
+        self.parents: dict[int, BlockKey | None] = {}  # see `Offloader.save`
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        return list(self._slots)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return list(self._slots.values())
+
+    def add(self, parent: BlockKey | None, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """Name one sequence's new blocks, which follow `parent`."""
+        self.parents[len(self._slots)] = parent
+        for key, slot in zip(keys, slots, strict=True):
+            self._pool.name(slot, key)
+            if self._slots.setdefault(key, slot) != slot:  # another sequence computed the same
+                self.parents[len(self._slots)] = key

@@ -1,4 +1,4 @@
-"""Who is in the engine just now, and where their KV lies."""
+"""A snapshot of the sequences in the engine and where their KV is."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from penstock.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One sequence, as it was seen between two steps."""
+    """One sequence, as seen between two steps."""
 
     request_id: str
-    client_id: str  # what whoever asked calls it
+    client_id: str  # the id that the caller gave it
     tenant: str = field(repr=False)
     phase: str
     num_prompt: int
     num_output: int
-    num_cached: int  # of the prompt: not computed
+    num_cached: int  # tokens of the prompt that were not computed
     num_resident: int  # blocks on the device
-    num_cold: int  # blocks that are read from HOST
+    num_cold: int  # blocks read from HOST
     num_preemptions: int
-    seconds: float  # since it came
+    seconds: float  # since it arrived
 
 
 def take_census(requests: Iterable[Request], now: float) -> list[Sighting]:

@@ -1,4 +1,4 @@
-"""What a step's decode kernels read: tensors that stay where they are, filled anew each step."""
+"""The input of a step's decode kernels: tensors at fixed addresses, refilled for each step."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class PartRoom:
 
 
 class DecodePlan:
-    """For up to `max_sequences` with `max_blocks` blocks among them. All of it is one buffer:
+    """For up to `max_sequences` with `max_blocks` blocks in total. It is one buffer:
 
         num_items | num_blocks | num_fetched | first fetched | token ids | positions | addresses
         | lengths | starts | first items | sequences of items | parts of items | table | fetched
 
-    The rows of a step that is replayed are in it too: their ids, positions, and where their keys
-    go in the first layer. A step that was sent must have ended before the next is filled in.
+    It also has the rows of a replayed step: their token ids, positions, and the addresses of their
+    keys in the first layer. A step that was sent must end before the next one is filled in.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class DecodePlan:
         device: torch.device,
         max_fetched: int = 0,
     ) -> None:
-        """`max_fetched`: so many blocks may be brought to the device beside the step."""
+        """`max_fetched`: how many cold blocks may be fetched to the device during a step."""
         self.max_fetched = max_fetched
         self._part_tokens = part_tokens
-        # A sequence's last part may be short, and may end in the middle of a block.
+        # A sequence's last part may be short and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
         sizes = [1, 1, 1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
         sizes.append(max_fetched)
@@ -89,8 +89,12 @@ class DecodePlan:
         fetched: Places = _NONE,
         first_fetched: int = 0,
     ) -> None:
-        """Addresses of all sequences' blocks, how many blocks and tokens each has, the rows, the
-        addresses of blocks to fetch, and the first of them that the first layers lack."""
+        """Fill in the next step.
+
+        `table` has the addresses of all sequences' blocks; `num_blocks` and `lengths` say how many
+        blocks and tokens each sequence has. `fetched` has the addresses of blocks to fetch; the
+        first layers of those before `first_fetched` are already on the device.
+        """
         count = len(lengths)
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
         first_items = np.concatenate([[0], np.cumsum(num_parts)])
@@ -112,7 +116,7 @@ class DecodePlan:
         self._table[: len(table)] = table
 
     def send(self) -> None:
-        """Queue what was filled in, on the current stream; a graph may hold this, and replay it."""
+        """Queue the transfer to the device on the current stream. A graph may capture this."""
         if self._on_gpu:
             pull_plan(self._staged.data_ptr(), self._sent, self._small_end, self._large_begins)
         else:

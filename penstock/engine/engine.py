@@ -1,84 +1,48 @@
-"""The engine: requests in, tokens out, one `step` at a time. KV lives in tiers behind it.
+"""The engine: requests in, tokens out, one `step` at a time.
 
     engine.add("a", prompt_ids, params)
     while engine.has_work:
         for progress in engine.step(): ...
 
-One thread owns an engine. A step settles what has been loaded and saved, lets the scheduler choose
-the next tokens, computes them, and samples. Whatever becomes of a tier, a request only ever sees
-its tokens. A step that fails by a defect costs the requests that it computed: `take_failed` names
-them, the books are made anew, and the others are computed again (see `faults`).
+One thread owns an engine. A step settles loads and saves that have ended, lets the scheduler choose
+the next tokens, computes them, and samples. A tier that fails never fails a request. If a step
+fails because of a defect, the requests that it computed fail (see `take_failed`), the books are
+rebuilt, and all other requests are computed again.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import NoReturn
 
 import torch
 
-from penstock.books.sessions import Sessions
-from penstock.build import build_offloader
 from penstock.config import Config
-from penstock.costs.choose import LoadChoice, LoadOrCompute
-from penstock.engine.admission import Admission, Busy, NoRoom, TooLong
-from penstock.engine.blocks import BlockPool
+from penstock.engine.admission import Busy, NoRoom, TooLong
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
-from penstock.engine.faults import (
-    MAX_FAULTS_IN_A_ROW,
-    MAX_REQUEUES,
-    EngineFault,
-    EngineLost,
-    TierHangs,
-)
+from penstock.engine.faults import MAX_FAULTS_IN_A_ROW, MAX_REQUEUES, EngineFault, EngineLost
 from penstock.engine.intake import Intake
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig, EngineParts
 from penstock.engine.request import Request, RequestPhase
-from penstock.engine.residency import ColdReadBudget, ResidencyConfig, ResidencyPolicy
-from penstock.engine.rotation import Rotation
-from penstock.engine.runner import Runner, TorchRunner
 from penstock.engine.sampler import Sampled, SamplerRow, begin_sampling, make_generator
-from penstock.engine.scheduler import Chunk, Scheduler
+from penstock.engine.scheduler import Chunk
 from penstock.engine.story import Story
-from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.hints import Hint
-from penstock.keys import KeyChain, Namespace
-from penstock.offload import Offloader
-from penstock.shapes.sizing import suggest_block_tokens
-from penstock.stores.device import DevicePool
-from penstock.transfer.cuda import CudaMover
-from penstock.transfer.pinning import has_same_addresses
-from penstock.types import NO_ORIGIN, Done, Match, Origin, Tier
-from penstock.units import MiB, format_bytes
+from penstock.keys import KeyChain
+from penstock.types import NO_ORIGIN, Done, Origin, Tier
 
 log = logging.getLogger(__name__)
 
 _HOP_SECONDS = 0.005
-_QUIET_SECONDS = 10.0  # for copies between device and DRAM to end after a fault
-_GPU_COLD_BYTES = 256 * MiB  # about 5 ms of a PCIe Gen5 link
-
-LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The engine's own settings; those of the tiers below are `penstock.config.Config`."""
-
-    device_kv_bytes: int = 1 << 30
-    block_tokens: int | None = None  # chosen so that a block has 1 to 2 MiB
-    max_batched_tokens: int = 512
-    max_running: int = 64
-    max_waiting: int = 256  # requests that have not started; more are refused as Busy
-    residency: ResidencyConfig = field(default_factory=ResidencyConfig)
 
 
 class Progress:
@@ -95,14 +59,14 @@ class Progress:
     ) -> None:
         self.request = request
         self.sampled = sampled
-        self.error: EngineFault | None = None  # its text cannot be made: the request has failed
+        self.error: EngineFault | None = None  # if decoding its text failed
         self._read: Callable[[], str] | None = read
         self._on_fault = on_fault
         self._text = ""
 
     @property
     def text(self) -> str:
-        """New text that may be shown. It is made when it is asked for, or in the next step."""
+        """The new text. It is decoded on first use, or else in the next step."""
         if self._read is not None:
             read, self._read = self._read, None
             try:
@@ -118,19 +82,11 @@ class _Live:
     generator: torch.Generator | None
     detokenizer: Detokenizer
     stop_ids: frozenset[int]
-    row: SamplerRow | None = None  # once it does not change any more
+    row: SamplerRow | None = None  # once it no longer changes
     num_requeues: int = 0  # after faults, since its last token
 
 
-class Engine:
-    offloader: Offloader | None
-    sessions: Sessions | None
-    runner: Runner
-    pool: BlockPool
-    admission: Admission
-    scheduler: Scheduler
-    _arrived: list[Done]  # while a step was computed
-
+class Engine(EngineParts):
     def __init__(
         self,
         loaded: LoadedModel,
@@ -138,57 +94,19 @@ class Engine:
         tiers: Config | None = None,
         observers: tuple[Observer, ...] = (),
     ) -> None:
-        """Without `tiers` nothing is offloaded: what does not fit the pool is recomputed."""
-        config = config or EngineConfig()
-        self.loaded = loaded
-        itemsize = loaded.dtype.itemsize
-        token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * itemsize
-        self.block_tokens = config.block_tokens or suggest_block_tokens(token_bytes)
-        self._block_bytes = block_bytes = token_bytes * self.block_tokens
-        num_blocks = config.device_kv_bytes // block_bytes
-        if num_blocks < 1:
-            raise ConfigError(
-                f"the device pool of {format_bytes(config.device_kv_bytes)} holds not one block "
-                f"of {format_bytes(block_bytes)}; give it more, or choose smaller blocks."
-            )
-        self.namespace = Namespace(
-            loaded.name,
-            loaded.weights_fingerprint,
-            str(loaded.dtype).removeprefix("torch."),
-            LAYOUT,
-            self.block_tokens,
-            rope=loaded.rope,
-        )
-        self.device = DevicePool(
-            num_blocks,
-            loaded.num_layers,
-            self.block_tokens,
-            loaded.num_kv_heads,
-            loaded.head_dim,
-            loaded.dtype,
-            loaded.device,
-        )
-        self._config, self._tiers, self._observers = config, tiers, observers
-        self._num_blocks = num_blocks
+        """Without `tiers` nothing is offloaded: KV that does not fit the pool is recomputed."""
+        super().__init__(loaded, config or EngineConfig(), tiers, observers)
         self.intake = Intake(loaded.vocab_size)
-        # Ends that the model cannot say need not be kept from it either.
+        # Ids outside the vocabulary are never sampled, so they need not be suppressed.
         self._eos_ids = tuple(i for i in loaded.eos_token_ids if 0 <= i < loaded.vocab_size)
-        self._open_tiers()
-        try:
-            self.runner, self._residency_config = self._make_runner(config)
-        except BaseException:  # no room to work in beside the pool, say
-            if self.offloader is not None:
-                self.offloader.close()
-            raise
-        self._costs = LoadOrCompute(block_bytes, self.block_tokens)
-        self._story = Story(block_bytes, self.block_tokens, observers)
-        self._make_books()
+        self._story = Story(self._block_bytes, self.block_tokens, observers)
+        self._arrived: list[Done] = []  # while a step was computed
         self._unread: list[Progress] = []  # of the last step
         self._moves_again = 0.0
         self._live: dict[str, _Live] = {}
         self._sequence = count()
         self._chunks: Sequence[Chunk] = ()  # of the step that is being computed
-        self._mute: dict[str, EngineFault] = {}  # requests whose text cannot be made
+        self._undecodable: dict[str, EngineFault] = {}  # requests whose text cannot be decoded
         self._failed: list[tuple[Request, EngineFault]] = []
         self._num_faults = 0  # in a row
         self._is_lost = False
@@ -199,7 +117,7 @@ class Engine:
 
     @property
     def is_moving(self) -> bool:
-        """Whether KV is on its way between tiers; then `step` wants to be called."""
+        """Whether KV is moving between tiers. If so, `step` must be called."""
         return self.offloader is not None and self.offloader.is_moving
 
     def add(
@@ -213,11 +131,12 @@ class Engine:
         index: int = 0,
         origin: Origin = NO_ORIGIN,
     ) -> Request:
-        """Queue a request. Raises ConfigError or TooLong if it can never be served, or Busy.
+        """Queue a request.
 
-        Raises EngineFault if a defect kept it out, and EngineLost once there is no engine any more.
+        Raises ConfigError or TooLong if it can never be served, Busy if the queue is full,
+        EngineFault if the engine failed, and EngineLost if it could not recover.
         """
-        self._require_books()
+        self._require_not_lost()
         prompt_ids = self.intake.check(prompt_ids, params, priority=priority, tenant=tenant)
         try:
             max_new = self._max_new(len(prompt_ids), params)
@@ -256,11 +175,11 @@ class Engine:
         return request
 
     def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
-        """Follow a hint for its session or, if it names none, for a prompt; returns its blocks.
+        """Apply a hint to its session or, if it names none, to a prompt.
 
-        0 where nothing is offloaded, and where nothing is known of the session or the prompt.
+        Returns the number of blocks; 0 if nothing is offloaded, or session or prompt are unknown.
         """
-        self._require_books()
+        self._require_not_lost()
         if self.sessions is None:
             return 0
         self.intake.check_tenant(tenant)
@@ -273,15 +192,15 @@ class Engine:
             raise EngineFault.of(error) from error
 
     def census(self) -> list[Sighting]:
-        """Every sequence there is: those that run, load and wait, each kind in its order."""
+        """All sequences: first running, then loading, then waiting ones, each group in order."""
         return take_census(self.scheduler, time.monotonic())
 
     def abort(self, request_id: str) -> None:
-        """Give a request up, whatever it is doing. Unknown names are passed over."""
+        """Abort a request in any phase. Unknown ids are ignored."""
         live = self._live.pop(request_id, None)
         if live is not None:
             live.request.finish_reason = "abort"
-            if self._is_lost:  # nobody keeps books of it any more
+            if self._is_lost:  # there are no books left to update
                 return
             try:
                 self._end(live.request)
@@ -289,11 +208,11 @@ class Engine:
                 self._recover(error)
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Progress]:
-        """Compute one batch. Empty when nothing could run yet, or nothing is left to do.
+        """Compute one batch. Empty if nothing can run yet or nothing is left to do.
 
-        `meanwhile`, for what the caller has to do between steps, is called at least once: a GPU
-        computes while it runs, and it must not raise. Raises EngineLost if a fault cannot be
-        recovered from; of others `take_failed` tells.
+        `meanwhile` does the caller's work between steps. It is called at least once, on a GPU
+        during the computation, and must not raise. Raises EngineLost if the engine fails and
+        cannot recover; after a fault that it recovers from, see `take_failed`.
         """
         try:
             progress = self._step(meanwhile)
@@ -306,12 +225,12 @@ class Engine:
         return progress
 
     def take_failed(self) -> list[tuple[Request, EngineFault]]:
-        """Requests that have ended in a fault since the last call."""
+        """Requests that have failed since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
     def _step(self, meanwhile: Callable[[], None]) -> list[Progress]:
-        self._end_the_mute()
+        self._end_undecodable()
         self._settle()
         chunks = self._chunks = self.scheduler.schedule()
         self._story.entered(self.scheduler, time.monotonic())
@@ -319,14 +238,14 @@ class Engine:
         if not chunks:
             self._catch_up(meanwhile)
             if self.offloader is not None and self.scheduler.has_work:
-                self.offloader.pause(0.002)  # loads are under way: let them have the processor
+                self.offloader.pause(0.002)  # leave the CPU to the loads
             return []
         if not self.runner.only_queues:
             self._catch_up(meanwhile)
         started = time.monotonic()
         logits = self.runner.run(chunks, self._keep_moving)
-        # A GPU has only been told what to do: the books are kept while it does it. What is saved
-        # is copied behind it.
+        # On a GPU the step is only queued: update the books while it runs. Saves are queued after
+        # it.
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
         finish = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)
         self.scheduler.computed(chunks)
@@ -345,20 +264,8 @@ class Engine:
             for request_id in list(self._live):
                 self.abort(request_id)
         except EngineLost as error:
-            log.error("the engine closes without its requests' end", exc_info=error)
-        try:
-            if "runner" in self.__dict__:
-                self.runner.close()
-        finally:
-            if self.offloader is not None:
-                self.offloader.close()
-
-    def check(self) -> None:
-        self.scheduler.check()
-        if self.offloader is not None:
-            self.offloader.check()
-        if self.sessions is not None:
-            self.sessions.check()
+            log.error("the engine closes with unfinished requests", exc_info=error)
+        super().close()
 
     def _settle(self) -> None:
         if self.offloader is None:
@@ -370,14 +277,14 @@ class Engine:
                 self._story.loaded(request, done)
 
     def _keep_moving(self) -> None:
-        """A step takes as long as some hops: the next one must not wait for its end."""
+        """Move blocks on between tiers during a step, which may be longer than many transfers."""
         now = time.monotonic()
         if self.offloader is not None and now >= self._moves_again:
             self._arrived += self.offloader.step()
             self._moves_again = now + _HOP_SECONDS
 
     def _catch_up(self, meanwhile: Callable[[], None]) -> None:
-        """Whatever the last step left to be done that no other step depends on."""
+        """Decode the last step's text and call `meanwhile`: no step depends on either."""
         unread, self._unread = self._unread, []
         for progress in unread:
             _ = progress.text
@@ -403,9 +310,9 @@ class Engine:
             self._story.first_token(request, self._costs.prefill)
         try:
             read = self._judge(live, sampled.token_id)
-        except Exception as error:  # a text of its own: nobody else's books are touched
+        except Exception as error:  # only this request's text: the books are not affected
             read = partial(_raise, error)
-        progress = Progress(request, sampled, read, self._fall_mute)
+        progress = Progress(request, sampled, read, self._note_undecodable)
         if request.finish_reason is not None:
             del self._live[request.id]
             self._end(request)
@@ -426,18 +333,18 @@ class Engine:
 
     # Faults.
 
-    def _fall_mute(self, request: Request, error: Exception) -> EngineFault:
-        """Its text cannot be made. It ends between two steps; no other request is touched."""
-        log.error("request %s fails: its text cannot be made", request.id, exc_info=error)
+    def _note_undecodable(self, request: Request, error: Exception) -> EngineFault:
+        """Record that a request's text cannot be decoded. It alone ends, before the next step."""
+        log.error("request %s failed: its text cannot be decoded", request.id, exc_info=error)
         fault = EngineFault.of(error)
-        self._mute[request.id] = fault
+        self._undecodable[request.id] = fault
         if request.id not in self._live:
             self._failed.append((request, fault))
         return fault
 
-    def _end_the_mute(self) -> None:
-        mute, self._mute = self._mute, {}
-        for request_id, fault in mute.items():
+    def _end_undecodable(self) -> None:
+        undecodable, self._undecodable = self._undecodable, {}
+        for request_id, fault in undecodable.items():
             live = self._live.pop(request_id, None)
             if live is not None:
                 live.request.finish_reason = "error"
@@ -445,21 +352,25 @@ class Engine:
                 self._end(live.request)
 
     def _recover(self, error: Exception, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """A step or a request's entry failed half way: make the books anew and go on.
+        """Rebuild the books after a step or a call failed halfway, and continue.
 
-        Requests that were being computed have failed. Where it is not known whose fault it was,
-        all are computed again, and fail if that does not help. Nothing on the device is trusted;
-        what lower tiers hold was complete before it was saved, and is kept if their books add up.
+        Requests that were being computed fail. If none were, all are computed again, and all fail
+        if the next step fails too. Nothing on the device is trusted. Blocks in lower tiers were
+        complete before they were saved, and are kept if the tiers' books add up.
         """
         self._num_faults += 1
-        log.error("a step of the engine failed: its requests end, others go on", exc_info=error)
+        log.error("a step of the engine failed: its requests fail, others continue", exc_info=error)
         if self._is_lost or self._num_faults > MAX_FAULTS_IN_A_ROW:
             self._lose(error)
-        self._catch_up(meanwhile)  # what the step before has said is theirs
+        self._catch_up(meanwhile)  # the tokens of the step before are valid
         fault = EngineFault.of(error)
-        num_failed = self._fail_those_of_the_step(fault)
+        num_failed = self._fail_requests_of_step(fault)
         survivors = sorted((live.request for live in self._live.values()), key=lambda r: r.order)
-        reopened = self._make_all_anew(must_reopen=self._num_faults > 1)
+        try:
+            reopened = self._rebuild(must_reopen=self._num_faults > 1)
+        except Exception as broken:
+            self._lose(broken)
+        self._arrived = []
         for request in survivors:
             request.restart()
             if request.num_preemptions:
@@ -467,13 +378,13 @@ class Engine:
             self.scheduler.add(request)
         self._story.failed(type(error).__name__, num_failed, len(survivors), reopened)
         log.warning(
-            "the engine has recovered: %d requests failed, %d are computed again%s",
+            "the engine has recovered: %d requests failed, %d are recomputed%s",
             num_failed,
             len(survivors),
-            "; the tiers below the device were opened anew" if reopened else "",
+            "; the tiers below the device were reopened" if reopened else "",
         )
 
-    def _fail_those_of_the_step(self, fault: EngineFault) -> int:
+    def _fail_requests_of_step(self, fault: EngineFault) -> int:
         computed = {chunk.request.id: chunk.request for chunk in self._chunks}
         self._chunks = ()
         for live in self._live.values():
@@ -490,128 +401,22 @@ class Engine:
             self._failed.append((request, fault))
         return len(computed)
 
-    def _make_all_anew(self, *, must_reopen: bool) -> bool:
-        """Books, and if need be tiers and runner; proved by a token. True: tiers were reopened."""
-        reopens = (must_reopen, True)
-        for attempt, reopen in enumerate(reopens, 1):
-            try:
-                if self.device.on_gpu:
-                    torch.cuda.synchronize(self.device.tensor.device)
-                reopen = reopen or not self._is_quiet()
-                if reopen:
-                    self._reopen()
-                self._make_books()
-                self._prove()
-                return reopen and self._tiers is not None
-            except Exception as error:
-                log.error("the engine did not recover", exc_info=error)
-                # What hangs may still write to the device: no other books may give its blocks away.
-                if attempt == len(reopens) or isinstance(error, TierHangs):
-                    self._lose(error)
-        raise AssertionError("unreachable")
-
-    def _is_quiet(self) -> bool:
-        """No copy touches the device, and the books of the tiers below add up."""
-        if self.offloader is None:
-            return True
-        try:
-            if not self.offloader.let_go(_QUIET_SECONDS):
-                return False
-            self.offloader.check()
-        except Exception:
-            log.exception("the tiers' books cannot be trusted: they are opened anew")
-            return False
-        return True
-
-    def _reopen(self) -> None:
-        """Close tiers and runner as they are, and open others. What is on disk is found again."""
-        runner = self.__dict__.pop("runner", None)
-        if runner is not None:
-            runner.close()
-        old, self.offloader, self.sessions = self.offloader, None, None
-        if old is not None and not old.abandon(_QUIET_SECONDS):
-            raise TierHangs("a tier below the device hangs, and cannot be opened anew")
-        old = runner = None
-        self._make_books()  # lets go of DRAM, for which there is no room twice
-        gc.collect()
-        self._open_tiers()
-        self.runner, self._residency_config = self._make_runner(self._config)
-
-    def _prove(self) -> None:
-        """Compute one token of our own: an engine that cannot would fail whoever comes."""
-        params = SamplingParams(temperature=0.0, max_tokens=1)
-        chain = KeyChain(self.namespace)
-        probe = Request("probe", (0,), params, chain, max_total_tokens=2, sequence=-1)
-        self.scheduler.add(probe)
-        chunks = self.scheduler.schedule()
-        logits = self.runner.run(chunks, self._keep_moving)
-        finish = begin_sampling(logits, [SamplerRow(params)], self.runner.post)
-        self.scheduler.computed(chunks)
-        self.runner.wait(self._keep_moving)
-        finish()
-        self.scheduler.remove(probe)
-        self.admission.end(probe.id, time.monotonic())
-        self.scheduler.take_events()
-        self.scheduler.take_entered()
-        self.check()
-
-    def _require_books(self) -> None:
+    def _require_not_lost(self) -> None:
         if self._is_lost:
-            raise EngineLost("the engine has failed and cannot recover: restart the process.")
+            raise EngineLost("the engine has failed and cannot recover; restart the process.")
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, error: Exception) -> NoReturn:
         self._is_lost = True
         raise EngineLost(
-            f"the engine failed and cannot recover ({type(error).__name__}); its log says why: "
-            "restart the process."
+            f"the engine failed and cannot recover ({type(error).__name__}). The cause is in its "
+            "log; restart the process."
         ) from error
 
-    # Parts.
-
-    def _open_tiers(self) -> None:
-        self.offloader = None
-        if self._tiers is not None:
-            spec = self.namespace.block_spec(self._block_bytes)
-            mover = partial(CudaMover, self.device) if self.device.on_gpu else None
-            self.offloader = build_offloader(
-                self._tiers, spec, self.device, observers=self._observers, device_mover=mover
-            )
-        self.sessions = None if self.offloader is None else Sessions(self.offloader)
-
-    def _make_books(self) -> None:
-        """Of the device: every block free, no request known."""
-        config, residency = self._config, self._residency_config
-        num_blocks, num_cold = self._num_blocks, self._num_cold_blocks(residency)
-        self.pool = BlockPool(num_blocks)
-        self.admission = Admission(
-            self.block_tokens,
-            num_blocks,
-            None if self.offloader is None else self.offloader.num_blocks,
-            config.max_waiting,
-            num_cold_blocks=num_cold,
-        )
-        # A chunk is computed on the device, beside blocks that stay there: with sequences larger
-        # than the pool, one that takes all of it would wait for ever.
-        max_chunk_tokens = max(1, num_blocks // 2) * self.block_tokens
-        num_batched = config.max_batched_tokens
-        if num_cold:
-            num_batched = min(num_batched, max_chunk_tokens)
-        self.scheduler = Scheduler(
-            self.pool,
-            self.block_tokens,
-            admission=self.admission,
-            tiers=self.offloader,
-            choose=self._choose,
-            max_batched_tokens=num_batched,
-            max_running=config.max_running,
-            residency=ResidencyPolicy(residency, self.block_tokens, self._block_bytes, num_blocks),
-            turns=ColdReadBudget(residency.max_cold_bytes_per_step, self._block_bytes),
-            rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
-        )
-        self._arrived = []
-
     def _judge(self, live: _Live, token_id: int) -> Callable[[], str]:
-        """Whether the request ends with this token; what is returned makes the text it adds."""
+        """Set `finish_reason` if the request ends with this token.
+
+        The returned function decodes the text that the token adds.
+        """
         request, params, detokenizer = live.request, live.request.params, live.detokenizer
         read = partial(detokenizer.append, token_id)
         is_end = not params.ignore_eos and token_id in self.loaded.eos_token_ids
@@ -620,7 +425,7 @@ class Engine:
             if params.include_stop_str_in_output:
                 return lambda: read() + detokenizer.finish()
             return detokenizer.finish
-        if params.stop_strings:  # the text decides: it cannot wait
+        if params.stop_strings:  # the text decides, so it is decoded now
             read = partial(str, read())
             if detokenizer.stopped_by is not None:
                 request.finish_reason, request.stop_reason = "stop", detokenizer.stopped_by
@@ -630,41 +435,18 @@ class Engine:
             return lambda: read() + detokenizer.finish()
         return read
 
-    def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
-        """And the residency that it is able to."""
-        host = None if self.offloader is None else self.offloader.host
-        residency, loaded, device = config.residency, self.loaded, self.device
-        if device.on_gpu and residency.max_cold_bytes_per_step is None:
-            residency = replace(residency, max_cold_bytes_per_step=_GPU_COLD_BYTES)
-        if device.on_gpu and importlib.util.find_spec("triton") is not None:
-            from penstock.engine.triton_runner import TritonRunner
-
-            runner = TritonRunner(
-                loaded, device, self.block_tokens, host, max_running=config.max_running
-            )
-            reads_host = host is None or has_same_addresses(host)
-            return runner, replace(residency, cold=residency.cold and reads_host)
-        plain = TorchRunner(loaded.model, device, self.block_tokens, loaded.num_heads, host)
-        return plain, replace(residency, cold=residency.cold and not device.on_gpu)
-
-    def _num_cold_blocks(self, residency: ResidencyConfig) -> int:
-        """How many blocks of running sequences can lie in HOST."""
-        if self.offloader is None or not residency.cold:
-            return 0
-        return self.offloader.num_host_blocks
-
     def _max_new(self, num_prompt: int, params: SamplingParams) -> int:
-        """How many tokens the request may add; raises TooLong or Busy if it cannot be queued."""
+        """How many tokens the request may add. Raises TooLong or Busy if it cannot be queued."""
         room = self.loaded.max_tokens - num_prompt
         if room < 1:
-            # OpenAI's words, which clients look for before they shorten a prompt by themselves.
+            # OpenAI's wording: clients search for it before they shorten a prompt.
             raise TooLong(
                 f"This model's maximum context length is {self.loaded.max_tokens} tokens. However, "
                 f"you requested {num_prompt + 1} tokens ({num_prompt} in the prompt, at least 1 in "
                 "the completion). Please reduce the length of the prompt."
             )
         if params.max_tokens is None:
-            # Asked for as much as there is room for: the pool is part of what there is.
+            # The default is all that fits, which the pool may limit too.
             num_blocks = self.admission.num_running_blocks(never_cold=params.residency.never_cold)
             max_new = max(1, min(room, num_blocks * self.block_tokens - num_prompt))
         else:
@@ -673,10 +455,6 @@ class Engine:
             num_prompt, max_new, self.scheduler.num_waiting, never_cold=params.residency.never_cold
         )
         return max_new
-
-    def _choose(self, match: Match, num_past: int) -> LoadChoice:
-        assert self.offloader is not None
-        return self._costs.choose(match, num_past, self.offloader.rates, can_load_two_ended=True)
 
 
 def _raise(error: Exception) -> str:

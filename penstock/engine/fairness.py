@@ -1,11 +1,11 @@
-"""Whose turn it is: start-time fair queueing between tenants. Pure.
+"""Start-time fair queueing between tenants. Pure.
 
-Each request takes a turn when it comes, and stands behind the work its tenant has asked for: one
-that queues a hundred prompts stands a hundred prompts behind, while another's first stands in
-front. A tenant that was away starts at the present: nobody saves up turns.
+Each request gets a place when it arrives, after all the work that its tenant has queued. A tenant
+that queues a hundred prompts waits for them, while another tenant's first prompt goes ahead. A
+tenant that was idle starts at the present: unused time is not saved up.
 
-What was asked for and not done is given back. A request that is aborted while it waits, or that
-ends long before its `max_tokens`, moves its tenant's later ones forward, though never before those
+Work that was requested and not done is given back. If a request is aborted while it waits, or ends
+long before its `max_tokens`, its tenant's later requests move forward, but never before requests
 that have started.
 """
 
@@ -16,77 +16,77 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class QueuePlace:
-    """One request's place in the order: the lower stamp comes first."""
+    """One request's place in the queue. The lowest stamp is first."""
 
     tenant: str = ""
-    work: float = 0.0  # asked for; once it has ended, done
-    arrived: float = 0.0  # the present when it came: it never stands before that
+    work: float = 0.0  # in tokens: requested, and once it has ended, done
+    arrived: float = 0.0  # the queue's time when it arrived, and the lowest stamp it can get
     stamp: float = 0.0
     has_started: bool = False
 
     @property
     def end(self) -> float:
-        """Where the tenant's next one stands."""
+        """The stamp of the tenant's next request."""
         return self.stamp + self.work
 
 
 class FairQueue:
     def __init__(self) -> None:
         self._now = 0.0  # the stamp of the latest request to have started
-        # By tenant, in the order in which they came: those that wait, and those that have started
-        # and still count because their work lies ahead of the present.
-        self._turns: dict[str, list[QueuePlace]] = {}
-        self._stale: set[str] = set()  # tenants whose stamps are later than they need be
+        # By tenant, in order of arrival: requests that wait, and requests that have started and
+        # whose work extends beyond the present.
+        self._places: dict[str, list[QueuePlace]] = {}
+        self._stale: set[str] = set()  # tenants whose stamps can move forward
 
     def join(self, tenant: str, work: float) -> QueuePlace:
-        """A new request's turn."""
-        turns = self._turns.setdefault(tenant, [])
-        stamp = max(self._now, turns[-1].end if turns else 0.0)
-        turn = QueuePlace(tenant, work, self._now, stamp)
-        turns.append(turn)
-        return turn
+        """Give a new request its place."""
+        places = self._places.setdefault(tenant, [])
+        stamp = max(self._now, places[-1].end if places else 0.0)
+        place = QueuePlace(tenant, work, self._now, stamp)
+        places.append(place)
+        return place
 
-    def started(self, turn: QueuePlace) -> None:
-        """A request runs. Tenants that have caught up need not be remembered."""
-        turn.has_started = True
-        self._now = max(self._now, turn.stamp)
-        for tenant in list(self._turns):
+    def started(self, place: QueuePlace) -> None:
+        """A request has started. Tenants without work beyond the present are forgotten."""
+        place.has_started = True
+        self._now = max(self._now, place.stamp)
+        for tenant in list(self._places):
             self._forget_past(tenant)
 
-    def ended(self, turn: QueuePlace, work_done: float) -> None:
-        """A request has ended or was given up, whether it had started or not."""
-        turns = self._turns.get(turn.tenant, [])
-        if turn not in turns:
-            return  # the present has passed it
-        if turn.has_started:
-            turn.work = min(turn.work, work_done)
+    def ended(self, place: QueuePlace, work_done: float) -> None:
+        """A request has ended or was aborted, whether it had started or not."""
+        places = self._places.get(place.tenant, [])
+        if place not in places:
+            return  # already in the past
+        if place.has_started:
+            place.work = min(place.work, work_done)
         else:
-            turns.remove(turn)
-        self._stale.add(turn.tenant)
-        self._forget_past(turn.tenant)
+            places.remove(place)
+        self._stale.add(place.tenant)
+        self._forget_past(place.tenant)
 
     def refresh(self) -> bool:
-        """Move turns forward by the work that was given back. True: stamps have changed.
+        """Move places forward by the work that was given back. True if stamps have changed.
 
-        With a single tenant there is nobody to overtake, and nothing is done.
+        With a single tenant the order cannot change, so nothing is done.
         """
-        if not self._stale or len(self._turns) < 2:
+        if not self._stale or len(self._places) < 2:
             return False
         has_changed = False
         for tenant in self._stale:
             end = 0.0
-            for turn in self._turns[tenant]:
-                stamp = min(turn.stamp, max(turn.arrived, end, self._now))
-                has_changed |= stamp != turn.stamp
-                turn.stamp = stamp
-                end = turn.end
+            for place in self._places[tenant]:
+                stamp = min(place.stamp, max(place.arrived, end, self._now))
+                has_changed |= stamp != place.stamp
+                place.stamp = stamp
+                end = place.end
         self._stale.clear()
         return has_changed
 
     def _forget_past(self, tenant: str) -> None:
-        turns = self._turns[tenant]
-        while turns and turns[0].has_started and turns[0].end <= self._now:
-            del turns[0]
-        if not turns:
-            del self._turns[tenant]
+        places = self._places[tenant]
+        while places and places[0].has_started and places[0].end <= self._now:
+            del places[0]
+        if not places:
+            del self._places[tenant]
             self._stale.discard(tenant)

@@ -1,32 +1,32 @@
-"""What becomes of requests when a step of the engine fails by itself: not a refusal, a defect.
+"""Errors of the engine itself, caused by a defect and not by a request.
 
 EngineFault   the request was part of a step that failed; the engine has recovered
-EngineLost    the engine cannot recover, and ends: a GPU that is gone, say
+EngineLost    the engine cannot recover, for example because the GPU is gone
 """
 
 from __future__ import annotations
 
 from penstock.errors import PenstockError
 
-MAX_FAULTS_IN_A_ROW = 2  # steps: after more the engine ends
-MAX_REQUEUES = 2  # of a request that was waiting or running beside others' faults
+MAX_FAULTS_IN_A_ROW = 2  # failed steps; after one more the engine gives up
+MAX_REQUEUES = 2  # restarts of a request after faults, without a token in between
 
 
 class EngineFault(PenstockError):
-    """A step of the engine failed; ask again."""
+    """A step of the engine failed. The request can be retried."""
 
     @classmethod
     def of(cls, error: BaseException) -> EngineFault:
-        """Without the error's own words: they may hold what another has asked."""
+        """Leaves out the error's message, which may contain another user's data."""
         return cls(
-            f"the engine failed in a step that this request was part of ({type(error).__name__}); "
-            "it has recovered and serves others, and its log says where it failed: ask again."
+            f"the engine failed in a step that computed this request ({type(error).__name__}). "
+            "It has recovered; the cause is in its log. Retry the request."
         )
 
 
 class EngineLost(PenstockError):
-    """The engine failed, and could not recover."""
+    """The engine failed and could not recover."""
 
 
 class TierHangs(PenstockError):
-    """A copy does not end, and nothing can be done in the place it may touch."""
+    """A copy does not end, so the memory that it touches cannot be reused."""

@@ -1,8 +1,8 @@
-"""Which cold blocks are brought to the device for a step, and which of them lie there already.
+"""Chooses the cold blocks to fetch to the device for a step, and knows which are already there.
 
-Between two steps of the same sequences little changes: what the next one will read of its first
-layers is brought before it begins (see `fetching`). That counts only while every sequence of the
-step before takes part and has kept all its pins: then nothing else can have come to their slots.
+Two steps of the same sequences read almost the same blocks, so the first layers of the next step
+are fetched before it begins (see `fetching`). They are valid only if every sequence of the last
+step takes part again and has kept all its pins: then their HOST slots cannot have changed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _NONE: Places = np.zeros(0, np.int64)
 
 
 class FetchPlan(NamedTuple):
-    table: Places  # the addresses of all sequences' blocks; `~n` for the n-th that is fetched
+    table: Places  # the addresses of all sequences' blocks; `~n` for the n-th fetched block
     sources: Places  # the addresses to fetch from
-    num_there: int  # so many of them, from the first, lie there for the first layers
+    num_there: int  # how many of them, from the first, need no fetch for the first layers
 
 
 class _Seen(NamedTuple):
@@ -34,47 +34,50 @@ class _Seen(NamedTuple):
 class FetchChoice:
     def __init__(self, max_fetched: int) -> None:
         self.max_fetched = max_fetched
-        self.is_steady = False  # the next step will likely read what this one reads
+        self.is_steady = False  # the next step will likely read the same blocks
         self._seen: list[_Seen] = []
-        self._tables: list[Places] = []  # what was told of each
-        self._chosen = self._sources = self._brought = _NONE
+        self._tables: list[Places] = []  # each sequence's part of the last plan's table
+        self._chosen = self._sources = self._ahead = _NONE
 
     def choose(
         self, tables: Sequence[BlockTable], places: Sequence[Places], addresses: Addresses
     ) -> FetchPlan:
-        """`places`: what is read of each of `tables`. What most sequences read is fetched first;
-        but what lies there already keeps its number."""
+        """Choose what to fetch. `places`: the blocks that are read from each of `tables`.
+
+        Blocks with the most readers are fetched first. Blocks that are already there keep their
+        number.
+        """
         seen = [_Seen(table, table.num_moves, table.num_releases) for table in tables]
         self.is_steady = self._all_hold(seen)
-        num_there = len(self._brought) if self.is_steady else 0
+        num_there = len(self._ahead) if self.is_steady else 0
         if seen == self._seen and all(map(_is_longer, places, self._tables)):
-            for index, (mine, told) in enumerate(zip(places, self._tables, strict=True)):
-                if len(mine) > len(told):  # it has grown: on the device
-                    more = addresses.of(mine[len(told) :])
-                    self._tables[index] = np.concatenate([told, more])
+            for index, (mine, mapped) in enumerate(zip(places, self._tables, strict=True)):
+                if len(mine) > len(mapped):  # new blocks are always on the device
+                    more = addresses.of(mine[len(mapped) :])
+                    self._tables[index] = np.concatenate([mapped, more])
         else:
-            num_there = self._choose_anew(places, num_there, addresses)
-        self._seen, self._brought = seen, _NONE
+            num_there = self._choose_again(places, num_there, addresses)
+        self._seen, self._ahead = seen, _NONE
         return FetchPlan(np.concatenate(self._tables), self._sources, num_there)
 
-    def bring_ahead(self) -> None:
-        """What was chosen last is brought for the next step."""
-        self._brought = self._chosen
+    def fetch_ahead(self) -> None:
+        """The last choice is being fetched for the next step."""
+        self._ahead = self._chosen
         self.is_steady = False
 
     def forget(self) -> None:
-        """A step is told that nothing is fetched: what was brought may not be whole."""
-        self._seen, self._brought = [], _NONE
+        """A step fetches nothing: blocks that were fetched ahead may be incomplete."""
+        self._seen, self._ahead = [], _NONE
         self.is_steady = False
 
-    def _choose_anew(self, places: Sequence[Places], num_there: int, addresses: Addresses) -> int:
-        """Returns how many lie there."""
-        there = self._brought[:num_there]
+    def _choose_again(self, places: Sequence[Places], num_there: int, addresses: Addresses) -> int:
+        """Returns how many of the chosen blocks are already there."""
+        there = self._ahead[:num_there]
         everything = np.concatenate(places)
         at = np.flatnonzero(everything < 0)
         cold, which, counts = np.unique(everything[at], return_inverse=True, return_counts=True)
         is_there = np.isin(cold, there)
-        if int(is_there.sum()) != len(there):  # not all of a sequence is read
+        if int(is_there.sum()) != len(there):  # a sequence is read only in part
             there, is_there = _NONE, np.zeros(len(cold), np.bool_)
         by_readers = np.argsort(-counts, kind="stable")
         new = by_readers[~is_there[by_readers]][: self.max_fetched - len(there)]
@@ -84,13 +87,13 @@ class FetchChoice:
         numbers[np.searchsorted(cold, self._chosen)] = np.arange(len(self._chosen))
         numbers = numbers[which]
         is_fetched = numbers >= 0
-        told = addresses.of(everything)
-        told[at[is_fetched]] = ~numbers[is_fetched]
-        self._tables = np.split(told, np.cumsum([len(mine) for mine in places])[:-1])
+        mapped = addresses.of(everything)
+        mapped[at[is_fetched]] = ~numbers[is_fetched]
+        self._tables = np.split(mapped, np.cumsum([len(mine) for mine in places])[:-1])
         return len(there)
 
     def _all_hold(self, seen: Sequence[_Seen]) -> bool:
-        """Whether all sequences of the last step are among these, and have let no pin go."""
+        """Whether all sequences of the last step take part and have released no pins."""
         here = {id(each.table) for each in seen}
         return bool(self._seen) and all(
             id(table) in here and table.num_releases == num for table, _, num in self._seen

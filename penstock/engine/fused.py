@@ -1,9 +1,9 @@
-"""A faster way through the decoders most people run, with the weights transformers has loaded.
+"""A faster forward pass for common decoders, on the weights that transformers has loaded.
 
 Llama, Mistral, Qwen2 and Qwen3 are the same decoder: norm, attention with rotary positions, norm,
-gated MLP. For these, projections that read the same input become one product, and what lies
-between products is done by few kernels (`elementwise`). Any other model, and anything unusual in
-one of these, goes through transformers' own modules.
+gated MLP. For these, projections that read the same input become one matrix product, and the work
+between products takes few kernels (see `elementwise`). All other models, and unusual variants of
+these, use transformers' own modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import embedding, linear
 from penstock.engine import elementwise
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
-_ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles depend on the position alone
+_ROPES = ("default", "linear", "llama3", "yarn")  # their angles depend only on the position
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, query [rows, heads, dim], key, value [rows, kv_heads, dim]) to [rows, heads * dim]."""
@@ -41,7 +41,7 @@ def _is_plain(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     modules = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     modules += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    # Quantised or adapted layers are of another type.
+    # Quantized or adapted layers have another type.
     return all(type(module) is Linear for module in modules)
 
 
@@ -56,13 +56,13 @@ class _Layer:
         self.second_norm = layer.post_attention_layernorm
         self.norms: tuple[Tensor, Tensor] | None = None
         self.epsilon = 0.0
-        if hasattr(attention, "q_norm"):  # of Qwen3: each head's
+        if hasattr(attention, "q_norm"):  # Qwen3 has norms per head
             self.norms = (attention.q_norm.weight, attention.k_norm.weight)
             self.epsilon = attention.q_norm.variance_epsilon
 
 
 class FusedDecoder:
-    """Takes over a model's weights: its own projections become views of the joined ones."""
+    """Takes over a model's weights: its projections become views of the joined matrices."""
 
     def __init__(self, model: Any, max_tokens: int, block_tokens: int) -> None:
         self._model = model
@@ -80,7 +80,7 @@ class FusedDecoder:
     def forward(
         self, ids: Tensor, positions: Tensor, addresses: Tensor, kept: Tensor, attend: Attend
     ) -> Tensor:
-        """The logits of the rows `kept`. Keys and values go to their addresses on the way."""
+        """The logits of the rows `kept`. Also writes keys and values to their addresses."""
         inner = self._model.model
         x = embedding(ids, inner.embed_tokens.weight)
         residual: Tensor | None = None
@@ -122,7 +122,7 @@ class FusedDecoder:
 
 
 def _join(*projections: Linear) -> tuple[Tensor, Tensor | None]:
-    """One matrix for projections of the same input; each keeps its own as a view of it."""
+    """Join projections of the same input into one matrix. Each becomes a view of it."""
     weight = torch.cat([projection.weight.data for projection in projections])
     bias = None
     if projections[0].bias is not None:

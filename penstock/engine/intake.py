@@ -1,8 +1,8 @@
-"""Whether this model can serve the values of a request: the one place that judges them.
+"""Validates a request against the model: the only place that does.
 
-It is asked in the caller's thread, before the engine's own sees the request: an index beyond the
-vocabulary would fail a whole step there, and on a GPU the process. `SamplingParams` has judged what
-can be judged without a model.
+It runs in the caller's thread, before the engine sees the request. A token id outside the
+vocabulary would fail a whole step there and, on a GPU, the process. `SamplingParams` has already
+validated what needs no model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Intake:
         priority: int = 0,
         tenant: str = "",
     ) -> tuple[int, ...]:
-        """The prompt's token ids. Raises ConfigError if the request cannot be served."""
+        """Return the prompt's token ids. Raises ConfigError if the request cannot be served."""
         if not isinstance(params, SamplingParams):
             raise ConfigError(
                 f"sampling parameters are {reprlib.repr(params)}; expected SamplingParams."
@@ -37,7 +37,7 @@ class Intake:
                 self._check_range(f"{name} has", named)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError(
-                f"priority is {reprlib.repr(priority)}; expected a whole number, lower first."
+                f"priority is {reprlib.repr(priority)}; expected an integer (lower runs first)."
             )
         self.check_tenant(tenant)
         ids = self.check_prompt(prompt_ids)
@@ -46,13 +46,12 @@ class Intake:
         return ids
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """The token ids of a prompt, or of none. Raises ConfigError."""
+        """Return the token ids of a prompt, which may be empty. Raises ConfigError."""
         try:
             ids = tuple(map(index, prompt_ids))
         except TypeError:
             raise ConfigError(
-                f"the prompt is {reprlib.repr(prompt_ids)}; expected a list of token ids, which "
-                "are whole numbers."
+                f"the prompt is {reprlib.repr(prompt_ids)}; expected a list of integer token ids."
             ) from None
         if ids:
             self._check_range("the prompt has", ids)
@@ -60,17 +59,17 @@ class Intake:
 
     @staticmethod
     def check_tenant(tenant: str) -> None:
-        """Raises ConfigError for a name that no key can hold."""
+        """Raise ConfigError if the name cannot be encoded in a block's key."""
         try:
             tenant.encode()
         except (AttributeError, UnicodeEncodeError):
             raise ConfigError(
-                f"the tenant is {reprlib.repr(tenant)}; expected a string of whole characters."
+                f"the tenant is {reprlib.repr(tenant)}; expected a string that is valid Unicode."
             ) from None
 
     def _check_range(self, what: str, ids: Sequence[int]) -> None:
         if not 0 <= min(ids) <= max(ids) < self._vocab_size:
             raise ConfigError(
                 f"{what} token ids from {min(ids)} to {max(ids)}; expected 0 to "
-                f"{self._vocab_size - 1}, as this model's tokenizer gives them."
+                f"{self._vocab_size - 1}, the ids of this model's tokenizer."
             )

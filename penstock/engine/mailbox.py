@@ -1,7 +1,7 @@
-"""Takes small answers from a GPU, past its copy engines and behind what it computes.
+"""Returns small results from a GPU without its copy engines.
 
-Behind a gigabyte that is being saved a copy of eight bytes would wait, and a step with it; a kernel
-that writes to pinned DRAM does not.
+A copy of eight bytes would queue behind a gigabyte that is being saved, and delay the step. A
+kernel that writes to pinned DRAM does not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.attention.triton import push_numbers
 
-_cuda: Any = torch.cuda  # carries no types
+_cuda: Any = torch.cuda  # untyped
 
 
 class Mailbox:
@@ -23,8 +23,10 @@ class Mailbox:
         self._arrived: Any = _cuda.Event()
 
     def post(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """64-bit whole numbers, one row of them. What it returns waits for them to arrive, and is
-        to be called before the next are posted."""
+        """Send one row of 64-bit integers.
+
+        The returned function waits for them and must be called before the next row is posted.
+        """
         push_numbers(numbers, self._box.data_ptr())
         self._arrived.record()
 

@@ -9,8 +9,9 @@ import torch
 
 from penstock.config import Config
 from penstock.config.options import EngineOptions, tiers_config
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel, load_model
+from penstock.engine.parts import EngineConfig
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.weights import first_line
 from penstock.errors import ConfigError

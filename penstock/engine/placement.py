@@ -1,77 +1,45 @@
 """Finds device blocks for sequences, and moves blocks between the device and HOST while they run.
 
-A complete block has been saved, so HOST has a copy of it. Leaving the device is then free: the
-block is pinned in HOST, read there from the next step on, and its device slot is another's. Coming
-back is a copy beside the computation; until it has ended the block is read from HOST.
+A complete block has been saved, so HOST has a copy. Leaving the device then costs nothing: the
+block is pinned in HOST and read there from the next step on, and its device slot is free. Returning
+is a copy that runs beside the computation; until it ends, the block is read from HOST.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from penstock.engine.admit import DeviceRoom
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyPolicy
 from penstock.engine.table import shared_places
+from penstock.engine.tiers import EngineTiers
 from penstock.errors import BookError
 from penstock.events import Migrated
-from penstock.types import BlockKey, Done, LookupId, Match, Slot, TicketId, Verdict
+from penstock.types import BlockKey, Done, Slot, TicketId, Verdict
 
-_MAX_RETURNING = 64  # blocks on their way back at a time: others load too
-
-
-class EngineTiers(Protocol):
-    """What the engine's books need of an Offloader.
-
-    Nobody may forget whose blocks they are, or what they follow: neither has a default here.
-    """
-
-    def lookup(self, keys: Sequence[BlockKey]) -> LookupId | None: ...
-    def is_looking_up(self, lookup_id: LookupId) -> bool: ...
-    def match(self, keys: Sequence[BlockKey]) -> Match: ...
-    def note(self, match: Match) -> None: ...
-    def used(self, keys: Sequence[BlockKey], *, tenant: str) -> None: ...
-    def load(
-        self,
-        keys: Sequence[BlockKey],
-        into: Sequence[Slot | None],
-        *,
-        patience_seconds: float | None = None,
-        tenant: str,
-        parents: Mapping[int, BlockKey | None],
-    ) -> TicketId: ...
-    def save(
-        self,
-        keys: Sequence[BlockKey],
-        source: Sequence[Slot],
-        *,
-        tenant: str,
-        parents: Mapping[int, BlockKey | None],
-    ) -> TicketId: ...
-    def cancel(self, ticket: TicketId) -> None: ...
-    def is_in_host(self, key: BlockKey) -> bool: ...
-    def pin(self, keys: Sequence[BlockKey]) -> list[Slot | None]: ...
-    def unpin(self, slots: Sequence[Slot]) -> None: ...
+_MAX_RETURNING = 64  # blocks returning at a time, so that other loads are not held up
 
 
 class _Unsaved(NamedTuple):
-    """A complete block of which HOST has no copy."""
+    """A complete block that HOST has no copy of."""
 
     slot: Slot
     tenant: str
-    parent: BlockKey | None  # the block that it follows
+    parent: BlockKey | None
 
 
-class Placement:
+class Placement(DeviceRoom[Request]):
     def __init__(
         self,
         pool: BlockPool,
         residency: ResidencyPolicy | None = None,
         tiers: EngineTiers | None = None,
     ) -> None:
-        """Without a residency, or without tiers, everything a sequence has is on the device."""
-        self._pool = pool
+        """Without a residency or without tiers, all blocks of a sequence are on the device."""
+        super().__init__(pool)
         self._tiers = tiers
         self._residency = residency if tiers is not None else None
         self._running: Collection[Request] = ()
@@ -80,11 +48,11 @@ class Placement:
         self._returning: dict[TicketId, dict[BlockKey, tuple[int, Slot]]] = {}
         self.num_left = 0  # blocks that left the device while in use
         self.num_returned = 0
-        self._told = (0, 0)  # of both
+        self._reported = (0, 0)  # num_left and num_returned at the last `take_migrated`
 
     @property
     def is_moving(self) -> bool:
-        """Whether device blocks are held for saves, or for what comes back."""
+        """Whether device blocks are held for saves or for blocks that return."""
         return bool(self._saving or self._returning)
 
     @property
@@ -92,13 +60,13 @@ class Placement:
         return sum(request.table.num_cold for request in self._running)
 
     def take_migrated(self) -> Migrated | None:
-        """What has moved since the last call."""
-        moved = (self.num_left - self._told[0], self.num_returned - self._told[1])
-        self._told = (self.num_left, self.num_returned)
+        """How many blocks have moved since the last call; None if none have."""
+        moved = (self.num_left - self._reported[0], self.num_returned - self._reported[1])
+        self._reported = (self.num_left, self.num_returned)
         return Migrated(*moved) if any(moved) else None
 
     def resident_shares(self) -> tuple[float, float]:
-        """Of the running sequence that has least of its KV on the device, and of all together."""
+        """The share of KV on the device: the lowest of any running sequence, and overall."""
         tables = [request.table for request in self._running if len(request.table)]
         if not tables:
             return 1.0, 1.0
@@ -106,7 +74,7 @@ class Placement:
         return lowest, sum(t.num_resident for t in tables) / sum(map(len, tables))
 
     def follow(self, running: Collection[Request]) -> None:
-        """The sequences whose blocks may be moved: a live collection."""
+        """Set the sequences whose blocks may be moved. The collection is live."""
         self._running = running
 
     def may_be_cold(self, request: Request) -> bool:
@@ -115,7 +83,7 @@ class Placement:
     # Room on the device.
 
     def take(self, count: int, request: Request) -> list[Slot] | None:
-        """Device blocks for a sequence; others', or its own, leave for HOST if need be."""
+        """Hold device blocks. If needed, blocks in use leave for HOST."""
         count = max(0, count)
         slots = self._pool.take(count)
         if slots is None:
@@ -124,17 +92,12 @@ class Placement:
         return slots
 
     def can_wait(self) -> bool:
-        """Whether a save is under way, after which more blocks can leave the device."""
+        """Whether a save is running, after which more blocks can leave the device."""
         return self._residency is not None and bool(self._saving)
 
     def arrange(
         self, request: Request, start: int, num_loads: int, slots: list[Slot]
     ) -> list[Slot | None] | None:
-        """Where the blocks of a load go: device slots, of which `slots` are there, or None: HOST.
-
-        None for all of it says that there is no room yet. What is not needed of `slots` is free
-        again; if there is no room, all of it.
-        """
         keep = num_loads
         if self._residency is not None and self.may_be_cold(request):
             budget = self._residency.budget_blocks(request)
@@ -159,7 +122,7 @@ class Placement:
         return [None if index in cold else next(source) for index in range(num_loads)]
 
     def drop(self, request: Request) -> None:
-        """A sequence leaves all its blocks."""
+        """Release all blocks of a sequence."""
         slots, pins = request.table.take_all()
         self._pool.release(slots)
         if pins:
@@ -167,7 +130,7 @@ class Placement:
             self._tiers.unpin(pins)
 
     def release_load(self, into: Sequence[Slot | None], pins: Sequence[Slot | None]) -> None:
-        """Blocks of a load that are not wanted, or did not come."""
+        """Release blocks of a load that failed or are not needed."""
         self._pool.release([slot for slot in into if slot is not None])
         held = [pin for pin in pins if pin is not None]
         if held:
@@ -184,7 +147,7 @@ class Placement:
         tenant: str,
         parents: Mapping[int, BlockKey | None],
     ) -> None:
-        """Copy complete blocks to HOST; they are held until that has ended.
+        """Copy complete blocks to HOST. They are held until the copy ends.
 
         `parents`: see `Offloader.save`.
         """
@@ -195,7 +158,7 @@ class Placement:
         self._saving[self._tiers.save(keys, slots, tenant=tenant, parents=parents)] = list(slots)
 
     def settle(self, done: Done) -> bool:
-        """Whether it was a save or a migration that has ended, and not a sequence's load."""
+        """Finish a save or a migration. False if it was neither, but a sequence's load."""
         if (saved := self._saving.pop(done.ticket, None)) is not None:
             self._pool.release(saved)
             self._being_saved.difference_update(done.keys)
@@ -208,7 +171,7 @@ class Placement:
     # Migration.
 
     def balance(self) -> None:
-        """In the background: make room above the high watermark, use room below the low one."""
+        """Make room above the high watermark; use room below the low one."""
         if self._residency is None:
             return
         num_used = self._pool.num_blocks - self._pool.num_available
@@ -220,16 +183,16 @@ class Placement:
                 self._return(min(room, _MAX_RETURNING - flying))
 
     def _leave(self, count: int, wanted_by: Request | None) -> None:
-        """Let `count` blocks leave the device, if as many may."""
+        """Let up to `count` blocks leave the device."""
         if self._residency is None or count <= 0:
             return
         running = list(self._running)
         if wanted_by is not None and wanted_by not in running and wanted_by.table:
             running.append(wanted_by)
         unsaved: dict[BlockKey, _Unsaved] = {}
-        seen: set[Slot] = set()  # a block is listed by everyone who shares it
+        seen: set[Slot] = set()  # a shared block is offered once by each of its sequences
 
-        def is_at_hand(request: Request, index: int) -> bool:
+        def can_leave(request: Request, index: int) -> bool:
             assert self._tiers is not None
             key, slot = request.chain.keys[index], request.table.slot(index)
             if slot in seen:
@@ -237,7 +200,7 @@ class Placement:
             seen.add(slot)
             holders = self._holders(running, index, slot)
             if len(holders) < self._pool.num_holds(slot):
-                return False  # somebody else needs it here: a save, or a load into it
+                return False  # a save or a load also holds it
             if self._residency is None or not all(map(self._residency.may_be_cold, holders)):
                 return False
             if self._tiers.is_in_host(key):
@@ -251,15 +214,15 @@ class Placement:
             count,
             self.num_cold,
             lambda request, index: self._pool.num_holds(request.table.slot(index)) > 1,
-            is_at_hand,
+            can_leave,
         )
         for request, index in victims:
             self._chill(running, request, index)
-        if len(victims) < count:  # HOST lost them, or had no room: once more
+        if len(victims) < count:  # HOST evicted some, or had no room for them
             self._save_again(unsaved)
 
     def _save_again(self, unsaved: Mapping[BlockKey, _Unsaved]) -> None:
-        """Each in its tenant's name: that is who may read it below, and whose budget it takes."""
+        """Save each block for its own tenant: it counts against that tenant's budget."""
         for tenant in dict.fromkeys(block.tenant for block in unsaved.values()):
             mine = {key: block for key, block in unsaved.items() if block.tenant == tenant}
             parents = {position: block.parent for position, block in enumerate(mine.values())}
@@ -272,7 +235,7 @@ class Placement:
         holders = self._holders(running, index, slot)
         pins = [self._tiers.pin([key])[0] for _ in holders]
         held = [pin for pin in pins if pin is not None]
-        if len(held) < len(holders):  # it was not what HOST's seal says
+        if len(held) < len(holders):  # HOST's copy did not match its seal
             self._tiers.unpin(held)
             return
         for holder, pin in zip(holders, held, strict=True):
@@ -293,7 +256,7 @@ class Placement:
             if key in seen:
                 continue
             seen.add(key)
-            if found := self._pool.share([key]):  # it left a moment ago, and is still untouched
+            if found := self._pool.share([key]):  # it left recently and has not been overwritten
                 self._warm(index, key, found[0])
             elif taken := self._pool.take(1):
                 wanted.setdefault(request.tenant, {})[key] = (index, taken[0])
@@ -314,7 +277,7 @@ class Placement:
                 self._pool.release([slot])
 
     def _warm(self, index: int, key: BlockKey, slot: Slot) -> None:
-        """Whoever reads this block from HOST reads it in `slot` from now on."""
+        """All sequences that read this block from HOST now read it from `slot`."""
         assert self._tiers is not None
         for request in self._running:
             table = request.table
@@ -328,7 +291,7 @@ class Placement:
     def _cold_of_load(
         self, request: Request, start: int, num_loads: int, num_cold: int
     ) -> Collection[int] | None:
-        """Which blocks of a load stay in HOST, counted from `start`; None: not so many may."""
+        """Which blocks of a load stay in HOST, counted from `start`; None if too many would."""
         if not num_cold:
             return ()
         assert self._residency is not None
@@ -343,11 +306,11 @@ class Placement:
 
     @staticmethod
     def _holders(running: Sequence[Request], index: int, slot: Slot) -> list[Request]:
-        """Sequences share only what lies at the same place in them."""
+        """The sequences that use a slot. A shared block has the same index in all of them."""
         return [r for r in running if len(r.table) > index and r.table.places[index] == slot]
 
     def check(self) -> None:
         for request in self._running:
             cold = request.table.cold()
             if cold and cold[-1] >= request.num_named:
-                raise BookError("a block that is not complete was sent away")
+                raise BookError("an incomplete block is cold")

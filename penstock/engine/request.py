@@ -16,7 +16,7 @@ from penstock.types import NO_ORIGIN, LookupId, Origin, Slot, TicketId, Tier, Ve
 
 class RequestPhase(Enum):
     WAITING = "waiting"  # for room on the device
-    LOADING = "loading"  # part of its KV is on its way to the device
+    LOADING = "loading"  # part of its KV is being loaded
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -30,43 +30,40 @@ class Request:
     priority: int = 0  # lower is served first
     tenant: str = ""
     origin: Origin = NO_ORIGIN
-    max_total_tokens: int = 0  # prompt and all it may still say
+    max_total_tokens: int = 0  # prompt and longest answer
     arrival: float = 0.0
-    turn: QueuePlace = field(
-        default_factory=QueuePlace
-    )  # its place among those of its priority ...
-    charged: QueuePlace = field(
-        default_factory=QueuePlace
-    )  # ... and the one that its work is counted in
-    sequence: int = 0  # of arrival: ties go to the older one
+    # Its place among requests of the same priority, and the one that its work is charged to.
+    place: QueuePlace = field(default_factory=QueuePlace)
+    charged_place: QueuePlace = field(default_factory=QueuePlace)
+    sequence: int = 0  # order of arrival: the older request wins ties
 
     phase: RequestPhase = RequestPhase.WAITING
     tokens: list[int] = field(init=False)  # prompt and output
     table: BlockTable = field(default_factory=BlockTable)
-    into: list[Slot | None] = field(default_factory=list)  # of a load: where its blocks go
-    num_computed: int = 0  # leading tokens that need not be computed (again)
-    num_present: int = 0  # leading tokens whose KV is there: that, or one more (see Chunk)
-    num_named: int = 0  # leading blocks known to the pool by their key
+    into: list[Slot | None] = field(default_factory=list)  # where its load writes blocks
+    num_computed: int = 0  # leading tokens that need not be computed again
+    num_present: int = 0  # leading tokens that have KV: num_computed, or one more (see Chunk)
+    num_named: int = 0  # leading blocks that the pool knows by their key
     ticket: TicketId | None = None
-    meeting_end: int = 0  # up to this block it is to be loaded from the back (see meetings)
-    lookup: LookupId | None = None  # what it asked of the tier that instances share
+    two_ended_end: int = 0  # where its two-ended load ends, in blocks (see `two_ended_loads`)
+    lookup: LookupId | None = None  # in the remote tier
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    num_cached_tokens: int = 0  # of the prompt: found on the device or loaded, at first admission
+    num_cached_tokens: int = 0  # of the prompt: found or loaded when it first started
     num_loaded_tokens: int = 0
-    # Blocks, until it is first preempted: in which tiers they lay, which of them it got.
+    # Numbers of blocks, until it is first preempted: matched in a tier, received from it, and lost.
     matched: Counter[Tier] = field(default_factory=Counter)
     found: Counter[Tier] = field(default_factory=Counter)
-    lost: Counter[Verdict] = field(default_factory=Counter)  # did not arrive
-    estimate: tuple[float | None, float | None] = (None, None)  # seconds to load, to compute
+    lost: Counter[Verdict] = field(default_factory=Counter)
+    estimate: tuple[float | None, float | None] = (None, None)  # seconds to load and to compute
     stages: list[Stage] = field(default_factory=list)
     num_recomputed_tokens: int = 0  # computed more than once
-    max_computed: int = 0  # the most leading tokens that were ever computed or loaded
+    max_computed: int = 0  # the highest num_computed so far
     num_preemptions: int = 0
-    turn_began: float = 0.0  # when it came to run this time (see rotation) ...
+    turn_began: float = 0.0  # when its current turn began (see `rotation`) ...
     turn_start: int = 0  # ... and how many tokens it had then
-    resting: list[Slot] = field(default_factory=list)  # HOST's slots, kept until it comes back
-    num_stalls: int = 0  # steps in a row in which it waited for others' blocks to be saved
+    resting: list[Slot] = field(default_factory=list)  # HOST slots pinned until its next turn
+    num_stalls: int = 0  # consecutive steps in which it waited for saves to end
     first_token_time: float | None = None
     finished_time: float | None = None
 
@@ -84,10 +81,10 @@ class Request:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        return (self.priority, self.turn.stamp, self.sequence)
+        return (self.priority, self.place.stamp, self.sequence)
 
     def restart(self) -> None:
-        """The engine lost its books: nothing of the request is anywhere, and it waits again."""
+        """Reset the request after the engine has lost its books: it holds nothing and waits."""
         if self.phase is not RequestPhase.WAITING:
             self.num_preemptions += 1
         self.phase = RequestPhase.WAITING
@@ -95,7 +92,7 @@ class Request:
         self.into, self.resting = [], []
         self.num_computed = self.num_present = self.num_named = 0
         self.ticket = self.lookup = None
-        self.meeting_end = self.num_stalls = 0
+        self.two_ended_end = self.num_stalls = 0
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)

@@ -1,41 +1,41 @@
-"""Turns on the device: more sessions may be under way than it holds KV for.
+"""Turns on the device, so that more sessions can be active than its pool holds KV for.
 
-To read a sequence's KV from HOST takes the link as long as all of it is large, at every token. To
-bring it back takes that long once, and then it decodes at the device's own pace. So where more
-than a little would be cold, sequences take turns: one that has decoded for a while makes room for
-one that waits, its KV is pinned in HOST, and it comes back when others have had their turn.
+Reading a sequence's KV from HOST costs a full transfer for every token. Loading it back costs one
+transfer, after which it decodes at full speed. So if much of the KV would be cold, sequences take
+turns: one that has decoded for a while makes room for one that waits, its KV is pinned in HOST, and
+it resumes after the others had their turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.engine.placement import EngineTiers
 from penstock.engine.request import Request, RequestPhase
+from penstock.engine.tiers import EngineTiers
 
-_MIN_KEPT = 0.9  # of a sequence's blocks, in HOST: else its turn would end in computing again
-_MIN_TOKENS = 4  # of a turn, however long they take: who comes back must get somewhere
-_PATIENCE = 1.5  # turns: so long its end waits for a block to be complete
+_MIN_KEPT = 0.9  # share of its blocks that HOST must have, or too much would be recomputed
+_MIN_TOKENS = 4  # per turn, however long they take, so that every turn makes progress
+_PATIENCE = 1.5  # a turn may be this many times longer, to end on a complete block
 
 
 class Rotation:
     def __init__(
         self, turn_seconds: float | None, block_tokens: int = 1, tiers: EngineTiers | None = None
     ) -> None:
-        """Without a length, or without tiers: whoever runs stays until it ends or is preempted."""
+        """Without `turn_seconds` or tiers, a sequence runs until it ends or is preempted."""
         self._turn_seconds = None if tiers is None else turn_seconds
         self._block_tokens = block_tokens
         self._tiers = tiers
 
     def begin(self, request: Request, now: float) -> None:
-        """It has all that it needs to go on."""
+        """Begin a request's turn."""
         request.turn_began = now
         request.turn_start = len(request.tokens)
 
     def over(self, running: Iterable[Request], wanting: Request, now: float) -> Request | None:
-        """The one that makes room for `wanting`: of those whose turn is over, the longest there.
+        """The request that makes room for `wanting`: the longest-running whose turn is over.
 
-        Prompts are computed to their end first, and whoever asked never to be cold stays.
+        Requests that compute their prompt stay, and so do those that must never be cold.
         """
         due = [
             request
@@ -50,7 +50,7 @@ class Rotation:
         return min(due, key=lambda r: (-r.priority, r.turn_began, r.sequence), default=None)
 
     def rest(self, request: Request, now: float) -> bool:
-        """Its turn is over, and what it has is kept; False if that is not safe, and it stays."""
+        """Pin a request's KV in HOST to end its turn. If False, HOST has too little of it."""
         assert self._tiers is not None
         pins = self._tiers.pin(request.chain.keys[: request.num_named])
         request.resting = [slot for slot in pins if slot is not None]
@@ -61,14 +61,14 @@ class Rotation:
         return False
 
     def wake(self, request: Request) -> None:
-        """What was kept for it no longer is: it is on its way, or nobody wants it."""
+        """Unpin a request's KV: it has been loaded, or is not needed any more."""
         if request.resting:
             assert self._tiers is not None
             self._tiers.unpin(request.resting)
             request.resting = []
 
     def _is_over(self, request: Request, now: float) -> bool:
-        """Best between two blocks: of one that is not complete, all is computed again."""
+        """Prefers the end of a block, because an incomplete block would be recomputed."""
         if self._turn_seconds is None:
             return False
         is_between = request.num_computed % self._block_tokens == 0

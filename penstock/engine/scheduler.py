@@ -1,11 +1,11 @@
-"""What runs next, on which blocks; what is preempted, saved, and loaded again.
+"""Decides what runs next and on which blocks, and what is preempted, saved and loaded.
 
-The scheduler decides and keeps the device's book; it computes nothing. Every step it hands out
-chunks of tokens (a prompt's next piece, or one token of a sequence that decodes) within a budget.
-When the pool is full, blocks of running sequences leave it and are read from HOST (see `residency`
-and `placement`). Where that may not be, the least urgent sequence is preempted: its complete blocks
-have been saved as they were filled, so it resumes by loading them instead of computing them again.
-Where one waits for room that others have had for a while, they take turns (see `rotation`).
+The scheduler keeps the device's books and computes nothing. For every step it hands out chunks of
+tokens within a budget: a prompt's next piece, or one token of a sequence that decodes. When the
+pool is full, blocks of running sequences leave it and are read from HOST (see `residency` and
+`placement`). If they may not, the least urgent sequence is preempted. Its complete blocks have been
+saved already, so it resumes by loading them instead of computing them again. Sequences can also
+take turns on the device (see `rotation`).
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from typing import NamedTuple
 
 from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission
-from penstock.engine.blocks import BlockPool
+from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
+from penstock.engine.blocks import BlockPool, CompletedBlocks
 from penstock.engine.fairness import FairQueue
-from penstock.engine.placement import EngineTiers, Placement
+from penstock.engine.placement import Placement
 from penstock.engine.request import Request, RequestPhase
 from penstock.engine.residency import ColdReadBudget, ResidencyPolicy
 from penstock.engine.rotation import Rotation
+from penstock.engine.tiers import EngineTiers
 from penstock.engine.two_ended_loads import TwoEndedLoads
 from penstock.errors import PenstockError
 from penstock.events import Decided, Event, Preempted, TurnEnded
-from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier, Verdict
+from penstock.types import Done, Slot, TicketId, Tier, Verdict
 
 _MAX_STALLS = 200  # steps
-_RETRY_SECONDS = 0.02  # for one that found no room, while nobody has left
+_RETRY_SECONDS = 0.02  # until a request that found no room is tried again
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute `num_tokens` of a request from `start` on. The last one of its tokens is sampled.
+    """Compute `num_tokens` of a request from `start` on. After its last token, one is sampled.
 
-    Of a prompt that was found whole the last token is computed all the same, for its logits. Its
-    KV is present, maybe shared by others, and is not written again.
+    If a whole prompt was found, its last token is still computed, for its logits. Its KV is
+    present and may be shared, so it is not written again.
     """
 
     request: Request
     start: int
     num_tokens: int
-    num_present: int = 0  # the first so many of them have their KV on the device
+    num_present: int = 0  # how many of them, from the first, have their KV on the device
 
     @property
     def samples(self) -> bool:
@@ -51,7 +53,7 @@ class Chunk:
 
 
 class _Refusal(NamedTuple):
-    """One that found no room."""
+    """A request that found no room, and when."""
 
     request: Request | None
     num_available: int  # blocks
@@ -66,13 +68,11 @@ class Scheduler:
         *,
         admission: Admission,
         tiers: EngineTiers | None = None,
-        choose: Callable[[Match, int], LoadChoice] = lambda match, num_past: LoadChoice(
-            match.num_blocks
-        ),
-        max_batched_tokens: int = 512,
-        max_running: int = 64,
+        choose: Choose = lambda match, num_past: LoadChoice(match.num_blocks),
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         residency: ResidencyPolicy | None = None,
-        turns: ColdReadBudget | None = None,
+        cold_reads: ColdReadBudget | None = None,
         rotation: Rotation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,8 +81,8 @@ class Scheduler:
         self._admission = admission
         self._tiers = tiers
         self._choose = choose
-        self._max_batched_tokens = max_batched_tokens
-        self._max_running = max_running
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
         self._fair = FairQueue()
         self._waiting: list[Request] = []  # most urgent first
         self._running: list[Request] = []
@@ -90,17 +90,17 @@ class Scheduler:
         self.placement = Placement(pool, residency, tiers)
         self.placement.follow(self._running)
         self._two_ended_loads = TwoEndedLoads(
-            pool, tiers, block_tokens, max(block_tokens, max_batched_tokens // 4)
+            pool, tiers, block_tokens, max(block_tokens, max_num_batched_tokens // 4)
         )
-        self._turns = turns
+        self._cold_reads = cold_reads
         self._rotation = rotation or Rotation(None)
         self._clock = clock
-        self._short: Request | None = None  # lacked room in the last step
+        self._short: Request | None = None  # found no room in the last step
         self._refused = _Refusal(None, 0, 0.0)
         self._events: list[Event] = []
         self._entered: list[tuple[Request, RequestPhase]] = []
         self.num_preemptions = 0
-        self.num_turns = 0  # that ended
+        self.num_turns = 0  # that have ended
 
     @property
     def num_waiting(self) -> int:
@@ -124,23 +124,23 @@ class Scheduler:
         return not (self.has_work or self.placement.is_moving or len(self._two_ended_loads))
 
     def add(self, request: Request) -> None:
-        """Queue a request that `Admission.check` let pass."""
-        request.turn = self._fair.join(request.tenant, request.max_total_tokens)
-        request.charged = request.turn
+        """Queue a request that has passed `Admission.check`."""
+        request.place = self._fair.join(request.tenant, request.max_total_tokens)
+        request.charged_place = request.place
         if self._tiers is not None:
             request.lookup = self._tiers.lookup(request.chain.keys)
         self._enqueue(request)
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests: those that run, load and wait, each kind in its order."""
+        """All requests: first running, then loading, then waiting ones, each group in order."""
         yield from self._running
         yield from self._loading.values()
         yield from self._waiting
 
     def remove(self, request: Request) -> None:
-        """Take out a request, ended or given up, at any moment.
+        """Remove a request that has ended or is aborted, in any phase.
 
-        Blocks that a load still writes are freed at its end.
+        Blocks that a load still writes to are freed when the load ends.
         """
         if request.phase is RequestPhase.LOADING:
             assert self._tiers is not None
@@ -153,30 +153,30 @@ class Scheduler:
             self._waiting.remove(request)
             self._rotation.wake(request)
         request.phase = RequestPhase.FINISHED
-        for turn in {request.turn, request.charged}:
-            self._fair.ended(turn, request.max_computed)
+        for place in {request.place, request.charged_place}:
+            self._fair.ended(place, request.max_computed)
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks, most urgent first; together within the token budget."""
-        budget = self._max_batched_tokens
+        """The next step's chunks, most urgent first, within the token budget."""
+        budget = self._max_num_batched_tokens
         chunks: list[Chunk] = []
         preempted = False
-        self._end_a_turn()
+        self._end_turn()
         self.placement.balance()
         for request in self._two_ended_loads:
-            self._meet(request)
+            self._join_two_ended_load(request)
         if self._fair.refresh():
             self._waiting.sort(key=lambda r: r.order)
         running = sorted(self._running, key=lambda r: r.order)
-        if self._turns is not None:
-            running = self._turns.pick(running)
+        if self._cold_reads is not None:
+            running = self._cold_reads.pick(running)
         for request in running:
             if request.phase is not RequestPhase.RUNNING or not budget:
-                continue  # preempted for one before it
+                continue  # preempted for a more urgent one
             num_tokens = min(request.num_uncomputed, budget)
             num_tokens = self._two_ended_loads.end_of_chunk(request, num_tokens)
             while not self._make_room(request, request.num_computed + num_tokens):
-                if self._is_soon_given_room(request) or self._stalls(request):
+                if self._gets_room_soon(request) or self._stalls(request):
                     break
                 victim = max(self._running, key=lambda r: r.order)
                 self._preempt(victim)
@@ -201,10 +201,8 @@ class Scheduler:
         return chunks
 
     def computed(self, chunks: Sequence[Chunk]) -> None:
-        """The chunks' KV is on the device: name and save the blocks that became complete."""
-        complete: dict[str, dict[BlockKey, Slot]] = {}  # by tenant
-        # Where in these another request's blocks begin, and their parents.
-        parents_of: dict[str, dict[int, BlockKey | None]] = {}
+        """The chunks' KV is on the device: name and save the blocks that are now complete."""
+        complete: dict[str, CompletedBlocks] = {}  # by tenant
         for chunk in chunks:
             request = chunk.request
             if request.phase is not RequestPhase.RUNNING:
@@ -213,28 +211,25 @@ class Scheduler:
             again = min(request.num_computed, request.max_computed) - chunk.start
             request.num_recomputed_tokens += max(0, again)
             request.max_computed = max(request.max_computed, request.num_computed)
-            blocks = complete.setdefault(request.tenant, {})
-            parents = parents_of.setdefault(request.tenant, {})
-            parents[len(blocks)] = request.chain.key_before(request.num_named)
-            for index in range(request.num_named, request.num_computed // self._block_tokens):
-                key, slot = request.chain.keys[index], request.table.slot(index)
-                self._pool.name(slot, key)
-                if blocks.setdefault(key, slot) != slot:  # another has just computed the same
-                    parents[len(blocks)] = key
-            request.num_named = request.num_computed // self._block_tokens
+            start, end = request.num_named, request.num_computed // self._block_tokens
+            complete.setdefault(request.tenant, CompletedBlocks(self._pool)).add(
+                request.chain.key_before(start),
+                request.chain.keys[start:end],
+                request.table.slots(start, end),
+            )
+            request.num_named = end
         for tenant, blocks in complete.items():
-            slots = list(blocks.values())
-            self.placement.save(list(blocks), slots, tenant=tenant, parents=parents_of[tenant])
+            self.placement.save(blocks.keys, blocks.slots, tenant=tenant, parents=blocks.parents)
 
     def settle(self, done: Done) -> Request | None:
-        """A load or save has ended; of a load, the request that goes on."""
+        """Finish a load or a save. Returns the request that was waiting for the load, if any."""
         if self.placement.settle(done) or self._two_ended_loads.settle(done):
             return None
         request = self._loading.pop(done.ticket)
         request.ticket = None
         into, request.into = request.into, []
         pins: Sequence[Slot | None] = done.pins or (None,) * len(into)
-        if request.phase is RequestPhase.FINISHED:  # aborted meanwhile
+        if request.phase is RequestPhase.FINISHED:  # aborted during the load
             self.placement.release_load(into, pins)
             self._drop_blocks(request)
             return None
@@ -250,7 +245,7 @@ class Scheduler:
         self.placement.release_load(into[num_arrived:], pins[num_arrived:])
         arrived = len(request.table)
         request.num_named = arrived
-        self._have(request, arrived * self._block_tokens)
+        self._set_present(request, arrived * self._block_tokens)
         request.max_computed = max(request.max_computed, request.num_computed)
         request.num_loaded_tokens += num_arrived * self._block_tokens
         if not request.num_preemptions:
@@ -261,12 +256,12 @@ class Scheduler:
         return request
 
     def take_events(self) -> list[Event]:
-        """What happened since the last call."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 
     def take_entered(self) -> list[tuple[Request, RequestPhase]]:
-        """Who has entered which phase since the last call, in order."""
+        """The requests that have entered a phase since the last call, in order."""
         entered, self._entered = self._entered, []
         return entered
 
@@ -275,11 +270,11 @@ class Scheduler:
         self.placement.check()
         held = [request for request in self._running if request.phase is not RequestPhase.RUNNING]
         if held or any(len(request.table) for request in self._waiting):
-            raise PenstockError("a request is in the wrong queue, or holds blocks while it waits")
+            raise PenstockError("a request is in the wrong queue or holds blocks while it waits")
 
     @property
     def _has_seat(self) -> bool:
-        return len(self._running) + len(self._loading) < self._max_running
+        return len(self._running) + len(self._loading) < self._max_num_seqs
 
     def _enter(self, request: Request, phase: RequestPhase) -> None:
         request.phase = phase
@@ -291,7 +286,7 @@ class Scheduler:
         self._waiting.sort(key=lambda r: r.order)
 
     def _next_waiting(self) -> Request | None:
-        """The most urgent of those that wait for no answer of the tier that instances share."""
+        """The most urgent waiting request whose lookup in the remote tier has ended."""
         for request in self._waiting:
             if request.lookup is not None and self._tiers is not None:
                 if self._tiers.is_looking_up(request.lookup):
@@ -311,153 +306,146 @@ class Scheduler:
         return True
 
     def _stalls(self, request: Request) -> bool:
-        """Whether a sequence does better to wait a moment for room than to preempt for it."""
+        """Whether a sequence should wait for running saves instead of preempting another."""
         request.num_stalls += 1
         return self.placement.can_wait() and request.num_stalls < _MAX_STALLS
 
     def _admit(self, request: Request, budget: int) -> bool:
-        """Give a waiting request its blocks: shared ones, room for what is loaded, a first chunk.
-
-        If False is returned, nothing has changed.
-        """
-        if not request.num_preemptions and not self._admission.fits(request.max_total_tokens):
+        """Start a waiting request. If False, it has to wait and nothing has changed."""
+        plan = self._plan(request, budget)
+        if plan is None:
             return False
+        self._start(request, plan, budget)
+        return True
+
+    def _plan(self, request: Request, budget: int) -> AdmissionPlan | None:
+        if not request.num_preemptions and not self._admission.fits(request.max_total_tokens):
+            return None
         keys = request.chain.keys[: len(request.tokens) // self._block_tokens]
         request.table.extend(self._pool.share(keys))
-        num_shared = len(request.table)
-        num_past = num_shared * self._block_tokens
-        # Room first: a request that waits for it must not ask the tiers at every step.
-        first = -(-min(len(request.tokens), num_past + budget) // self._block_tokens)
-        slots = self.placement.take(first - num_shared, request)
-        if slots is None:
+        plan = plan_admission(
+            request,
+            keys,
+            len(request.table),
+            len(request.tokens),
+            budget=budget,
+            block_tokens=self._block_tokens,
+            room=self.placement,
+            tiers=self._tiers,
+            choose=self._choose,
+        )
+        if plan is None:
             self._refuse(request)
-            return False
-        choice = LoadChoice(0)
-        match = None
-        if self._tiers is not None and num_shared < len(keys):
-            match = self._tiers.match(keys[num_shared:])
-            choice = self._choose(match, num_past)
-        num_loads = choice.num_blocks
-        into: list[Slot | None] | None = []
-        if num_loads:
-            into = self.placement.arrange(request, num_shared, num_loads, slots)
-        if into is None:
-            self._refuse(request)
-            return False
+        return plan
+
+    def _start(self, request: Request, plan: AdmissionPlan, budget: int) -> None:
+        """Carry out a plan: the request loads, or runs its first chunk."""
+        match, choice, num_shared = plan.match, plan.choice, plan.num_shared
         self._waiting.remove(request)
         self._admission.start(request.id, request.max_total_tokens)
-        self._fair.started(request.turn)
-        if match is not None and self._tiers is not None:
-            if not request.num_preemptions:
-                self._tiers.note(match)
-            if match.num_blocks:
-                seconds = (choice.load_seconds, choice.compute_seconds)
-                num_wanted = num_loads + choice.num_two_ended
-                self._events.append(Decided(match.num_blocks, num_wanted, *seconds))
-        if num_shared and self._tiers is not None and not request.num_preemptions:
-            self._tiers.used(keys[:num_shared], tenant=request.tenant)
-        self._have(request, num_past)
+        self._fair.started(request.place)
+        if match is not None and match.num_blocks:
+            seconds = (choice.load_seconds, choice.compute_seconds)
+            num_wanted = choice.num_blocks + choice.num_two_ended
+            self._events.append(Decided(match.num_blocks, num_wanted, *seconds))
+        self._set_present(request, num_shared * self._block_tokens)
         request.num_named = num_shared
         if choice.num_two_ended:
-            request.meeting_end = num_shared + num_loads + choice.num_two_ended
+            request.two_ended_end = num_shared + choice.num_blocks + choice.num_two_ended
         if not request.num_preemptions:
+            if self._tiers is not None:
+                plan.count_hits(self._tiers, tenant=request.tenant)
             request.num_cached_tokens = request.num_computed
             request.found[Tier.DEVICE] = request.matched[Tier.DEVICE] = num_shared
             if match is not None:
                 request.matched.update({tier: match.num_from(tier) for tier in Tier})
                 request.estimate = (choice.load_seconds, choice.compute_seconds)
-        if num_loads:
+        if plan.into:
             assert self._tiers is not None
             self._enter(request, RequestPhase.LOADING)
-            request.into = into
-            request.ticket = self._tiers.load(
-                keys[num_shared : num_shared + num_loads],
-                into,
-                patience_seconds=choice.patience_seconds,
-                tenant=request.tenant,
-                parents={0: request.chain.key_before(num_shared)},
-            )
+            request.into = plan.into
+            parent = request.chain.key_before(num_shared)
+            request.ticket = plan.load(self._tiers, parent, tenant=request.tenant)
             self._loading[request.ticket] = request
         else:
             self._run(request, num_shared)
-            # Not more than the first chunk takes: what comes from the back follows right behind.
+            # Keep only the slots of the first chunk: a two-ended load fills those after it.
             num_tokens = min(request.num_uncomputed, budget)
             end = request.num_computed + self._two_ended_loads.end_of_chunk(request, num_tokens)
             num_first = max(0, -(-end // self._block_tokens) - num_shared)
-            request.table.extend(slots[:num_first])
-            self._pool.release(slots[num_first:])
+            request.table.extend(plan.first_slots[:num_first])
+            self._pool.release(plan.first_slots[num_first:])
         self._rotation.wake(request)
-        return True
 
     def _run(self, request: Request, num_there: int) -> None:
-        """So many of its blocks are there, and others may come from the back."""
+        """Run a request with `num_there` blocks, and begin its two-ended load if it has one."""
         self._enter(request, RequestPhase.RUNNING)
         self._running.append(request)
         self._rotation.begin(request, self._clock())
-        end, request.meeting_end = request.meeting_end, 0
+        end, request.two_ended_end = request.two_ended_end, 0
         if end > num_there:
             self._two_ended_loads.begin(request, num_there, end)
 
-    def _meet(self, request: Request) -> None:
+    def _join_two_ended_load(self, request: Request) -> None:
         num_computed = request.num_computed
-        if self._two_ended_loads.try_to_meet(request):
+        if self._two_ended_loads.try_to_join(request):
             request.num_named = len(request.table)
-            self._have(request, request.num_named * self._block_tokens)
+            self._set_present(request, request.num_named * self._block_tokens)
             request.max_computed = max(request.max_computed, request.num_computed)
             if not request.num_preemptions:
                 request.num_cached_tokens += request.num_computed - num_computed
 
     @staticmethod
-    def _have(request: Request, num_tokens: int) -> None:
-        """So many leading tokens have their KV on the device."""
+    def _set_present(request: Request, num_tokens: int) -> None:
+        """The first `num_tokens` tokens have their KV on the device."""
         request.num_present = num_tokens
-        # At least the last token is computed: its logits are what the request came for.
+        # The last token is always computed, because sampling needs its logits.
         request.num_computed = min(num_tokens, len(request.tokens) - 1)
 
     def _refuse(self, request: Request) -> None:
-        """There is no room for it now."""
+        """Release what a request held while it was planned: there is no room for it now."""
         self._drop_blocks(request)
         self._short = request
         self._refused = _Refusal(request, self._pool.num_available, self._clock())
 
     def _is_hopeless(self, request: Request) -> bool:
-        """Whether it found no room a moment ago, and there is no more now: to look takes time."""
+        """Whether it found no room a moment ago and none was freed since: planning takes time."""
         refused = self._refused
         if refused.request is not request or self._pool.num_available > refused.num_available:
             return False
         self._short = request
         return self._clock() - refused.at < _RETRY_SECONDS
 
-    def _is_soon_given_room(self, request: Request) -> bool:
-        """Whether somebody's turn is over: the next step begins with ending it."""
+    def _gets_room_soon(self, request: Request) -> bool:
+        """Whether another sequence's turn is over, so that the next step begins by ending it."""
         if self._rotation.over(self._running, request, self._clock()) is None:
             return False
         self._short = request
         return True
 
-    def _end_a_turn(self) -> None:
-        """Whoever has had its turn makes room for one that lacked it in the last step."""
+    def _end_turn(self) -> None:
+        """End one turn, if a request found no room in the last step."""
         short, self._short = self._short, None
         if short is None or short.phase is RequestPhase.FINISHED:
             return
-        is_one_coming_back = any(request.num_preemptions for request in self._loading.values())
-        if short.phase is RequestPhase.WAITING and is_one_coming_back:
-            return  # one at a time, so that the others go on meanwhile
+        is_one_returning = any(request.num_preemptions for request in self._loading.values())
+        if short.phase is RequestPhase.WAITING and is_one_returning:
+            return  # one sequence returns at a time, so that the others keep running
         now = self._clock()
         request = self._rotation.over(self._running, short, now)
         if request is not None and self._rotation.rest(request, now):
             self.num_turns += 1
             self._events.append(TurnEnded(request.num_computed))
-            request.turn = self._fair.join(request.tenant, 0.0)
-            self._give_up(request)
+            request.place = self._fair.join(request.tenant, 0.0)
+            self._requeue(request)
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         self._events.append(Preempted(request.num_computed))
-        self._give_up(request)
+        self._requeue(request)
 
-    def _give_up(self, request: Request) -> None:
-        """A running sequence leaves the device, and waits."""
+    def _requeue(self, request: Request) -> None:
+        """Move a running sequence back to the queue."""
         self._drop_blocks(request)
         self._running.remove(request)
         request.num_stalls = 0

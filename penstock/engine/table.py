@@ -1,7 +1,7 @@
-"""Where the blocks of one sequence lie: on the device, or cold in HOST, pinned and read there.
+"""Where the blocks of one sequence are: on the device, or cold, which means pinned in HOST.
 
-A place is a number: a device slot, or `~slot` (below zero) of HOST. Kernels take addresses, which
-`Addresses` makes of places; they do not care what is behind one.
+A place is a number: a device slot, or `~slot` (below zero) for a slot of HOST. `Addresses` turns
+places into memory addresses, so kernels need not know which tier a block is in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Places = NDArray[np.int64]
 
 
 class BlockTable:
-    """A sequence's blocks in order. It grows at its end; any block may move between the tiers."""
+    """A sequence's blocks in order. It grows at its end, and blocks may move between tiers."""
 
     __slots__ = ("_len", "_num_cold", "_places", "num_moves", "num_releases")
 
@@ -27,8 +27,8 @@ class BlockTable:
         self._places: Places = np.empty(max(8, len(slots)), np.int64)
         self._len = 0
         self._num_cold = 0
-        self.num_releases = 0  # how often pins were let go: while it stays, those there were hold
-        self.num_moves = 0  # how often what is cold has changed in any way
+        self.num_releases = 0  # how often pins were released: while equal, old pins are valid
+        self.num_moves = 0  # how often the set of cold blocks has changed
         self.extend(slots)
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class BlockTable:
 
     @property
     def places(self) -> Places:
-        """A view: it is good until the table grows."""
+        """A view that is valid until the table grows."""
         return self._places[: self._len]
 
     @property
@@ -62,23 +62,17 @@ class BlockTable:
         return [Slot(place) for place in self.places[start:end].tolist()]
 
     def extend(self, slots: Sequence[Slot]) -> None:
-        """Resident blocks come to the end."""
+        """Append resident blocks."""
         self._append(slots)
 
-    def extend_cold(self, pins: Sequence[Slot]) -> None:
-        """Blocks pinned in HOST come to the end."""
-        self._append([~pin for pin in pins])
-        self._num_cold += len(pins)
-        self.num_moves += 1
-
     def extend_places(self, places: Sequence[int]) -> None:
-        """Blocks come to the end, some resident, some pinned in HOST."""
+        """Append blocks that are resident or pinned in HOST."""
         self._append(places)
         self._num_cold += sum(place < 0 for place in places)
         self.num_moves += 1
 
     def chill(self, index: int, pin: Slot) -> Slot:
-        """A resident block is read from HOST from now on; returns the device slot it leaves."""
+        """Make a resident block cold. Returns the device slot that it leaves."""
         slot = self.slot(index)
         self._places[index] = ~pin
         self._num_cold += 1
@@ -86,7 +80,7 @@ class BlockTable:
         return slot
 
     def warm(self, index: int, slot: Slot) -> Slot:
-        """A cold block is read from the device from now on; returns the slot of HOST it leaves."""
+        """Make a cold block resident. Returns the HOST slot that it leaves."""
         pin = Slot(~int(self.places[index]))
         self._places[index] = slot
         self._num_cold -= 1
@@ -105,7 +99,7 @@ class BlockTable:
         return found
 
     def take_all(self) -> tuple[list[Slot], list[Slot]]:
-        """Empty the table: the device slots and the slots of HOST that it had, in order."""
+        """Empty the table. Returns its device slots and its HOST slots, in order."""
         places = self.places
         slots, pins = places[places >= 0].tolist(), (~places[places < 0]).tolist()
         self._len = self._num_cold = 0
@@ -125,7 +119,7 @@ class BlockTable:
 
 
 def shared_places(tables: Sequence[BlockTable]) -> set[int]:
-    """Places that several sequences read."""
+    """Places that more than one sequence reads."""
     if len(tables) < 2:
         return set()
     places, counts = np.unique(np.concatenate([t.places for t in tables]), return_counts=True)
@@ -133,7 +127,7 @@ def shared_places(tables: Sequence[BlockTable]) -> set[int]:
 
 
 class AddressedSlots(Protocol):
-    """Slots in memory, one behind the other."""
+    """Slots in contiguous memory."""
 
     @property
     def address(self) -> int: ...
@@ -143,7 +137,7 @@ class AddressedSlots(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """From places to addresses. `host_address` is 0 where nothing is offloaded."""
+    """Turns places into addresses. `host_address` is 0 if nothing is offloaded."""
 
     device_address: int
     device_stride: int

@@ -1,17 +1,13 @@
-"""Runs one step of a model on a GPU: our kernels over blocks by their addresses, and CUDA graphs.
+"""Runs one step of a model on a GPU, with our own kernels that find blocks by their addresses.
 
-A step in which every sequence adds one token is replayed from a graph, captured once for each of
-some batch sizes; rows that are left over attend to one scratch block and are written nowhere. What
-such a step reads lies in tensors that stay where they are, so blocks may move between replays.
+A step in which every sequence adds one token is replayed from a CUDA graph (see `cuda_graphs`).
 Steps with chunks of prompts run kernel by kernel.
 """
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +18,7 @@ from torch import Tensor
 
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
+from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import DecodePlan, PartRoom
 from penstock.engine.fetching import Fetcher, num_fetched_at_once
 from penstock.engine.fused import FusedDecoder, can_fuse
@@ -33,17 +30,17 @@ from penstock.engine.table import Addresses, Places
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 
-_cuda: Any = torch.cuda  # much of it has no types
+_cuda: Any = torch.cuda  # mostly untyped
 
 _POLL_SECONDS = 0.0001
 
-_MAX_PARTS = 8192  # of one step: two million tokens are attended to
+_MAX_PARTS = 8192  # in one step, for two million tokens of context
 _PROGRAMS_PER_PROCESSOR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a layer's KV looks like in a block."""
+    """The shape of one layer's KV in a block."""
 
     block_tokens: int
     kv_heads: int
@@ -64,7 +61,7 @@ class _Memory:
 
     def __init__(self, shape: _Shape, addresses: Tensor) -> None:
         self._shape = shape
-        self._addresses = addresses  # of each row's keys in the first layer; 0: they are there
+        self._addresses = addresses  # of each row's keys in the first layer; 0: already written
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         shape = self._shape
@@ -88,7 +85,7 @@ class _Decode:
         self._plan = plan
         self._room = room
         self._num_programs = num_programs
-        self.fetcher: Fetcher | None = None  # while a step reads what is fetched
+        self.fetcher: Fetcher | None = None  # in steps that fetch cold blocks
 
     def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
         shape = self._shape
@@ -110,7 +107,7 @@ class _Decode:
 
 
 class _Reads(NamedTuple):
-    """What a step of single tokens reads; see `DecodePlan.fill`."""
+    """What a step of single tokens reads (see `DecodePlan.fill`)."""
 
     table: Places
     num_blocks: list[int]
@@ -120,7 +117,7 @@ class _Reads(NamedTuple):
 
 
 class TritonRunner:
-    """On a GPU; in Triton's interpreter, without graphs, on a CPU."""
+    """Runs on a GPU or, without graphs, in Triton's interpreter on a CPU."""
 
     only_queues = True
 
@@ -131,26 +128,26 @@ class TritonRunner:
         block_tokens: int,
         host: HostArena | None = None,
         *,
-        max_running: int = 64,
+        max_num_seqs: int,
         use_graphs: bool = True,
     ) -> None:
         register()
-        self.num_fetched = 0  # cold blocks that were brought beside a step
-        self.num_ahead = 0  # of them, those whose first layers came before it
+        self.num_fetched = 0  # cold blocks fetched during their step
+        self.num_ahead = 0  # of those, blocks whose first layers were fetched before it
         self._num_heads = loaded.num_heads
         self._like = pool.tensor
         self._device = pool.tensor.device
         self._model = loaded.model
         self._shape = _Shape(block_tokens, loaded.num_kv_heads, loaded.head_dim, loaded.dtype)
         self._addresses = Addresses.of_arenas(pool, host)
-        max_blocks = max_running * -(-loaded.max_tokens // block_tokens)
+        max_blocks = max_num_seqs * -(-loaded.max_tokens // block_tokens)
         max_fetched = 0
         if host is not None:
             max_fetched = num_fetched_at_once(
                 self._shape.layer_bytes, pool.num_slots * pool.block_bytes, host.num_slots
             )
         self._plan = DecodePlan(
-            max_running, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched
+            max_num_seqs, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched
         )
         self._max_parts = min(self._plan.max_items, _MAX_PARTS)
         room = PartRoom.make(self._max_parts, loaded.num_heads, loaded.head_dim, self._device)
@@ -171,32 +168,32 @@ class TritonRunner:
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
-        self._mailbox = Mailbox(max_running) if on_gpu else None
-        self._is_long = False  # the step that was queued last
+        self._mailbox = Mailbox(max_num_seqs) if on_gpu else None
+        self._is_long = False  # whether the step that was queued last takes long
         self._graphs = None
         if on_gpu and use_graphs:
-            self._graphs = _Graphs(
-                self, self._plan, max_running, self._device, can_fetch=self._fetcher is not None
+            self._graphs = CudaGraphs(
+                self, self._plan, max_num_seqs, self._device, can_fetch=self._fetcher is not None
             )
 
     @torch.inference_mode()
     def run(
         self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
     ) -> Tensor:
-        self.wait(between_layers)  # what a step is told lies in one place, for one step
+        self.wait(between_layers)  # the plan has room for only one step
         row = PackedRow.of(chunks, self._shape.block_tokens)
         if sum(-(-(c.start + 1) // kernels.PART_TOKENS) for c in row.singles) > self._max_parts:
-            half = len(chunks) // 2  # more than there is room for at once
+            half = len(chunks) // 2  # too many for the plan at once
             parts = (chunks[:half], chunks[half:])
             return torch.cat([self.run(part, between_layers) for part in parts])
         if self._graphs is not None and not row.longer:
             logits = self._graphs.run(row)
-            if row.sampled == list(range(len(row.sampled))):  # an index would be sent there first
+            if row.sampled == list(range(len(row.sampled))):  # a slice needs no index on the GPU
                 logits = logits[: len(row.sampled)].to(torch.float32, copy=True)
             else:
                 logits = logits[row.sampled].float()
         else:
-            logits = self._run_anew(row)
+            logits = self._run_without_graph(row)
         if self._fetcher is not None:
             self._fetcher.fetch_ahead()
         self._is_long = bool(row.longer) or any(c.request.table.num_cold for c in row.singles)
@@ -217,7 +214,7 @@ class TritonRunner:
         return numbers.tolist if self._mailbox is None else self._mailbox.post(numbers)
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
-        """Compile the kernels and capture the graphs, so that no request waits for that."""
+        """Compile the kernels and capture the graphs, so that no request waits for them."""
         if self._graphs is not None:
             self._graphs.capture_all(progress)
         progress("compiling the kernels for prompts")
@@ -226,13 +223,13 @@ class TritonRunner:
             prepare(self._num_heads, self._shape.kv_heads, self._shape.head_dim, self._like)
 
     def close(self) -> None:
-        """Wait for what is brought ahead of a step that never comes."""
+        """Wait for blocks that were fetched ahead for a step that will not run."""
         if self._device.type == "cuda":
             _cuda.synchronize(self._device)
 
     @torch.inference_mode()
     def _compile_prefill(self) -> None:
-        """Compute some tokens behind nothing, and behind others. Nothing is written."""
+        """Compute some tokens without a context and after one. Nothing is written."""
         block_tokens = self._shape.block_tokens
         num_new = 2 * block_tokens
         any_block = int(self._addresses.of(np.zeros(1, np.int64))[0])
@@ -244,8 +241,7 @@ class TritonRunner:
             self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, fetches=False)
         self.post(zeros[:1])()
 
-    def _run_anew(self, row: PackedRow) -> Tensor:
-        """Kernel by kernel, without a graph."""
+    def _run_without_graph(self, row: PackedRow) -> Tensor:
         fetches = False
         if row.singles:
             reads = self._reads(row.singles)
@@ -276,9 +272,9 @@ class TritonRunner:
         *,
         fetches: bool,
     ) -> Tensor:
-        """Logits of the rows `kept`. First come single tokens, which the plan describes.
+        """Logits of the rows `kept`. Single tokens, which the plan describes, come first.
 
-        `fetches`: it names cold blocks to be brought beside the computation.
+        `fetches`: whether the plan names cold blocks to fetch during the computation.
         """
         self._decode.fetcher = self._fetcher if fetches else None
         if self._decode.fetcher is not None:
@@ -304,13 +300,13 @@ class TritonRunner:
         return self._fused.forward(ids, positions, addresses, kept, attend_layer)
 
     def fill(self, row: PackedRow | None, num_rows: int) -> bool:
-        """As many rows as a graph has: those of `row`, and others that do nothing.
+        """Fill the plan with `num_rows` rows: those of `row`, then rows that do nothing.
 
-        Returns whether cold blocks are to be fetched.
+        Returns whether cold blocks must be fetched.
         """
         singles = [] if row is None else row.singles
         reads = self._reads(singles)
-        others = [1] * (num_rows - len(singles))  # a block and a token each
+        others = [1] * (num_rows - len(singles))  # one block and one token each
         rows = [np.zeros(0, np.int64)] * 3 if row is None else list(self._inputs(row))
         self._plan.fill(
             np.concatenate([reads.table, self._nowhere.repeat(len(others))]),
@@ -339,7 +335,7 @@ class TritonRunner:
         return _Reads(chosen.table, num_blocks, lengths, chosen.sources, chosen.num_there)
 
     def _inputs(self, row: PackedRow) -> NDArray[np.int64]:
-        """Token ids, positions, and where each row's keys go in the first layer."""
+        """Token ids, positions, and the address of each row's keys in the first layer."""
         offsets = row.positions % self._shape.block_tokens * self._shape.token_bytes
         addresses = np.where(row.is_written, self._addresses.of(row.places) + offsets, 0)
         return np.stack([row.token_ids, row.positions, addresses])
@@ -351,87 +347,3 @@ class TritonRunner:
             blocks = torch.from_numpy(table).to(self._device)
             spans.append(SequenceSpan(begin, chunk.num_tokens, chunk.start, blocks))
         return spans
-
-
-# Other threads go on: they pin memory, and wait for copies.
-_IN_THIS_THREAD = {"capture_error_mode": "thread_local"}
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Nothing is swept up meanwhile: a graph or tensor that is freed would end the capture."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-class _Graphs:
-    """Captured steps of single tokens, by the number of rows and whether cold blocks are fetched.
-
-    A step without them is not burdened with waiting for what does not come.
-    """
-
-    def __init__(
-        self,
-        runner: TritonRunner,
-        plan: DecodePlan,
-        max_rows: int,
-        device: torch.device,
-        *,
-        can_fetch: bool,
-    ) -> None:
-        self._runner = runner
-        self._plan = plan
-        sizes = [1, 2, 4, *range(8, max_rows, 8), max_rows]
-        self._sizes = sorted({size for size in sizes if size <= max_rows})
-        self._can_fetch = can_fetch
-        self._kept = torch.arange(max_rows, device=device)
-        self._captured: dict[tuple[int, bool], tuple[Any, Tensor]] = {}
-        self._memory: Any = None  # one pool for all: only one of them runs at a time
-
-    def run(self, row: PackedRow) -> Tensor:
-        """Logits of all rows; good until the next step."""
-        size = next(size for size in self._sizes if size >= len(row.singles))
-        fetches = self._runner.fill(row, size)
-        if (size, fetches) not in self._captured:
-            self._capture(size, fetches=fetches)
-            self._runner.fill(row, size)
-        graph, logits = self._captured[size, fetches]
-        graph.replay()
-        return logits
-
-    def capture_all(self, progress: Callable[[str], None]) -> None:
-        kinds = [
-            (size, fetches)
-            for size in reversed(self._sizes)  # the largest takes the memory
-            for fetches in ([False, True] if self._can_fetch else [False])
-        ]
-        for place, (size, fetches) in enumerate(kinds):
-            progress(f"capturing the decode step: {place + 1} of {len(kinds)}")
-            self._capture(size, fetches=fetches)
-
-    @torch.inference_mode()
-    def _capture(self, size: int, *, fetches: bool) -> None:
-        plan = self._plan
-        rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
-        self._runner.fill(None, size)
-
-        def step() -> Tensor:
-            plan.send()
-            return self._runner.forward(*rows, self._kept[:size], size, [], fetches=fetches)
-
-        stream: Any = _cuda.Stream()
-        stream.wait_stream(_cuda.current_stream())
-        with _cuda.stream(stream):
-            step()  # compiles what is new
-        _cuda.current_stream().wait_stream(stream)
-        graph = _cuda.CUDAGraph()
-        with _undisturbed(), _cuda.graph(graph, pool=self._memory, **_IN_THIS_THREAD):
-            logits = step()
-        self._memory = graph.pool()
-        self._captured[size, fetches] = (graph, logits)

@@ -1,8 +1,8 @@
-"""Prompts that are computed from the front while their back is loaded (see `costs.choose`).
+"""Prompts whose front is computed while their back is loaded (see `costs.choose`).
 
-The back is loaded in pieces, the last one first. A piece that has come waits outside the sequence's
-table until the front has reached it; then all that has come is its end. The front never waits: what
-it overtakes is given up.
+The back is loaded in pieces, the last one first. Pieces that have arrived stay outside the
+sequence's table until the front reaches them; then they become its end. The front never waits:
+loaded blocks that it overtakes are dropped.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.engine.blocks import BlockPool
-from penstock.engine.placement import EngineTiers
 from penstock.engine.request import Request
+from penstock.engine.tiers import EngineTiers
 from penstock.types import Done, Slot, TicketId, Tier, Verdict
 
 _NUM_PIECES = 16
@@ -31,139 +31,139 @@ class _Piece:
 @dataclass(slots=True, eq=False)
 class _TwoEndedLoad:
     request: Request
-    start: int  # the first block that is not loaded yet, in any case
+    start: int  # its first block
     piece_blocks: int
-    back: int  # the first of the blocks that have come
-    slots: list[Slot] = field(default_factory=list)  # theirs, in order
-    next_end: int = 0  # where the piece to be asked for next ends
+    back: int  # the first block that has arrived: from here on all have
+    slots: list[Slot] = field(default_factory=list)  # of the blocks from `back` on
+    next_end: int = 0  # where the next piece to request ends
     under_way: dict[TicketId, _Piece] = field(default_factory=dict)
-    early: list[_Piece] = field(default_factory=list)  # have come before one behind them
-    given_up: bool = False  # one did not come: no more are asked for
-    sources: dict[int, Tier] = field(default_factory=dict)  # of those that have come, by block
+    early: list[_Piece] = field(default_factory=list)  # arrived before the piece after them
+    has_failed: bool = False  # a piece failed: no more are requested
+    sources: dict[int, Tier] = field(default_factory=dict)  # the tier of each arrived block
 
 
 class TwoEndedLoads:
     def __init__(
         self, pool: BlockPool, tiers: EngineTiers | None, block_tokens: int, max_chunk_tokens: int
     ) -> None:
-        """Chunks of at most so many tokens: how far the back has come is seen between them."""
+        """`max_chunk_tokens`: chunks are short, because progress is checked only between them."""
         self._pool = pool
         self._tiers = tiers
         self._block_tokens = block_tokens
         self._max_chunk_tokens = max_chunk_tokens
-        self._two_ended_loads: dict[str, _TwoEndedLoad] = {}  # by request
+        self._loads: dict[str, _TwoEndedLoad] = {}  # by request
         self._tickets: dict[TicketId, _TwoEndedLoad] = {}
 
     def __len__(self) -> int:
-        """Pieces under way."""
+        """The number of pieces being loaded."""
         return len(self._tickets)
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests that have one, over a copy: it may end."""
-        return iter([meeting.request for meeting in self._two_ended_loads.values()])
+        """The requests that have a two-ended load. Loads may end during the iteration."""
+        return iter([load.request for load in self._loads.values()])
 
     def begin(self, request: Request, start: int, end: int) -> None:
-        """Its blocks from `start` to `end` are to be loaded from the back."""
+        """Begin to load a request's blocks from `end` back to `start`."""
         piece_blocks = max(1, (end - start) // _NUM_PIECES)
-        meeting = _TwoEndedLoad(request, start, piece_blocks, back=end, next_end=end)
-        self._two_ended_loads[request.id] = meeting
-        self._ask(meeting)
+        load = _TwoEndedLoad(request, start, piece_blocks, back=end, next_end=end)
+        self._loads[request.id] = load
+        self._request_pieces(load)
 
     def end_of_chunk(self, request: Request, num_tokens: int) -> int:
-        """Of `num_tokens` to be computed next, those before what has come."""
-        meeting = self._two_ended_loads.get(request.id)
-        if meeting is None:
+        """Shorten a chunk of `num_tokens` so that it ends where the loaded blocks begin."""
+        load = self._loads.get(request.id)
+        if load is None:
             return num_tokens
         num_tokens = min(num_tokens, self._max_chunk_tokens)
-        gap = meeting.back * self._block_tokens - request.num_computed
-        return max(1, min(num_tokens, gap)) if meeting.slots else num_tokens
+        gap = load.back * self._block_tokens - request.num_computed
+        return max(1, min(num_tokens, gap)) if load.slots else num_tokens
 
-    def try_to_meet(self, request: Request) -> bool:
-        """Front or back has moved on. True: they have met, and the back is part of the table."""
-        meeting = self._two_ended_loads[request.id]
+    def try_to_join(self, request: Request) -> bool:
+        """Join front and back if they have met. If True, the back is now part of the table."""
+        load = self._loads[request.id]
         front = -(-request.num_computed // self._block_tokens)
-        if meeting.slots and front > meeting.back:  # overtaken in part
-            num_past = min(front - meeting.back, len(meeting.slots))
-            self._pool.release(meeting.slots[:num_past])
-            del meeting.slots[:num_past]
-            meeting.back += num_past
-        is_met = bool(meeting.slots) and request.num_computed >= meeting.back * self._block_tokens
-        if is_met:
-            keys = request.chain.keys[meeting.back : meeting.back + len(meeting.slots)]
-            for slot, key in zip(meeting.slots, keys, strict=True):
+        if load.slots and front > load.back:  # the front has overtaken some blocks
+            num_past = min(front - load.back, len(load.slots))
+            self._pool.release(load.slots[:num_past])
+            del load.slots[:num_past]
+            load.back += num_past
+        has_joined = bool(load.slots) and request.num_computed >= load.back * self._block_tokens
+        if has_joined:
+            keys = request.chain.keys[load.back : load.back + len(load.slots)]
+            for slot, key in zip(load.slots, keys, strict=True):
                 self._pool.name(slot, key)
-            request.table.extend(meeting.slots)
-            request.num_loaded_tokens += len(meeting.slots) * self._block_tokens
+            request.table.extend(load.slots)
+            request.num_loaded_tokens += len(load.slots) * self._block_tokens
             if not request.num_preemptions:
-                last = meeting.back + len(meeting.slots)
-                request.found.update(meeting.sources[n] for n in range(meeting.back, last))
-            meeting.slots = []
+                last = load.back + len(load.slots)
+                request.found.update(load.sources[n] for n in range(load.back, last))
+            load.slots = []
             self.leave(request)
             return True
-        for ticket, piece in meeting.under_way.items():
+        for ticket, piece in load.under_way.items():
             if piece.end <= front:
                 assert self._tiers is not None
                 self._tiers.cancel(ticket)
-        self._ask(meeting)
-        if not (meeting.slots or meeting.under_way):
-            self.leave(request)  # there is nothing to wait for
+        self._request_pieces(load)
+        if not (load.slots or load.under_way):
+            self.leave(request)  # nothing more will arrive
         return False
 
     def settle(self, done: Done) -> bool:
-        """Whether it was a piece that has come or not."""
-        meeting = self._tickets.pop(done.ticket, None)
-        if meeting is None:
+        """Take in a piece that has arrived or failed. False if the load was not a piece."""
+        load = self._tickets.pop(done.ticket, None)
+        if load is None:
             return False
-        piece = meeting.under_way.pop(done.ticket)
-        if self._two_ended_loads.get(meeting.request.id) is not meeting:
+        piece = load.under_way.pop(done.ticket)
+        if self._loads.get(load.request.id) is not load:
             self._pool.release(piece.slots)
             return True
         for index, source in enumerate(done.sources, piece.start):
             if source is not None:
-                meeting.sources[index] = source
+                load.sources[index] = source
         bad = [index for index, verdict in enumerate(done.verdicts) if verdict is not Verdict.OK]
-        if bad:  # what lies before a gap is of no use
+        if bad:  # blocks before a gap cannot be used
             num_lost = bad[-1] + 1
             self._pool.release(piece.slots[:num_lost])
             piece = _Piece(piece.start + num_lost, piece.slots[num_lost:])
-            meeting.given_up = True
-        meeting.early.append(piece)
-        for early in sorted(meeting.early, key=lambda piece: -piece.end):
-            if early.end == meeting.back:
-                meeting.slots[:0] = early.slots
-                meeting.back = early.start
-                meeting.early.remove(early)
+            load.has_failed = True
+        load.early.append(piece)
+        for early in sorted(load.early, key=lambda piece: -piece.end):
+            if early.end == load.back:
+                load.slots[:0] = early.slots
+                load.back = early.start
+                load.early.remove(early)
         return True
 
     def leave(self, request: Request) -> None:
-        """The request is met, preempted or gone; what is under way is freed when it ends."""
-        meeting = self._two_ended_loads.pop(request.id, None)
-        if meeting is None:
+        """End a request's two-ended load. Pieces being loaded are freed when they end."""
+        load = self._loads.pop(request.id, None)
+        if load is None:
             return
         assert self._tiers is not None
-        for slots in (meeting.slots, *(piece.slots for piece in meeting.early)):
+        for slots in (load.slots, *(piece.slots for piece in load.early)):
             self._pool.release(slots)
-        for ticket in meeting.under_way:
+        for ticket in load.under_way:
             self._tiers.cancel(ticket)
 
-    def _ask(self, meeting: _TwoEndedLoad) -> None:
-        """For the next pieces, as far as there is room: what is not needed is called back."""
+    def _request_pieces(self, load: _TwoEndedLoad) -> None:
+        """Request the next pieces, as far as there is room for them and for the front."""
         assert self._tiers is not None
-        request = meeting.request
-        front = max(meeting.start, -(-request.num_computed // self._block_tokens))
-        while not meeting.given_up:
-            start = max(meeting.next_end - meeting.piece_blocks, front)
-            num_blocks = meeting.next_end - start
-            if num_blocks < min(2, meeting.piece_blocks):
+        request = load.request
+        front = max(load.start, -(-request.num_computed // self._block_tokens))
+        while not load.has_failed:
+            start = max(load.next_end - load.piece_blocks, front)
+            num_blocks = load.next_end - start
+            if num_blocks < min(2, load.piece_blocks):
                 return
-            num_for_front = meeting.back - len(request.table)
+            num_for_front = load.back - len(request.table)
             if self._pool.num_available < num_blocks + num_for_front:
                 return
             slots = self._pool.take(num_blocks)
             assert slots is not None
-            keys = request.chain.keys[start : meeting.next_end]
+            keys = request.chain.keys[start : load.next_end]
             parents = {0: request.chain.key_before(start)}
             ticket = self._tiers.load(keys, slots, tenant=request.tenant, parents=parents)
-            meeting.under_way[ticket] = _Piece(start, slots)
-            self._tickets[ticket] = meeting
-            meeting.next_end = start
+            load.under_way[ticket] = _Piece(start, slots)
+            self._tickets[ticket] = load
+            load.next_end = start

@@ -1,9 +1,9 @@
-"""How long the device computes: prompts in chunks, answers a token a step, both in one batch.
+"""How long the device computes: prompts in chunks and answers token by token, in one batch.
 
-A step that computes pieces of prompts takes what `PrefillRate` says of them, its fixed part once.
-A step that only decodes takes a base (the weights are read once, whoever decodes), a little for
-each sequence, and the time to read all their KV. In a step that does both, the weights are read
-for the prompts anyway: decoding adds what it takes beyond the base.
+A step with chunks of prompts takes the time that `PrefillRate` gives for each, its fixed part once.
+A step that only decodes takes a base time (to read the weights once), a little for each sequence,
+and the time to read all their KV. If a step does both, the prompts already pay for reading the
+weights, so decoding adds only its time beyond the base.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.shapes.gpu_rates import Rates
     from penstock.shapes.sizing import ModelShape
 
-_WEIGHT_BYTES = 2  # of one parameter
+_WEIGHT_BYTES = 2  # per parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class DecodeRate:
             raise ConfigError("a decode step takes no time: expected base_seconds above 0")
 
     def seconds(self, num_steps: int, num_sequences: int, num_context_tokens: int) -> float:
-        """So many steps of the same sequences, whose contexts grow by a token each step."""
+        """Time of `num_steps` steps of the same sequences, which grow by a token each step."""
         step = self.base_seconds + num_sequences * self.sequence_seconds
         growth = num_sequences * (num_steps - 1) / 2
         return num_steps * (step + self.context_token_seconds * (num_context_tokens + growth))
@@ -64,13 +64,13 @@ class DecodeRate:
 class ComputeRates:
     prefill: PrefillRate
     decode: DecodeRate
-    # The end of every step, in which tokens are sampled while its KV is being saved already.
+    # The end of every step, when tokens are sampled while its KV is already being saved.
     sample_seconds: float = 0.001
 
     def step_seconds(
         self, chunks: Sequence[tuple[int, int]], num_decoding: int, num_context_tokens: int
     ) -> float:
-        """One step: pieces of prompts (tokens, past tokens), and a token of each that decodes."""
+        """One step: chunks of prompts as (tokens, past tokens), and one token per decoder."""
         decode = 0.0
         if num_decoding:
             decode = self.decode.seconds(1, num_decoding, num_context_tokens)
@@ -81,19 +81,19 @@ class ComputeRates:
         return prefill + max(0.0, decode - self.decode.base_seconds)
 
 
-# Beyond the products: launching a step's kernels. One H200 took 16.5 ms for 512 tokens of
-# Llama-3.1-8B, whose products take 12.
+# Launching a step's kernels. One H200 took 16.5 ms for 512 tokens of Llama-3.1-8B, of which the
+# matrix products take 12.
 _LAUNCH_SECONDS = 0.003
 
 
 def rates_of(shape: ModelShape, rates: Rates) -> ComputeRates:
-    """What a model takes on GPUs of these rates (see `penstock.shapes.gpu_rates`)."""
+    """The rates of a model on a GPU (see `penstock.shapes.gpu_rates`)."""
     num_params = shape.params_per_token
     if num_params is None or rates.prefill is None:
         raise ConfigError(
-            "the number of the model's parameters is not known, so what it computes cannot be "
+            "the model's number of parameters is unknown, so its compute time cannot be "
             "estimated: expected hidden_size, vocab_size and intermediate_size in its config.json; "
-            "choose a known model"
+            "add them, or choose a known model"
         )
     prefill = replace(rates.prefill, fixed_seconds=_LAUNCH_SECONDS)
     decode = DecodeRate(

@@ -1,8 +1,8 @@
 """The sequences that decode, advanced many steps at once. Pure.
 
-All of them take the same steps, a token each. So one counter of steps is kept for all, and each
-knows at which step it needs a look: where it completes a block, or ends. Until the first of these,
-any number of steps can pass in one go.
+All of them take the same steps, one token each. So one step counter serves all, and each sequence
+knows the step at which it is due: when it completes a block or ends. Until the first one is due,
+any number of steps can be taken at once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from penstock.sim.sequences import Sequence, SequencePhase
 class Decoders:
     def __init__(self) -> None:
         self._step = 0
-        self._order: list[tuple[int, int, Sequence]] = []  # by the step of their next look
+        self._order: list[tuple[int, int, Sequence]] = []  # a heap, by the step they are due
         self._count = 0
-        self._num_context_tokens = 0  # that all of them read in the next step
+        self._num_context_tokens = 0  # read by all of them in the next step
 
     def __len__(self) -> int:
         return self._count
@@ -28,12 +28,12 @@ class Decoders:
 
     @property
     def num_steps_until_check(self) -> int:
-        """Steps until the first of them needs a look. Only if there is one."""
-        self._drop_gone()
+        """Steps until the first sequence is due. There must be one."""
+        self._drop_removed()
         return self._order[0][0] - self._step
 
     def add(self, sequence: Sequence) -> None:
-        """It has room for the token that it computes next."""
+        """Add a sequence that has room for its next token."""
         request, block_tokens = sequence.request, sequence.block_tokens
         last = request.num_input_tokens + sequence.num_output_tokens - 1
         num_to_block = block_tokens - sequence.num_computed % block_tokens
@@ -46,20 +46,20 @@ class Decoders:
         self._num_context_tokens += sequence.num_computed + 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Before its look: it is preempted. Brings its counts up to date."""
+        """Remove a sequence that is preempted, and update its counts."""
         self._leave(sequence)
 
     def advance(self, num_steps: int) -> list[Sequence]:
-        """Let steps pass, no more than until the first look; returns those that need one."""
+        """Take steps, at most until the first sequence is due. Returns those that are due."""
         self._step += num_steps
         self._num_context_tokens += num_steps * self._count
         due: list[Sequence] = []
-        self._drop_gone()
+        self._drop_removed()
         while self._order and self._order[0][0] <= self._step:
             _, _, sequence = heappop(self._order)
             self._leave(sequence)
             due.append(sequence)
-            self._drop_gone()
+            self._drop_removed()
         due.sort(key=lambda sequence: sequence.number)
         return due
 
@@ -71,7 +71,7 @@ class Decoders:
         self._count -= 1
         self._num_context_tokens -= sequence.num_computed + 1
 
-    def _drop_gone(self) -> None:
-        """Those that were preempted are still in the order."""
+    def _drop_removed(self) -> None:
+        """Drop removed sequences from the front of the heap."""
         while self._order and self._order[0][0] != self._order[0][2].decodes_until:
             heappop(self._order)

@@ -1,4 +1,4 @@
-"""What is simulated: sizes, links and rates of one instance; and its books, built from them."""
+"""A simulated instance: its sizes, links and rates, and the books built from them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from penstock.books.ledger import Ledger
 from penstock.books.stack import Limits, TierStack
 from penstock.clock import ManualClock
 from penstock.config import Config, TransferConfig
+from penstock.config.options import EngineOptions
 from penstock.costs.rates import LinkRate
 from penstock.engine.blocks import BlockPool
 from penstock.errors import ConfigError
@@ -20,18 +21,18 @@ from penstock.sim.replay import new_ledger
 from penstock.types import Tier
 
 _GB = 1e9
-# Measured on one H200 (PCIe Gen5 x16) and a local NVMe drive; a copy's latency is its submission.
+# Measured on one H200 (PCIe Gen5 x16) and a local NVMe drive. A copy's latency is its submission.
 HOST_LINK = LinkSpec(LinkRate(54 * _GB, 30e-6), LinkRate(54 * _GB, 30e-6))
 DISK_LINK = LinkSpec(
     LinkRate(2.8 * _GB, 100e-6), LinkRate(1.9 * _GB, 100e-6), num_streams=4, is_duplex=False
 )
-# Copies of whole batches: what is gained by parts is below what a simulation resolves.
+# Whole batches are copied at once: a simulation does not resolve the gain of smaller parts.
 _MIN_TRANSFER_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceConfig:
-    """One engine with its tiers. Sizes are in blocks; 0: there is no such tier."""
+    """One engine with its tiers. Sizes are in blocks; 0 means that there is no such tier."""
 
     block_tokens: int
     block_bytes: int
@@ -42,34 +43,31 @@ class InstanceConfig:
     policy: str = Config().host.policy
     host_link: LinkSpec = HOST_LINK
     disk_link: LinkSpec = DISK_LINK
-    max_batched_tokens: int = 8192
-    max_running: int = 64
-    max_waiting: int = 256
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = EngineOptions().max_num_seqs
+    max_waiting: int = EngineOptions().max_waiting
     transfer: TransferConfig = field(default_factory=TransferConfig)
-    limits: Limits | None = None  # None: those that follow from `transfer`
+    limits: Limits | None = None  # None: derived from `transfer`
 
     def __post_init__(self) -> None:
-        for name in ("block_tokens", "block_bytes", "num_device_blocks", "max_batched_tokens"):
-            self._check(name, 1)
-        for name in ("max_running", "max_waiting"):
-            self._check(name, 1)
-        for name in ("num_host_blocks", "num_disk_blocks"):
-            self._check(name, 0)
+        self._check(0, "num_host_blocks", "num_disk_blocks")
+        self._check(1, "block_tokens", "block_bytes", "num_device_blocks")
+        self._check(1, "max_num_batched_tokens", "max_num_seqs", "max_waiting")
         if self.num_disk_blocks and not self.num_host_blocks:
             raise ConfigError(
-                "there is a disk tier and no host tier: what goes to the disk passes through DRAM; "
-                "give the host tier a size too"
+                "there is a disk tier and no host tier: every block for the disk passes through "
+                "DRAM; give the host tier a size too"
             )
 
-    def _check(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value < least:
-            raise ConfigError(f"{name} is {value}: expected {least} or more; correct it")
+    def _check(self, least: int, *names: str) -> None:
+        for name in names:
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"{name} is {value}: expected {least} or more")
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """The real books, with links and a clock that only move when told to."""
+    """The real books, with simulated links and a clock that is advanced by hand."""
 
     config: InstanceConfig
     clock: ManualClock

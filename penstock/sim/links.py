@@ -1,9 +1,9 @@
-"""Links with bandwidth, latency and contention: what an Offloader drives in place of threads.
+"""Simulated links with bandwidth, latency and contention, in place of an Offloader's threads.
 
-A transfer waits in its link's queue, loads before saves. Once one of the link's streams takes it,
-the link's latency passes, and then its bytes flow. All that flow on a link at once share it
-equally. A link may be duplex, as PCIe is, where loads and saves do not meet; on one that is not,
-as on a disk, each slows the other.
+A transfer waits in its link's queue, loads before saves. When a stream of the link is free, the
+transfer starts: first the link's latency passes, then its bytes flow. Transfers that flow at the
+same time share the bandwidth equally. On a duplex link such as PCIe, loads and saves do not affect
+each other; on others, such as a disk, they do.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from penstock.types import (
     Verdict,
 )
 
-_ROUNDING_SECONDS = 1e-9  # what is left of a transfer for less than this has ended
+_ROUNDING_SECONDS = 1e-9  # a transfer with less time left than this has ended
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """What one link carries each way, and how many transfers flow on it at once."""
+    """The rates of one link, and how many transfers flow on it at once."""
 
     load: LinkRate
     save: LinkRate
@@ -41,16 +41,16 @@ class LinkSpec:
 
 @dataclass(slots=True)
 class Carried:
-    """What crossed a link one way."""
+    """What has crossed a link in one direction."""
 
     num_transfers: int = 0
     num_blocks: int = 0
     num_bytes: int = 0
-    busy_seconds: float = 0.0  # in which at least one transfer was on the link
+    busy_seconds: float = 0.0  # with at least one transfer on the link
 
 
 class SimulatedLinks:
-    """The `Engine` of an Offloader whose clock is moved by hand. Nothing fails here."""
+    """The `Engine` of an Offloader with a simulated clock. Nothing fails here."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class SimulatedLinks:
 
     @property
     def next_end(self) -> float:
-        """The soonest that a transfer may end; infinity while all links are idle."""
+        """The earliest time that a transfer may end; infinity while all links are idle."""
         return min([line.next_end for line in self._all])
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is something to poll."""
+        """Whether `poll` has something to return."""
         return bool(self._ended)
 
     @property
@@ -90,13 +90,13 @@ class SimulatedLinks:
         return {lane: line.carried[lane[1]] for lane, line in self._lines.items()}
 
     def advance(self) -> None:
-        """Let what the clock says has passed pass on the links."""
+        """Advance the links to the clock's time."""
         now = self._clock.now()
         for line in self._all:
             if line.next_change <= now:
                 line.advance(now)
 
-    # What an Offloader asks for.
+    # The interface that an Offloader uses.
 
     def has_room(self, link: Tier, direction: Direction) -> bool:
         return len(self._lines[link, direction].queues[direction]) < self._max_queued
@@ -121,7 +121,7 @@ class SimulatedLinks:
         return ended
 
     def ask(self, question: Question) -> None:
-        raise NotImplementedError("a simulated instance shares no tier with others")
+        raise NotImplementedError("a simulated instance has no remote tier")
 
     def take_answers(self) -> list[Answer]:
         return []
@@ -140,7 +140,7 @@ class _Running:
     begun: float
     flows_at: float
     bytes_left: float
-    bytes_per_second: float  # if it had the link to itself
+    bytes_per_second: float  # if it is alone on the link
 
     @property
     def is_over(self) -> bool:
@@ -149,13 +149,13 @@ class _Running:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """A link, or one way of a duplex one."""
+    """A link, or one direction of a duplex link."""
 
     spec: LinkSpec
     block_bytes: int
     ended: list[Outcome]
-    next_change: float = math.inf  # a latency is over, or a transfer ends
-    next_end: float = math.inf  # a transfer ends, or later if others slow it
+    next_change: float = math.inf  # when a latency is over or a transfer ends
+    next_end: float = math.inf  # when a transfer ends, or later if others slow it down
     running: list[_Running] = field(default_factory=list)
     queues: dict[Direction, deque[Transfer]] = field(
         default_factory=lambda: {Direction.LOAD: deque(), Direction.SAVE: deque()}
@@ -163,10 +163,10 @@ class _Line:
     carried: dict[Direction, Carried] = field(
         default_factory=lambda: {direction: Carried() for direction in Direction}
     )
-    _since: float = 0.0  # up to here the bytes of those that run have been counted
+    _since: float = 0.0  # the time up to which flowing bytes have been counted
 
     def advance(self, now: float) -> None:
-        """Let all happen that does until `now`."""
+        """Process everything that happens until `now`."""
         while self.next_change <= now:
             self._flow(self.next_change)
             for one in [one for one in self.running if one.is_over]:
@@ -182,7 +182,7 @@ class _Line:
             self._start()
 
     def _start(self) -> None:
-        """Let streams that are free take what waits, and see what happens next."""
+        """Start queued transfers on free streams, and compute the next event."""
         now = self._since
         while len(self.running) < self.spec.num_streams:
             queue = self.queues[Direction.LOAD] or self.queues[Direction.SAVE]  # loads first
@@ -216,7 +216,7 @@ class _Line:
             self.next_end = min(self.next_end, end)
 
     def cancel(self, transfer_id: TransferId) -> None:
-        """Drop what waits; what runs is left to end."""
+        """Drop a queued transfer. A running one continues."""
         for queue in self.queues.values():
             for transfer in queue:
                 if transfer.id == transfer_id:
@@ -225,11 +225,11 @@ class _Line:
                     return
 
     def _flow(self, until: float) -> None:
-        """Nobody has begun to flow, or ended, since the bytes were last counted."""
+        """Count the bytes that flow until `until`. No transfer begins or ends before it."""
         seconds, since, self._since = until - self._since, self._since, until
         if not self.running:
             return
-        if len(self.running) == 1:  # nobody to share with: its latency is no event of its own
+        if len(self.running) == 1:  # alone, so the end of its latency is not an event
             (one,) = self.running
             flowing_seconds = until - max(since, one.flows_at)
             one.bytes_left -= max(0.0, flowing_seconds) * one.bytes_per_second

@@ -1,35 +1,32 @@
-"""What the simulated instance runs next: the engine's scheduler, for tokens that are only counted.
+"""The scheduler of a simulated instance. Tokens are only counted.
 
-It keeps to `penstock.engine.scheduler` rule by rule, on the same pool, the same admission and the
-same Offloader, since hits have to agree block for block. Two things differ: every sequence that
-decodes gets its token before prompts share what is left of a step, and KV of running sequences is
-never cold: where the pool is full, the least urgent sequence is preempted.
+It follows the same rules as `penstock.engine.scheduler`, with the same pool, admission and
+Offloader, because hits must agree block for block. There are two differences: every sequence that
+decodes gets its token before prompts share the rest of a step, and KV is never cold, so if the pool
+is full the least urgent sequence is preempted.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission, Busy, TooLong
-from penstock.engine.blocks import BlockPool
+from penstock.engine.admit import AdmissionPlan, Choose, DeviceRoom, plan_admission
+from penstock.engine.blocks import BlockPool, CompletedBlocks
 from penstock.errors import PenstockError
 from penstock.offload import Offloader
 from penstock.sim.decoders import Decoders
 from penstock.sim.sequences import Sequence, SequencePhase
-from penstock.types import BlockKey, Done, Match, Slot, TicketId
+from penstock.types import Done, Slot, TicketId
 
 _MAX_STALLS = 200  # steps
-
-Parents = dict[int, BlockKey | None]
-"""Where in a row of blocks another chain begins, and the block that it follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedChunk:
-    """Compute so many tokens of a prompt behind `start` others."""
+    """Compute `num_tokens` of a prompt from `start` on."""
 
     sequence: Sequence
     start: int
@@ -43,25 +40,26 @@ class SimulatedScheduler:
         block_tokens: int,
         admission: Admission,
         tiers: Offloader | None,
-        choose: Callable[[Match, int], LoadChoice],
+        choose: Choose,
         *,
-        max_batched_tokens: int,
-        max_running: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
     ) -> None:
         self._pool = pool
+        self._room: DeviceRoom[Sequence] = DeviceRoom(pool)
         self._block_tokens = block_tokens
         self._admission = admission
         self._tiers = tiers
         self._choose = choose
-        self._max_batched_tokens = max_batched_tokens
-        self._max_running = max_running
-        self._waiting: list[Sequence] = []  # the first to come is the first to go
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._waiting: list[Sequence] = []  # in order of arrival
         self._prefilling: list[Sequence] = []
         self._stalled: list[Sequence] = []
         self._loading: dict[TicketId, Sequence] = {}
         self._saving: dict[TicketId, list[Slot]] = {}
-        self._running: dict[int, Sequence] = {}  # all that hold blocks, but for those that load
-        self._is_blocked = False  # the first in the queue found no room, and nothing has changed
+        self._running: dict[int, Sequence] = {}  # all that hold blocks, except those that load
+        self._is_blocked = False  # the first in the queue found no room, and none was freed since
         self.decoders = Decoders()
         self.num_preemptions = 0
 
@@ -75,8 +73,8 @@ class SimulatedScheduler:
         return sum(not sequence.num_preemptions for sequence in self._waiting)
 
     @property
-    def is_anyone_waiting(self) -> bool:
-        """Whether a transfer that ends may let somebody go on."""
+    def is_any_waiting(self) -> bool:
+        """Whether the end of a transfer may let a sequence continue."""
         return bool(self._waiting or self._stalled or self._loading)
 
     @property
@@ -84,7 +82,7 @@ class SimulatedScheduler:
         return bool(self._loading)
 
     def add(self, sequence: Sequence) -> bool:
-        """Queue a request; False, and why in its refusal, if it is not accepted."""
+        """Queue a request. If False, it was refused and `refusal` says why."""
         num_new = sequence.num_output_tokens
         try:
             self._admission.check(sequence.request.num_input_tokens, num_new, self.num_waiting)
@@ -98,15 +96,15 @@ class SimulatedScheduler:
         return False
 
     def schedule(self) -> list[SimulatedChunk]:
-        """The next step's pieces of prompts; who decodes is in `decoders`."""
+        """The next step's chunks of prompts. Sequences that decode are in `decoders`."""
         preempted = self._resume_stalled()
-        budget = self._max_batched_tokens - len(self.decoders)
+        budget = self._max_num_batched_tokens - len(self.decoders)
         chunks: list[SimulatedChunk] = []
         for sequence in list(self._prefilling):
             if budget <= 0:
                 break
             if sequence.phase is not SequencePhase.PREFILLING:
-                continue  # preempted for one before it
+                continue  # preempted for an older one
             num_tokens = min(sequence.num_uncomputed, budget)
             room, more = self._make_room(sequence, sequence.num_computed + num_tokens)
             preempted |= more
@@ -114,7 +112,7 @@ class SimulatedScheduler:
                 chunks.append(SimulatedChunk(sequence, sequence.num_computed, num_tokens))
                 budget -= num_tokens
         while budget > 0 and self._waiting and not preempted and not self._is_blocked:
-            if len(self._running) + len(self._loading) >= self._max_running:
+            if len(self._running) + len(self._loading) >= self._max_num_seqs:
                 break
             sequence = self._waiting[0]
             if not self._admit(sequence, budget):
@@ -127,28 +125,27 @@ class SimulatedScheduler:
         return chunks
 
     def computed(self, chunks: Iterable[SimulatedChunk], due: Iterable[Sequence]) -> None:
-        """The step's KV is on the device: of these pieces, and of those that needed a look."""
-        blocks: dict[BlockKey, Slot] = {}
-        parents: Parents = {}
+        """Name and save the blocks that a step has completed, of chunks and of `due` decoders."""
+        blocks = CompletedBlocks(self._pool)
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.start + chunk.num_tokens
             again = min(sequence.num_computed, sequence.max_computed) - chunk.start
             sequence.num_recomputed_tokens += max(0, again)
-            self._name(sequence, blocks, parents)
+            self._name(sequence, blocks)
         for sequence in due:
-            self._name(sequence, blocks, parents)
-        self._save(blocks, parents)
+            self._name(sequence, blocks)
+        self._save(blocks)
 
     def sampled(
         self, chunks: Iterable[SimulatedChunk], due: Iterable[Sequence], now: float
     ) -> None:
-        """The step has ended with a token for each: they go on, or have come to their end."""
+        """The step has sampled a token for each: they continue or end."""
         for chunk in chunks:
             if not chunk.sequence.num_uncomputed:
                 self._sample(chunk.sequence, now)
         for sequence in due:
-            self._go_on(sequence, now)
+            self._continue(sequence, now)
 
     def settle(self, done: Done) -> None:
         """A load or save has ended."""
@@ -164,7 +161,7 @@ class SimulatedScheduler:
         sequence.slots += into[:num_arrived]
         self._pool.release(into[num_arrived:])
         sequence.num_named = len(sequence.slots)
-        self._have(sequence, len(sequence.slots))
+        self._set_present(sequence, len(sequence.slots))
         sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
         if not sequence.num_preemptions:
             for tier in done.sources[:num_arrived]:
@@ -178,64 +175,57 @@ class SimulatedScheduler:
             raise PenstockError("a sequence holds blocks while it waits")
         is_at_rest = not (self.has_work or self._saving)
         if is_at_rest and self._pool.num_available != self._pool.num_blocks:
-            raise PenstockError("a block is held by nobody that is left")
+            raise PenstockError("a device block is held, and no sequence is left")
 
-    # Rooms on the device.
+    # Room on the device.
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
-        """Give a waiting sequence its blocks; if False is returned, nothing has changed."""
-        first_time = not sequence.num_preemptions
-        if first_time and not self._admission.fits(sequence.max_total_tokens):
-            return False
+        """Start a waiting sequence. If False, it has to wait and nothing has changed."""
+        plan = self._plan(sequence, budget)
+        if plan is not None:
+            self._start(sequence, plan)
+        return plan is not None
+
+    def _plan(self, sequence: Sequence, budget: int) -> AdmissionPlan | None:
+        if not sequence.num_preemptions and not self._admission.fits(sequence.max_total_tokens):
+            return None
         keys = sequence.keys(0, sequence.num_tokens // self._block_tokens)
-        shared = self._pool.share(keys)
-        num_shared = len(shared)
-        num_past = num_shared * self._block_tokens
-        first = -(-min(sequence.num_tokens, num_past + budget) // self._block_tokens)
-        slots = self._pool.take(max(0, first - num_shared))
-        if slots is None:
-            self._pool.release(shared)
-            return False
-        choice, match = LoadChoice(0), None
-        if self._tiers is not None and num_shared < len(keys):
-            match = self._tiers.match(keys[num_shared:])
-            choice = self._choose(match, num_past)
-        num_loads = choice.num_blocks
-        if num_loads > len(slots):
-            more = self._pool.take(num_loads - len(slots))
-            if more is None:
-                self._pool.release(slots)
-                self._pool.release(shared)
-                return False
-            slots += more
+        sequence.slots = self._pool.share(keys)
+        plan = plan_admission(
+            sequence,
+            keys,
+            len(sequence.slots),
+            sequence.num_tokens,
+            budget=budget,
+            block_tokens=self._block_tokens,
+            room=self._room,
+            tiers=self._tiers,
+            choose=self._choose,
+        )
+        if plan is None:
+            self._pool.release(sequence.slots)
+            sequence.slots = []
+        return plan
+
+    def _start(self, sequence: Sequence, plan: AdmissionPlan) -> None:
         self._waiting.pop(0)
         self._admission.start(str(sequence.number), sequence.max_total_tokens)
-        if self._tiers is not None and first_time:
-            if match is not None:
-                self._tiers.note(match)
-            if num_shared:
-                self._tiers.used(keys[:num_shared])
-        sequence.slots = shared
-        sequence.num_named = num_shared
-        self._have(sequence, num_shared)
-        if first_time:
-            sequence.num_device_blocks = num_shared
-        if num_loads:
+        sequence.num_named = plan.num_shared
+        self._set_present(sequence, plan.num_shared)
+        if not sequence.num_preemptions:
+            if self._tiers is not None:
+                plan.count_hits(self._tiers, tenant="")
+            sequence.num_device_blocks = plan.num_shared
+        if plan.into:
             assert self._tiers is not None
-            self._pool.release(slots[num_loads:])
-            sequence.phase, sequence.into = SequencePhase.LOADING, slots[:num_loads]
-            ticket = self._tiers.load(
-                keys[num_shared : num_shared + num_loads],
-                sequence.into,
-                patience_seconds=choice.patience_seconds,
-                parents={0: sequence.key_before(num_shared)},
-            )
-            self._loading[ticket] = sequence
+            sequence.phase = SequencePhase.LOADING
+            sequence.into = [slot for slot in plan.into if slot is not None]
+            parent = sequence.key_before(plan.num_shared)
+            self._loading[plan.load(self._tiers, parent, tenant="")] = sequence
         else:
-            # A prompt that was found whole still computes its last token, on blocks it has.
-            sequence.slots += slots
+            # If the whole prompt was found, its last token is computed in the blocks it has.
+            sequence.slots += plan.first_slots
             self._run(sequence)
-        return True
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = SequencePhase.PREFILLING
@@ -243,13 +233,13 @@ class SimulatedScheduler:
         insort(self._prefilling, sequence, key=lambda s: s.number)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> tuple[bool, bool]:
-        """Whether it has blocks for so many tokens now, and whether others were preempted."""
+        """Take blocks for `num_tokens`. Returns whether it has them and whether it preempted."""
         need = max(0, -(-num_tokens // self._block_tokens) - len(sequence.slots))
         preempted = False
         while (slots := self._pool.take(need)) is None:
             sequence.num_stalls += 1
             if self._saving and sequence.num_stalls < _MAX_STALLS:
-                return False, preempted  # more may be free in a moment
+                return False, preempted  # a save that ends will free some
             victim = self._running[max(self._running)]
             self._preempt(victim)
             preempted = True
@@ -293,39 +283,32 @@ class SimulatedScheduler:
         sequence.slots = []
         sequence.num_computed = sequence.num_named = 0
 
-    # What a step leaves behind.
+    # After a step.
 
-    def _name(self, sequence: Sequence, blocks: dict[BlockKey, Slot], parents: Parents) -> None:
-        """Its blocks that became complete get their names; they go to `blocks`, to be saved."""
+    def _name(self, sequence: Sequence, blocks: CompletedBlocks) -> None:
+        """Name the blocks that it has completed and add them to `blocks`."""
         sequence.max_computed = max(sequence.max_computed, sequence.num_computed)
-        end = sequence.num_computed // self._block_tokens
-        if end <= sequence.num_named:
-            return
-        parents[len(blocks)] = sequence.key_before(sequence.num_named)
-        for index, key in enumerate(sequence.keys(sequence.num_named, end), sequence.num_named):
-            slot = sequence.slots[index]
-            self._pool.name(slot, key)
-            if blocks.setdefault(key, slot) != slot:  # another has just computed the same
-                parents[len(blocks)] = key
+        start, end = sequence.num_named, sequence.num_computed // self._block_tokens
+        blocks.add(sequence.key_before(start), sequence.keys(start, end), sequence.slots[start:end])
         sequence.num_named = end
 
-    def _save(self, blocks: dict[BlockKey, Slot], parents: Parents) -> None:
-        if self._tiers is None or not blocks:
+    def _save(self, blocks: CompletedBlocks) -> None:
+        slots = blocks.slots
+        if self._tiers is None or not slots:
             return
-        slots = list(blocks.values())
         self._pool.hold(slots)
-        self._saving[self._tiers.save(list(blocks), slots, parents=parents)] = slots
+        self._saving[self._tiers.save(blocks.keys, slots, parents=blocks.parents)] = slots
 
     def _sample(self, sequence: Sequence, now: float) -> None:
-        """The last token of what it had is computed: the next one is there."""
+        """A sequence has computed its last token, so the next one is sampled."""
         self._prefilling.remove(sequence)
         sequence.num_tokens += 1
         if sequence.first_token is None:
             sequence.first_token = now
-        self._go_on(sequence, now)
+        self._continue(sequence, now)
 
-    def _go_on(self, sequence: Sequence, now: float) -> None:
-        """Decode, or end, or wait for a block to decode into."""
+    def _continue(self, sequence: Sequence, now: float) -> None:
+        """Decode, end, or wait for a block to decode into."""
         if sequence.num_tokens >= sequence.max_total_tokens:
             sequence.phase, sequence.finished = SequencePhase.FINISHED, now
             self._drop(sequence)
@@ -336,6 +319,6 @@ class SimulatedScheduler:
             sequence.phase = SequencePhase.STALLED
             insort(self._stalled, sequence, key=lambda s: s.number)
 
-    def _have(self, sequence: Sequence, num_blocks: int) -> None:
-        """So many leading blocks are there; at least the last token is computed all the same."""
+    def _set_present(self, sequence: Sequence, num_blocks: int) -> None:
+        """The first `num_blocks` blocks are there. The last token is always computed."""
         sequence.num_computed = min(num_blocks * self._block_tokens, sequence.num_tokens - 1)

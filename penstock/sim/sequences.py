@@ -1,4 +1,4 @@
-"""One request of a trace on its way through the simulated instance, and what became of it."""
+"""One request of a trace in the simulated instance, and its results."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from penstock.types import KEY_BYTES, BlockKey, Slot, Tier
 
 class SequencePhase(Enum):
     WAITING = "waiting"  # for room on the device
-    LOADING = "loading"  # part of its KV is on its way to the device
+    LOADING = "loading"  # part of its KV is being loaded
     PREFILLING = "prefilling"
     DECODING = "decoding"
-    STALLED = "stalled"  # it decodes, and waits for a device block to go on
+    STALLED = "stalled"  # decodes, but waits for a device block
     FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """As the engine's `Request`, without tokens: only how many there are."""
+    """Like the engine's `Request`, but tokens are only counted."""
 
     number: int
     request: TraceRequest
@@ -30,32 +30,33 @@ class Sequence:
 
     phase: SequencePhase = SequencePhase.WAITING
     slots: list[Slot] = field(default_factory=list)
-    into: list[Slot] = field(default_factory=list)  # of a load: where its blocks go
-    num_tokens: int = 0  # of the prompt, and what has been answered so far
-    num_computed: int = 0  # leading tokens that need not be computed (again)
-    num_named: int = 0  # leading blocks known to the pool by their key
-    decodes_since: int = 0  # the decoders' step at which it joined them
-    decodes_until: int = -1  # ... and at which it needs a look
+    into: list[Slot] = field(default_factory=list)  # where its load writes blocks
+    num_tokens: int = 0  # of the prompt and the answer so far
+    num_computed: int = 0  # leading tokens that need not be computed again
+    num_named: int = 0  # leading blocks that the pool knows by their key
+    decodes_since: int = 0  # the step at which it joined the decoders
+    decodes_until: int = -1  # the step at which it completes a block or ends
     num_preemptions: int = 0
     num_stalls: int = 0
-    num_device_blocks: int = 0  # of the prompt: found on the device at first admission
-    loaded_blocks: dict[Tier, int] = field(default_factory=dict)  # of the prompt, by tier, then
+    # Blocks of the prompt found on the device and loaded from each tier when it first started.
+    num_device_blocks: int = 0
+    loaded_blocks: dict[Tier, int] = field(default_factory=dict)
     num_recomputed_tokens: int = 0
     max_computed: int = 0
     first_token: float | None = None
     finished: float | None = None
-    refusal: str = ""  # why it was not accepted
+    refusal: str = ""  # why it was refused
     _keys: list[BlockKey] = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
         self.num_tokens = request.num_input_tokens
-        # Some traces also name the last block of a prompt that is not full.
+        # Some traces also name a prompt's last block if it is incomplete.
         self._keys = [*request.prompt_blocks[: self.num_prompt_blocks], *request.output_blocks]
 
     @property
     def num_prompt_blocks(self) -> int:
-        """Full ones."""
+        """The number of complete blocks."""
         return self.request.num_input_tokens // self.block_tokens
 
     @property
@@ -64,7 +65,7 @@ class Sequence:
 
     @property
     def num_computed_blocks(self) -> int:
-        """Of the prompt: those that were neither found on the device nor loaded."""
+        """Blocks of the prompt that were neither found on the device nor loaded."""
         return self.num_prompt_blocks - self.num_device_blocks - self.num_loaded_blocks
 
     @property
@@ -83,10 +84,10 @@ class Sequence:
         return self.keys(index - 1, index)[0] if index else None
 
     def keys(self, start: int, end: int) -> list[BlockKey]:
-        """The names of some of its blocks."""
+        """The keys of its blocks from `start` to `end`."""
         while len(self._keys) < end:
-            # Not in the trace: nobody asks for what an answer has made, but it is saved all the
-            # same, and takes others' room.
+            # The trace does not name this block of the answer, so no request reuses it. It is
+            # saved all the same and takes room.
             name = b"%d %d" % (self.number, len(self._keys))
             self._keys.append(BlockKey(blake2b(name, digest_size=KEY_BYTES).digest()))
         return self._keys[start:end]

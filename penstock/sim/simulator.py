@@ -1,10 +1,10 @@
-"""A trace through one simulated instance: the books that serve, with a clock moved by hand.
+"""Plays a trace through one simulated instance: the real books with a simulated clock.
 
     report = simulate(trace, InstanceConfig(...))
 
-Requests arrive when the trace says, wait for room in the device pool, find their blocks there or in
-the tiers, load over links that others use too, compute the rest in chunks, and decode. Steps follow
-each other as in the engine; where nothing but decoding goes on, as many as possible pass at once.
+Requests arrive as in the trace, wait for room in the device pool, find their blocks there or in the
+tiers, load over shared links, compute the rest in chunks, and decode. Steps follow each other as in
+the engine. While there is only decoding, many steps are simulated at once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from penstock.sim.tally import Simulated, tally
 from penstock.sim.trace import Trace
 from penstock.types import Done, Match
 
-# As the engine: hops that follow others are sent on while a step is computed, so often.
+# As in the engine: how often transfers that follow others are started during a step.
 _HOP_SECONDS = 0.005
 _IDLE_HOP_SECONDS = 0.25
-# Loads past their deadline are given up: somebody has to look at the clock now and then.
-_LOOK_SECONDS = 0.25
-# The rates do not change in a simulation: they are learnt from the first steps.
-_NUM_LEARNT_STEPS = 64
+# How often loads are checked for a missed deadline.
+_CHECK_SECONDS = 0.25
+# Rates do not change in a simulation, so they are learned from the first steps.
+_NUM_LEARNED_STEPS = 64
 _TICK_REQUESTS = 64
 
 Tick = Callable[[int], None]
@@ -45,12 +45,14 @@ def simulate(
 ) -> Simulated:
     """Play a trace, `speed` times as fast as it was recorded.
 
-    Events of the tiers go to `observers`; `tick` is told now and then how many have come.
+    Events of the tiers go to `observers`. `tick` is called from time to time with the number of
+    requests that have arrived.
     """
     if trace.block_tokens != config.block_tokens:
         raise ConfigError(
             f"the trace has blocks of {trace.block_tokens} tokens and the instance of "
-            f"{config.block_tokens}: expected the same; set the instance's to the trace's"
+            f"{config.block_tokens}: expected the same size; set the instance's block_tokens to "
+            f"{trace.block_tokens}"
         )
     if not 0 < speed < math.inf:
         raise ConfigError(f"speed is {speed}: expected a number above 0")
@@ -76,9 +78,9 @@ class _Simulator:
         self._num_arrived = 0
         self._arrived: list[Done] = []  # while a step was computed
         self._costs = LoadOrCompute(config.block_bytes, config.block_tokens)
-        self._num_learnt = 0
+        self._num_learned = 0
         self._busy_seconds = 0.0
-        self._looks_again = 0.0
+        self._next_check = 0.0
         admission = Admission(
             config.block_tokens,
             config.num_device_blocks,
@@ -91,8 +93,8 @@ class _Simulator:
             admission,
             self._offloader,
             self._choose,
-            max_batched_tokens=config.max_batched_tokens,
-            max_running=config.max_running,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
         )
 
     def run(self) -> None:
@@ -107,7 +109,9 @@ class _Simulator:
             elif not self._wait():
                 break
         if self._scheduler.has_work:
-            raise PenstockError("the simulation came to a stop with requests left: a bug")
+            raise PenstockError(
+                "the simulation stopped with unfinished requests; this is a bug, please report it"
+            )
         self._scheduler.check()
         self._instance.check()
 
@@ -120,15 +124,15 @@ class _Simulator:
             num_preemptions=self._scheduler.num_preemptions,
         )
 
-    # What a moment brings.
+    # Events at one point in time.
 
     def _settle(self) -> None:
         if self._offloader is None or self._links is None:
             return
         arrived, self._arrived = self._arrived, []
         now = self._clock.now()
-        if self._links.has_ended or (self._scheduler.is_loading and now >= self._looks_again):
-            self._looks_again = now + _LOOK_SECONDS
+        if self._links.has_ended or (self._scheduler.is_loading and now >= self._next_check):
+            self._next_check = now + _CHECK_SECONDS
             arrived += self._offloader.step()
         for done in arrived:
             self._scheduler.settle(done)
@@ -150,27 +154,27 @@ class _Simulator:
             return math.inf
         return self._sequences[self._num_arrived].arrival
 
-    # What takes time.
+    # Steps, which take time.
 
     def _step(self, chunks: Sequence[SimulatedChunk]) -> None:
-        """Compute pieces of prompts, and a token of each that decodes."""
+        """Compute chunks of prompts and one token of each sequence that decodes."""
         decoders = self._scheduler.decoders
         read = [(chunk.num_tokens, chunk.start) for chunk in chunks]
         seconds = self._rates.step_seconds(read, len(decoders), decoders.num_context_tokens)
-        if not len(decoders) and self._num_learnt < _NUM_LEARNT_STEPS:
+        if not len(decoders) and self._num_learned < _NUM_LEARNED_STEPS:
             self._costs.observe(read, seconds)
-            self._num_learnt += 1
+            self._num_learned += 1
         self._busy_seconds += seconds
         self._end_step(chunks, 1, self._clock.now() + seconds)
 
     def _decode(self) -> None:
-        """Decode until somebody needs a look, or something else may happen."""
+        """Decode until a sequence needs attention or something else may happen."""
         decoders = self._scheduler.decoders
         num_sequences, num_context = len(decoders), decoders.num_context_tokens
         num_steps = decoders.num_steps_until_check
         until = self._next_arrival
-        if self._links is not None and self._scheduler.is_anyone_waiting:
-            until = min(until, self._next_end(), self._clock.now() + _LOOK_SECONDS)
+        if self._links is not None and self._scheduler.is_any_waiting:
+            until = min(until, self._next_end(), self._clock.now() + _CHECK_SECONDS)
         seconds = self._rates.decode.seconds(num_steps, num_sequences, num_context)
         if self._clock.now() + seconds > until:
             left = until - self._clock.now()
@@ -180,43 +184,43 @@ class _Simulator:
             seconds = self._rates.decode.seconds(num_steps, num_sequences, num_context)
         self._busy_seconds += seconds
         end = self._clock.now() + seconds
-        if num_steps > 1:  # the last step begins with what has been saved until then
+        if num_steps > 1:  # saves that end before the last step are settled before it
             before = self._rates.decode.seconds(num_steps - 1, num_sequences, num_context)
-            self._pass(self._clock.now() + before)
+            self._advance(self._clock.now() + before)
             self._settle()
         self._end_step((), num_steps, end)
 
     def _end_step(self, chunks: Sequence[SimulatedChunk], num_steps: int, end: float) -> None:
-        """What a step computed is saved while its tokens are sampled."""
-        self._pass(max(self._clock.now(), end - self._rates.sample_seconds))
+        """End a step. Its KV is saved while its tokens are sampled."""
+        self._advance(max(self._clock.now(), end - self._rates.sample_seconds))
         due = self._scheduler.decoders.advance(num_steps)
         self._scheduler.computed(chunks, due)
-        self._pass(end)
+        self._advance(end)
         self._scheduler.sampled(chunks, due, self._clock.now())
 
     def _wait(self) -> bool:
-        """Nothing to compute: let time pass until something happens. False: nothing ever will."""
+        """With nothing to compute, advance to the next event. False if there is none."""
         until = min(self._next_arrival, self._next_end())
         if until == math.inf:
             return False
         if self._scheduler.is_loading:
-            until = min(until, max(self._looks_again, self._clock.now() + 1e-6))
-        self._pass(until)
+            until = min(until, max(self._next_check, self._clock.now() + 1e-6))
+        self._advance(until)
         return True
 
     def _next_end(self) -> float:
         return math.inf if self._links is None else self._links.next_end
 
-    def _pass(self, until: float) -> None:
-        """Let time pass, and what moves move: hops that follow others are sent on meanwhile."""
+    def _advance(self, until: float) -> None:
+        """Advance the clock and the links, and start transfers that follow others."""
         links, offloader = self._links, self._offloader
         if links is None or offloader is None:
             self._clock.advance(max(0.0, until - self._clock.now()))
             return
         while True:
             now = self._clock.now()
-            # Where nobody waits for what moves, it is looked at when something else happens.
-            pause = _HOP_SECONDS if self._scheduler.is_anyone_waiting else _IDLE_HOP_SECONDS
+            # If no sequence waits for a transfer, transfers are polled less often.
+            pause = _HOP_SECONDS if self._scheduler.is_any_waiting else _IDLE_HOP_SECONDS
             moment = min(until, max(links.next_end, now + pause))
             self._clock.advance(max(0.0, moment - now))
             links.advance()

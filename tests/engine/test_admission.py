@@ -24,7 +24,7 @@ def test_what_the_device_cannot_hold_is_refused_with_the_numbers() -> None:
 def test_beyond_the_queue_one_is_told_when_to_come_again() -> None:
     book = admission()
     book.check(10, 10, num_waiting=3)
-    with pytest.raises(Busy, match="4 requests are waiting, and no more than 4 may") as refusal:
+    with pytest.raises(Busy, match="4 requests are waiting, and the limit") as refusal:
         book.check(10, 10, num_waiting=4)
     assert refusal.value.retry_after_seconds == 2.0  # nothing is known of the pace yet
     for number in range(20):
@@ -147,5 +147,5 @@ def test_whatever_starts_and_ends_a_tenants_order_stays_and_nothing_is_remembere
         fair.ended(turn, 0)
     for work in (1e9, 0):  # the present passes all of it
         fair.started(fair.join("last", work))
-    assert not fair._turns
+    assert not fair._places
     assert not fair._stale

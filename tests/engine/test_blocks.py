@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,3 +113,55 @@ def test_any_history_adds_up(steps: list[tuple[str, int]]) -> None:
         pool.release([slot])
     pool.check()
     assert pool.num_available == 6
+
+
+def _free_and_idle(pool: BlockPool) -> None:
+    pool._free.append(next(iter(pool._idle)))
+
+
+def _free_and_held(pool: BlockPool) -> None:
+    pool._free.append(_held(pool))
+
+
+def _idle_and_held(pool: BlockPool) -> None:
+    pool._num_holds[next(iter(pool._idle))] = 1
+
+
+def _free_twice(pool: BlockPool) -> None:
+    pool._free.append(pool._free[0])
+
+
+def _held(pool: BlockPool) -> Slot:
+    return next(Slot(number) for number in range(6) if pool.num_holds(Slot(number)))
+
+
+@pytest.mark.parametrize("loses_one", [False, True])
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        (_free_and_idle, "two of free, idle and held"),
+        (_free_and_held, "two of free, idle and held"),
+        (_idle_and_held, "two of free, idle and held"),
+        (_free_twice, "free list twice"),
+    ],
+)
+def test_a_block_that_is_counted_twice_is_found(
+    breaks: Callable[[BlockPool], None], says: str, loses_one: bool
+) -> None:
+    """Also if another is counted nowhere, so that the numbers add up."""
+    pool = BlockPool(6)
+    pool.release(named(pool, 1, 2))
+    named(pool, 3)
+    pool.check()
+    if loses_one:
+        pool._free.pop()
+    breaks(pool)
+    with pytest.raises(BookError, match=says):
+        pool.check()
+
+
+def test_a_block_that_is_counted_nowhere_is_found() -> None:
+    pool = BlockPool(6)
+    pool._free.pop()
+    with pytest.raises(BookError, match="neither free nor idle nor held"):
+        pool.check()

@@ -16,9 +16,10 @@ from tools import flip_bit
 
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.admission import TooLong
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.runner import TorchRunner

@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.costs.choose import LoadChoice
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.scheduler import Chunk
@@ -74,7 +75,7 @@ def make(
     settings = EngineConfig(
         num_blocks * block_bytes,
         BLOCK_TOKENS,
-        max_batched_tokens=128,
+        max_num_batched_tokens=128,
         residency=residency or ResidencyConfig(),
     )
     engine = Engine(loaded, settings, tiers)
@@ -189,7 +190,7 @@ class Rig:
         for slot in range(num_blocks):
             mirror[num_blocks - 1 - slot] = self.pool.tensor[slot].cpu()
         self.runner = TritonRunner(
-            loaded, self.pool, BLOCK_TOKENS, self.host, max_running=8, use_graphs=use_graphs
+            loaded, self.pool, BLOCK_TOKENS, self.host, max_num_seqs=8, use_graphs=use_graphs
         )
 
     def logits(self, lengths: list[int], share: float, seed: int) -> torch.Tensor:
@@ -203,7 +204,7 @@ class Rig:
             for index in range(num - 1):
                 slot = (row * 40 + index) % (last - 8)
                 if rng.random() < share:
-                    table.extend_cold([Slot(last - slot)])
+                    table.extend_places([~(last - slot)])
                 else:
                     table.extend([Slot(slot)])
             table.extend([Slot(last - row)])  # written to: its own

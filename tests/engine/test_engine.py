@@ -17,9 +17,10 @@ from tools import flip_bit
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.admission import TooLong
 from penstock.engine.attention.torch import NAME
-from penstock.engine.engine import Engine, EngineConfig, Progress
+from penstock.engine.engine import Engine, Progress
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.residency import ResidencyConfig
 from penstock.errors import ConfigError
 from penstock.events import Decided, Event, Moved, Refused
@@ -338,7 +339,7 @@ def test_what_computes_faster_than_it_loads_is_computed(loaded: LoadedModel) -> 
 
 
 def test_a_crowd_of_one_tenant_does_not_hold_up_another(loaded: LoadedModel) -> None:
-    settings = EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS, max_running=2)
+    settings = EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS, max_num_seqs=2)
     engine = Engine(loaded, settings)
     crowd = [engine.add(f"crowd-{n}", [n + 1] * 40, GREEDY, tenant="crowd") for n in range(20)]
     lone = engine.add("lone", [7] * 40, GREEDY, tenant="lone")
@@ -352,7 +353,7 @@ def test_a_crowd_of_one_tenant_does_not_hold_up_another(loaded: LoadedModel) -> 
 def test_requests_that_were_given_up_do_not_hold_up_their_tenants_next(
     loaded: LoadedModel, when: str
 ) -> None:
-    settings = EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS, max_running=2)
+    settings = EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS, max_num_seqs=2)
     engine = Engine(loaded, settings)
     long = replace(GREEDY, max_tokens=600)
     if when == "running":  # each had its turn, and ended long before its max_tokens

@@ -16,9 +16,10 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS
 from tools import TIMEOUT_SECONDS
 
 from penstock.config import Config, DiskConfig, HostConfig
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.stores import folder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)

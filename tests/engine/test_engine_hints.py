@@ -12,9 +12,10 @@ from engine.test_engine import prompts, run
 from tiny import BLOCK_BYTES, BLOCK_TOKENS
 
 from penstock.config import Config, DiskConfig, HostConfig
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.service import Service, Stopped
 from penstock.errors import ConfigError

@@ -14,10 +14,11 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
 import penstock.engine.engine as engine_module
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.detokenize import Detokenizer
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.faults import EngineFault, EngineLost
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.runner import TorchRunner
@@ -252,7 +253,7 @@ def test_a_request_that_cannot_be_entered_or_left_fails_alone(
     inject(engine.scheduler, "add", 3, behind=True)
     for number in range(2):
         engine.add(f"early-{number}", prompts()[number], PARAMS)
-    with pytest.raises(EngineFault, match="ask again"):
+    with pytest.raises(EngineFault, match="Retry the request"):
         engine.add("third", prompts()[2], PARAMS)
     inject(engine.scheduler, "remove", 1)
     engine.step()

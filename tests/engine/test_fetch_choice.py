@@ -35,7 +35,7 @@ def steady(*tables: BlockTable, max_fetched: int = 8) -> FetchPlan:
     assert not choice.is_steady
     choose(choice, *tables)
     assert choice.is_steady
-    choice.bring_ahead()
+    choice.fetch_ahead()
     return choice
 
 
@@ -86,7 +86,7 @@ def test_it_tells_what_one_without_a_memory_tells(data: st.DataObject) -> None:
         assert told == ADDRESSES.of(np.concatenate([t.places for t in running])).tolist()
         assert len(set(fetched)) == len(fetched) <= choice.max_fetched
         if data.draw(st.booleans()) and choice.is_steady:
-            choice.bring_ahead()
+            choice.fetch_ahead()
         for _ in range(data.draw(st.integers(0, 3))):
             table = data.draw(st.sampled_from(tables))
             cold, resident = table.cold(), table.resident()
@@ -147,7 +147,7 @@ def test_a_table_that_was_emptied_and_filled_is_another() -> None:
     table = table_of(~5)
     choice = steady(table)
     table.take_all()
-    table.extend_cold([Slot(5)])
+    table.extend_places([~5])
     assert choose(choice, table).num_there == 0
 
 

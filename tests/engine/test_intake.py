@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import BLOCK_BYTES, BLOCK_TOKENS
 
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.errors import PenstockError
 from penstock.events import Event, StepFailed
 from penstock.hints import Hint

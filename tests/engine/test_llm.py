@@ -140,7 +140,7 @@ def test_a_step_that_fails_raises_and_the_next_call_is_answered(
         return sample(*given)
 
     monkeypatch.setattr(engine_module, "begin_sampling", breaks)
-    with pytest.raises(EngineFault, match="ask again"):
+    with pytest.raises(EngineFault, match="Retry the request"):
         llm.generate([QUESTION, STORY], GREEDY)
     assert not llm.engine.has_work
     (again,) = llm.generate(QUESTION, GREEDY)

@@ -180,7 +180,7 @@ def test_nobody_starves_and_the_bound_holds_on_average(
 
 def test_a_table_remembers_where_each_block_lies() -> None:
     table = BlockTable([Slot(5), Slot(6)])
-    table.extend_cold([Slot(0), Slot(9)])
+    table.extend_places([~0, ~9])
     table.extend([Slot(n) for n in range(20, 40)])
     assert (len(table), table.num_cold, table.num_resident) == (24, 2, 22)
     assert table.cold() == [2, 3]

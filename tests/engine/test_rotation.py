@@ -11,9 +11,10 @@ import pytest
 from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
 
 from penstock.config import Config, HostConfig
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import KvResidency, SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request, RequestPhase
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.rotation import Rotation

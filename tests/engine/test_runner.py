@@ -70,7 +70,7 @@ def make(name: str, loaded: LoadedModel, pool: DevicePool, host: HostArena) -> R
     pytest.importorskip("triton")
     from penstock.engine.triton_runner import TritonRunner
 
-    return TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_running=4)
+    return TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_num_seqs=4)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -144,8 +144,8 @@ def test_cold_blocks_are_fetched_once_for_all_who_read_them(
     pool.tensor.normal_()
     host = HostArena(BlockSpec(bytes(32), pool.block_bytes, BLOCK_TOKENS), 1 << 20)
     room_bytes = num_rooms * pool.block_bytes // loaded.num_layers
-    monkeypatch.setattr(fetching, "_ROOM_BYTES", room_bytes)
-    runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_running=4)
+    monkeypatch.setattr(fetching, "_BUFFER_BYTES", room_bytes)
+    runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_num_seqs=4)
     tokens = [(i * 7 + 3) % 60 + 3 for i in range(33)]
     sequences = [Sequence(tokens, [1, 2, 3, 4, last]) for last in (5, 6, 7)]
     expected = runner.run([each.chunk(32, 33) for each in sequences])
@@ -187,7 +187,7 @@ def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
     pool.tensor.normal_()
     host = HostArena(BlockSpec(bytes(32), pool.block_bytes, BLOCK_TOKENS), 1 << 16)
     room_bytes = room_blocks * pool.block_bytes // loaded.num_layers
-    monkeypatch.setattr(fetching, "_ROOM_BYTES", room_bytes)
-    runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_running=2)
+    monkeypatch.setattr(fetching, "_BUFFER_BYTES", room_bytes)
+    runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_num_seqs=2)
     ColdSteps(runner, pool, host, [33, 20, 26], 60, seed=room_blocks).run(30)
     assert runner.num_fetched > runner.num_ahead > 10

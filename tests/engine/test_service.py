@@ -16,10 +16,11 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.admission import Busy, TooLong
 from penstock.engine.detokenize import Detokenizer
-from penstock.engine.engine import Engine, EngineConfig, Progress
+from penstock.engine.engine import Engine, Progress
 from penstock.engine.faults import EngineFault, EngineLost
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.service import Delta, Service, Stopped, Stream
 from penstock.errors import ConfigError, PenstockError
 
@@ -34,7 +35,7 @@ Services = Callable[..., Service]
 def make(loaded: LoadedModel) -> Services:
     def build(num_blocks: int = 256, tiers: Config | None = None, max_waiting: int = 64) -> Service:
         settings = EngineConfig(
-            num_blocks * BLOCK_BYTES, BLOCK_TOKENS, max_running=4, max_waiting=max_waiting
+            num_blocks * BLOCK_BYTES, BLOCK_TOKENS, max_num_seqs=4, max_waiting=max_waiting
         )
         return Service(Engine(loaded, settings, tiers))
 
@@ -254,7 +255,7 @@ def test_a_step_that_fails_ends_its_streams_and_the_next_is_served(
                 raise RuntimeError("injected")
 
             monkeypatch.setattr(service.engine.runner, "run", breaks)
-            with pytest.raises(EngineFault, match="ask again"):
+            with pytest.raises(EngineFault, match="Retry the request"):
                 async for _ in stream:
                     pass
             for _ in range(2):

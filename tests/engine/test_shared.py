@@ -13,9 +13,10 @@ import pytest
 from tiny import BLOCK_BYTES, BLOCK_TOKENS
 
 from penstock.config import ENV_REMOTE_SECRET, Config, HostConfig, RemoteConfig
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.residency import ResidencyConfig
 from penstock.events import Event, Lost, Moved
 from penstock.types import Tier

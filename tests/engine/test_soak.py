@@ -21,9 +21,10 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS
 from tools import Faulty
 
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
 
@@ -120,7 +121,11 @@ def test_whatever_happens_every_answer_is_the_undisturbed_one(
         TransferConfig(load_deadline_seconds=0.2),
     )
     settings = EngineConfig(
-        18 * BLOCK_BYTES, BLOCK_TOKENS, max_batched_tokens=64, max_running=8, residency=residency
+        18 * BLOCK_BYTES,
+        BLOCK_TOKENS,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        residency=residency,
     )
     engine = Engine(loaded, settings, tiers)
     prompts = [list(ids) for ids in expected]

@@ -11,9 +11,10 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS
 from tools import flip_bit
 
 from penstock.config import Config, DiskConfig, HostConfig
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.residency import ResidencyConfig
 from penstock.events import Event, RequestStory
 from penstock.types import Origin, Tier, Verdict

@@ -12,9 +12,10 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS
 
 from penstock.config import Config, HostConfig, RemoteConfig
 from penstock.costs.choose import LoadChoice
-from penstock.engine.engine import Engine, EngineConfig
+from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.parts import EngineConfig
 from penstock.engine.residency import ResidencyConfig
 from penstock.stores import memory
 from penstock.stores.memory import MemoryClient

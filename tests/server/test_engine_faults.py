@@ -67,7 +67,7 @@ def test_a_failed_step_is_a_500_and_the_next_request_is_served(
         monkeypatch.setattr(engine.runner, "run", breaks)
         answer = client.post("/v1/completions", json={**BODY, "stream": is_streamed})
         assert "engine_fault" in answer.text
-        assert "ask again" in answer.text
+        assert "Retry the request" in answer.text
         assert is_streamed or answer.status_code == 500
         assert ask(client) == expected
         assert client.get("/health").status_code == 200

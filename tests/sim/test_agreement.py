@@ -9,6 +9,7 @@ import pytest
 from tiny import tiny_model
 
 from benchmarks.sim_agreement import Sizes, mirror, open_engine, play
+from penstock.config import Config
 from penstock.costs.choose import LoadChoice, LoadOrCompute
 from penstock.costs.rates import LinkRate, PrefillRate
 from penstock.engine.models import LoadedModel, load_model
@@ -18,6 +19,7 @@ from penstock.sim.simulator import simulate
 from penstock.types import Match, Tier
 
 RATES = ComputeRates(PrefillRate(500.0), DecodeRate(0.04))
+DEFAULT = Config().host.policy
 FAST = LinkSpec(LinkRate(20e9), LinkRate(20e9), num_streams=1)
 
 
@@ -49,7 +51,9 @@ def test_hits_are_those_of_the_engine_block_for_block(smollm2: LoadedModel, tmp_
     _agree(smollm2, tmp_path, 2, "lru")
 
 
-@pytest.mark.parametrize(("num_at_once", "policy"), [(1, "lru"), (3, "lru"), (3, "s3fifo")])
+@pytest.mark.parametrize(
+    ("num_at_once", "policy"), [(1, "lru"), (3, "lru"), (3, "s3fifo"), (1, DEFAULT), (3, DEFAULT)]
+)
 def test_a_small_model_agrees_as_well(
     smollm2: LoadedModel, tmp_path: Path, num_at_once: int, policy: str
 ) -> None:

@@ -154,7 +154,7 @@ def test_concurrent_loads_take_longer_than_one() -> None:
 
 
 def test_what_can_never_fit_and_what_is_too_much_is_rejected() -> None:
-    small = replace(CONFIG, num_device_blocks=32, max_waiting=2, max_running=1)
+    small = replace(CONFIG, num_device_blocks=32, max_waiting=2, max_num_seqs=1)
     crowd = [ask(1.0, number, 10, num_output=400) for number in range(6)]
     found = simulate(trace(ask(0, "large", 40), *crowd), small)
     assert found.requests[0].refusal == "too_long"

@@ -1,0 +1,272 @@
+"""What an engine is made of: device pool, tiers, runner and scheduler, built from its settings.
+
+After a fault the parts can be rebuilt. A rebuilt engine computes one token before it is trusted.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from penstock.books.sessions import Sessions
+from penstock.build import build_offloader
+from penstock.config import Config
+from penstock.config.options import EngineOptions
+from penstock.costs.choose import LoadChoice, LoadOrCompute
+from penstock.engine.admission import Admission
+from penstock.engine.blocks import BlockPool
+from penstock.engine.faults import TierHangs
+from penstock.engine.models import LoadedModel
+from penstock.engine.params import SamplingParams
+from penstock.engine.request import Request
+from penstock.engine.residency import ColdReadBudget, ResidencyConfig, ResidencyPolicy
+from penstock.engine.rotation import Rotation
+from penstock.engine.runner import Runner, TorchRunner
+from penstock.engine.sampler import SamplerRow, begin_sampling
+from penstock.engine.scheduler import Scheduler
+from penstock.errors import ConfigError
+from penstock.events import Observer
+from penstock.keys import KeyChain, Namespace
+from penstock.offload import Offloader
+from penstock.shapes.sizing import suggest_block_tokens
+from penstock.stores.device import DevicePool
+from penstock.transfer.cuda import CudaMover
+from penstock.transfer.pinning import has_same_addresses
+from penstock.types import Match
+from penstock.units import MiB, format_bytes
+
+log = logging.getLogger("penstock.engine.engine")
+
+LAYOUT = "blocks of [layers, 2, tokens, kv_heads, head_dim]"
+_DEFAULTS = EngineOptions()
+_QUIET_SECONDS = 10.0  # how long copies between device and DRAM may take to end after a fault
+_GPU_COLD_BYTES = 256 * MiB  # about 5 ms on a PCIe Gen5 link
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine's own settings. Those of the tiers are in `penstock.config.Config`."""
+
+    device_kv_bytes: int = 1 << 30
+    block_tokens: int | None = None  # None: chosen so that a block has 1 to 2 MiB
+    max_num_batched_tokens: int = _DEFAULTS.max_num_batched_tokens
+    max_num_seqs: int = _DEFAULTS.max_num_seqs
+    max_waiting: int = _DEFAULTS.max_waiting  # requests not started; more raise Busy
+    residency: ResidencyConfig = field(default_factory=ResidencyConfig)
+
+
+class EngineParts:
+    """The parts of one engine that all of its requests share."""
+
+    offloader: Offloader | None
+    sessions: Sessions | None
+    runner: Runner
+    pool: BlockPool
+    admission: Admission
+    scheduler: Scheduler
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        tiers: Config | None,
+        observers: tuple[Observer, ...],
+    ) -> None:
+        self.loaded = loaded
+        itemsize = loaded.dtype.itemsize
+        token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * itemsize
+        self.block_tokens = config.block_tokens or suggest_block_tokens(token_bytes)
+        self._block_bytes = block_bytes = token_bytes * self.block_tokens
+        num_blocks = config.device_kv_bytes // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"the device pool of {format_bytes(config.device_kv_bytes)} is smaller than one "
+                f"block of {format_bytes(block_bytes)}; enlarge it, or choose smaller blocks."
+            )
+        self.namespace = Namespace(
+            loaded.name,
+            loaded.weights_fingerprint,
+            str(loaded.dtype).removeprefix("torch."),
+            LAYOUT,
+            self.block_tokens,
+            rope=loaded.rope,
+        )
+        self.device = DevicePool(
+            num_blocks,
+            loaded.num_layers,
+            self.block_tokens,
+            loaded.num_kv_heads,
+            loaded.head_dim,
+            loaded.dtype,
+            loaded.device,
+        )
+        self._config, self._tiers, self._observers = config, tiers, observers
+        self._num_blocks = num_blocks
+        self._open_tiers()
+        try:
+            self.runner, self._residency_config = self._make_runner(config)
+        except BaseException:  # for example, no memory left beside the pool
+            if self.offloader is not None:
+                self.offloader.close()
+            raise
+        self._costs = LoadOrCompute(block_bytes, self.block_tokens)
+        self._make_books()
+
+    def check(self) -> None:
+        self.scheduler.check()
+        if self.offloader is not None:
+            self.offloader.check()
+        if self.sessions is not None:
+            self.sessions.check()
+
+    def close(self) -> None:
+        try:
+            if "runner" in self.__dict__:
+                self.runner.close()
+        finally:
+            if self.offloader is not None:
+                self.offloader.close()
+
+    # Building.
+
+    def _open_tiers(self) -> None:
+        self.offloader = None
+        if self._tiers is not None:
+            spec = self.namespace.block_spec(self._block_bytes)
+            mover = partial(CudaMover, self.device) if self.device.on_gpu else None
+            self.offloader = build_offloader(
+                self._tiers, spec, self.device, observers=self._observers, device_mover=mover
+            )
+        self.sessions = None if self.offloader is None else Sessions(self.offloader)
+
+    def _make_books(self) -> None:
+        """Make the device's books: every block is free, and no request is known."""
+        config, residency = self._config, self._residency_config
+        num_blocks, num_cold = self._num_blocks, 0  # cold: blocks that may be in HOST
+        if self.offloader is not None and residency.cold:
+            num_cold = self.offloader.num_host_blocks
+        self.pool = BlockPool(num_blocks)
+        self.admission = Admission(
+            self.block_tokens,
+            num_blocks,
+            None if self.offloader is None else self.offloader.num_blocks,
+            config.max_waiting,
+            num_cold_blocks=num_cold,
+        )
+        # A chunk needs device blocks beside those that cannot leave. With sequences larger than
+        # the pool, a chunk as large as the pool would wait forever.
+        max_chunk_tokens = max(1, num_blocks // 2) * self.block_tokens
+        num_batched = config.max_num_batched_tokens
+        if num_cold:
+            num_batched = min(num_batched, max_chunk_tokens)
+        self.scheduler = Scheduler(
+            self.pool,
+            self.block_tokens,
+            admission=self.admission,
+            tiers=self.offloader,
+            choose=self._choose,
+            max_num_batched_tokens=num_batched,
+            max_num_seqs=config.max_num_seqs,
+            residency=ResidencyPolicy(residency, self.block_tokens, self._block_bytes, num_blocks),
+            cold_reads=ColdReadBudget(residency.max_cold_bytes_per_step, self._block_bytes),
+            rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
+        )
+
+    def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
+        """Make the runner. Also returns the residency that it supports."""
+        host = None if self.offloader is None else self.offloader.host
+        residency, loaded, device = config.residency, self.loaded, self.device
+        if device.on_gpu and residency.max_cold_bytes_per_step is None:
+            residency = replace(residency, max_cold_bytes_per_step=_GPU_COLD_BYTES)
+        if device.on_gpu and importlib.util.find_spec("triton") is not None:
+            from penstock.engine.triton_runner import TritonRunner
+
+            runner = TritonRunner(
+                loaded, device, self.block_tokens, host, max_num_seqs=config.max_num_seqs
+            )
+            reads_host = host is None or has_same_addresses(host)
+            return runner, replace(residency, cold=residency.cold and reads_host)
+        plain = TorchRunner(loaded.model, device, self.block_tokens, loaded.num_heads, host)
+        return plain, replace(residency, cold=residency.cold and not device.on_gpu)
+
+    def _choose(self, match: Match, num_past: int) -> LoadChoice:
+        assert self.offloader is not None
+        return self._costs.choose(match, num_past, self.offloader.rates, can_load_two_ended=True)
+
+    # Rebuilding.
+
+    def _rebuild(self, *, must_reopen: bool) -> bool:
+        """Make new books, and new tiers and a new runner if needed. True if tiers were reopened.
+
+        Raises if the engine cannot compute a token afterwards.
+        """
+        for reopen, is_last in ((must_reopen, False), (True, True)):
+            try:
+                return self._try_to_rebuild(must_reopen=reopen)
+            except Exception as error:
+                log.error("the engine did not recover", exc_info=error)
+                # A copy that hangs may still write to the device: its blocks must not be reused.
+                if is_last or isinstance(error, TierHangs):
+                    raise
+        raise AssertionError("unreachable")
+
+    def _try_to_rebuild(self, *, must_reopen: bool) -> bool:
+        if self.device.on_gpu:
+            torch.cuda.synchronize(self.device.tensor.device)
+        reopen = must_reopen or not self._is_quiet()
+        if reopen:
+            self._reopen()
+        self._make_books()
+        self._prove()
+        return reopen and self._tiers is not None
+
+    def _is_quiet(self) -> bool:
+        """Whether no copy touches the device and the books of the tiers add up."""
+        if self.offloader is None:
+            return True
+        try:
+            if not self.offloader.let_go(_QUIET_SECONDS):
+                return False
+            self.offloader.check()
+        except Exception:
+            log.exception("the tiers' books do not add up: the tiers are reopened")
+            return False
+        return True
+
+    def _reopen(self) -> None:
+        """Close tiers and runner, and open new ones. Blocks on disk are found again."""
+        runner = self.__dict__.pop("runner", None)
+        if runner is not None:
+            runner.close()
+        old, self.offloader, self.sessions = self.offloader, None, None
+        if old is not None and not old.abandon(_QUIET_SECONDS):
+            raise TierHangs("a tier below the device hangs and cannot be reopened")
+        old = runner = None
+        self._make_books()  # drops references to DRAM, which may not have room for two
+        gc.collect()
+        self._open_tiers()
+        self.runner, self._residency_config = self._make_runner(self._config)
+
+    def _prove(self) -> None:
+        """Compute one token: if that fails, every request would fail."""
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        chain = KeyChain(self.namespace)
+        probe = Request("probe", (0,), params, chain, max_total_tokens=2, sequence=-1)
+        self.scheduler.add(probe)
+        chunks = self.scheduler.schedule()
+        logits = self.runner.run(chunks)
+        finish = begin_sampling(logits, [SamplerRow(params)], self.runner.post)
+        self.scheduler.computed(chunks)
+        self.runner.wait()
+        finish()
+        self.scheduler.remove(probe)
+        self.admission.end(probe.id, time.monotonic())
+        self.scheduler.take_events()
+        self.scheduler.take_entered()
+        self.check()
