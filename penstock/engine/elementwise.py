@@ -57,7 +57,7 @@ def _gate(
 
 # A prompt's positions lie where its length puts them: that is no reason to compile anew.
 @triton.jit(do_not_specialize_on_alignment=["positions", "addresses"])
-def _turn_and_store(
+def _rotate_and_store(
     qkv,  # [rows, (heads + 2 kv_heads) * DIM]; queries and keys are turned in place
     cosines,  # [positions, DIM / 2], float32
     sines,
@@ -139,7 +139,7 @@ def gate(both: Any) -> Any:
     return out
 
 
-def turn_and_store(
+def rotate_and_store(
     qkv: Any,
     rotary: tuple[Any, Any],
     positions: Any,
@@ -154,7 +154,7 @@ def turn_and_store(
 ) -> None:
     """Turn queries and keys by their positions, in place; put keys and values where they belong."""
     query_weight, key_weight = norms or (qkv, qkv)
-    _turn_and_store[(qkv.shape[0], heads + 2 * kv_heads)](
+    _rotate_and_store[(qkv.shape[0], heads + 2 * kv_heads)](
         qkv,
         *rotary,
         positions,

@@ -17,7 +17,7 @@ from typing import Any, cast
 from penstock.config import Config
 from penstock.config.options import EMBEDDED, EngineOptions
 from penstock.engine.engine import Progress
-from penstock.engine.interrupts import Whole
+from penstock.engine.interrupts import InterruptGuard
 from penstock.engine.open import open_engine
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.params import SamplingParams
@@ -52,7 +52,7 @@ class LLM:
         wanted = EngineOptions(model, **{"max_waiting": 1 << 30, **options})
         self.engine = open_engine(wanted, config, progress=progress)
         self._num_calls = 0
-        self._whole = Whole()
+        self._interrupts = InterruptGuard()
 
     def generate(
         self,
@@ -111,12 +111,12 @@ class LLM:
         if (session is None) == (prompt is None):
             raise ConfigError("a hint is for a session or for a prompt: expected one; name it.")
         prompt_ids = [] if prompt is None else self._encode(prompt)[1]
-        self._require_whole()
-        with self._whole.work():
+        self._require_intact()
+        with self._interrupts.deferred():
             num_blocks = self.engine.hint(Hint(action, session, retain_seconds), prompt_ids)
         offloader = self.engine.offloader
         while offloader is not None and offloader.is_prefetching:
-            with self._whole.work():
+            with self._interrupts.deferred():
                 self.engine.step()
                 offloader.pause(0.002)
         return num_blocks * self.engine.block_tokens
@@ -145,7 +145,7 @@ class LLM:
         priorities: Sequence[int],
         on_text: Callable[[int, str], None] | None,
     ) -> list[RequestOutput]:
-        self._require_whole()
+        self._require_intact()
         self._num_calls += 1
         results: dict[str, _Result] = {}
         groups: list[list[_Result]] = []
@@ -154,7 +154,7 @@ class LLM:
                 group = []
                 for index in range(params[number].n):
                     name = f"{self._num_calls}-{number}-{index}"
-                    with self._whole.work():
+                    with self._interrupts.deferred():
                         request = self.engine.add(
                             name, ids, params[number], priority=priorities[number], index=index
                         )
@@ -162,7 +162,7 @@ class LLM:
                     group.append(results[name])
                 groups.append(group)
             while any(result.request.finish_reason is None for result in results.values()):
-                with self._whole.work():
+                with self._interrupts.deferred():
                     progresses = self.engine.step()
                 for _, fault in self.engine.take_failed():
                     raise fault
@@ -177,8 +177,8 @@ class LLM:
                     if progress.error is not None:
                         raise progress.error
         except BaseException:
-            if not self._whole.is_broken:
-                with self._whole.work():
+            if not self._interrupts.is_broken:
+                with self._interrupts.deferred():
                     for name in results:
                         self.engine.abort(name)
                     self.engine.take_failed()  # of the same step
@@ -188,8 +188,8 @@ class LLM:
             for number, group in enumerate(groups)
         ]
 
-    def _require_whole(self) -> None:
-        if self._whole.is_broken:
+    def _require_intact(self) -> None:
+        if self._interrupts.is_broken:
             raise PenstockError(
                 "this LLM was interrupted twice in the middle of a step, and can no longer be "
                 "trusted: close it and make another. What is on disk is verified when it is read."

@@ -12,10 +12,9 @@ import torch
 
 from penstock.config.options import EMBEDDED
 from penstock.engine import weights
+from penstock.engine.attention.torch import NAME as ATTENTION
 from penstock.engine.support import check_supported, inspect_attention
 from penstock.errors import ConfigError
-
-ATTENTION = "penstock"  # the name under which penstock.engine.attention registers itself
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -10,6 +10,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeGuard
 
 from penstock.errors import ConfigError
 from penstock.hints import Hints
@@ -27,13 +28,12 @@ def _refuse(name: str, value: object, expected: str) -> ConfigError:
     )
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _whole(name: str, value: object, low: int, high: int | None, expected: str) -> None:
-    fits = isinstance(value, int) and value >= low and (high is None or value <= high)
-    if not (_is_whole(value) and fits):
+    if not (_is_whole(value) and value >= low and (high is None or value <= high)):
         raise _refuse(name, value, expected)
 
 

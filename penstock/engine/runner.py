@@ -171,7 +171,7 @@ class TorchRunner:
         device = self._pool.tensor.device
         row = PackedRow.of(chunks, self._block_tokens)
         singles: Sequence[Chunk] = row.singles
-        spans = [(begin, chunk) for begin, chunk in row.longer]
+        spans = row.longer
         if not self._has_kernel:
             spans = [*enumerate(singles), *spans]
             singles = ()

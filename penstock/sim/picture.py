@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.sim.plot import Chart, PlotLine, Section
+from penstock.sim.settings import Sizes
 from penstock.units import counted, format_seconds
 
 _TIERS = ("host", "disk", "device")
-Sizes = dict[str, float]
-"""By tier, in the unit that was asked in."""
 
 
 def sections(

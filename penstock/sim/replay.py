@@ -36,12 +36,15 @@ class Replayed:
         return self.num_hits / self.num_blocks if self.num_blocks else 0.0
 
 
+def check_policy(name: str) -> None:
+    """Raise ConfigError unless there is a policy of this name."""
+    if name not in POLICIES:
+        raise ConfigError(f"there is no policy {name!r}: expected one of {', '.join(POLICIES)}")
+
+
 def new_ledger(policy: str, capacity: int) -> Ledger:
-    """A tier's book under the policy of this name."""
-    if policy not in POLICIES:
-        raise ConfigError(
-            f"there is no policy {policy!r}: expected one of {', '.join(POLICIES)}; correct it"
-        )
+    """An empty ledger of `capacity` slots under the named policy."""
+    check_policy(policy)
     if capacity < 1:
         raise ConfigError(f"a tier of {capacity} blocks holds nothing: expected 1 or more")
     return Ledger(capacity, POLICIES[policy](capacity))

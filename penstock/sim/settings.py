@@ -10,11 +10,11 @@ from typing import Any
 
 from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError
-from penstock.policies import POLICIES
 from penstock.shapes.sizing import ModelShape, find_shape
 from penstock.sim.compute import ComputeRates, rates_of
 from penstock.sim.instance import DISK_LINK, HOST_LINK, InstanceConfig
 from penstock.sim.links import LinkSpec
+from penstock.sim.replay import check_policy
 from penstock.sim.sweep import Point
 from penstock.sim.trace import Trace
 from penstock.types import Tier
@@ -104,16 +104,13 @@ class SimulatedHardware:
     disk_load_gb_per_second: float | None = None
     disk_save_gb_per_second: float | None = None
     max_batched_tokens: int = 8192
-    max_running: int = 64
+    max_num_seqs: int = 64
     max_waiting: int = 256
 
     def check(self, policies: Sequence[str], speed: float) -> None:
         """Raise ConfigError for what cannot be simulated."""
         for name in policies:
-            if name not in POLICIES:
-                raise ConfigError(
-                    f"there is no policy {name!r}: expected {', '.join(POLICIES)}; correct it"
-                )
+            check_policy(name)
         if not 0 < speed < math.inf:
             raise ConfigError(f"--speed is {speed}: expected a number above 0")
         self.rates()
@@ -157,7 +154,7 @@ class SimulatedHardware:
             host_link,
             disk_link,
             self.max_batched_tokens,
-            self.max_running,
+            self.max_num_seqs,
             self.max_waiting,
         )
 

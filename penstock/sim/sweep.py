@@ -21,6 +21,7 @@ from penstock.sim.replay import Replayed, new_ledger, replay
 from penstock.sim.simulator import simulate
 from penstock.sim.tally import Simulated
 from penstock.sim.trace import Trace, TraceRequest
+from penstock.units import counted
 
 _POLL_SECONDS = 0.2
 # LRU knows no chains: replayed as it is published, a request's tail is older than its head.
@@ -58,6 +59,14 @@ class Limit:
     unbounded: float
 
 
+class _LimitJob(NamedTuple):
+    trace: int
+    num_blocks: int
+
+
+_Job = Point | _LimitJob
+
+
 class _Timed(NamedTuple):
     found: Simulated
     limit: Limit | None  # of its own, where requests were rejected
@@ -81,8 +90,8 @@ def sweep(
     timed = {point.trace for point in points if point.instance is not None}
     # Where time passes only full blocks can be kept; some traces name the rest of a prompt too.
     traces = [_only_full(t) if number in timed else t for number, t in enumerate(traces)]
-    sizes = sorted({(point.trace, point.num_blocks) for point in points})
-    jobs: list[Point | tuple[int, int]] = [*points, *sizes]
+    sizes = sorted({_LimitJob(point.trace, point.num_blocks) for point in points})
+    jobs: list[_Job] = [*points, *sizes]
     if num_processes > 1 and len(jobs) > 1:
         found = _side_by_side(traces, jobs, min(num_processes, len(jobs)), tick)
     else:
@@ -93,15 +102,14 @@ def sweep(
     for point, result in zip(points, found, strict=False):
         timed_result, own_limit = result if isinstance(result, _Timed) else (result, None)
         results.append(timed_result)
-        limits.append(own_limit or limit_of[point.trace, point.num_blocks])
+        limits.append(own_limit or limit_of[_LimitJob(point.trace, point.num_blocks)])
     return Swept(tuple(points), tuple(results), tuple(limits))
 
 
-def _run(traces: Sequence[Trace], job: Point | tuple[int, int], tick: Callable[[int], None]) -> Any:
-    if isinstance(job, tuple):
-        number, num_blocks = job
-        return _limit(number, num_blocks, traces[number].requests)
+def _run(traces: Sequence[Trace], job: _Job, tick: Callable[[int], None]) -> Any:
     trace = traces[job.trace]
+    if isinstance(job, _LimitJob):
+        return _limit(job.trace, job.num_blocks, trace.requests)
     if job.instance is None:
         ledger = new_ledger(job.policy, job.num_host_blocks)
         return replay(trace.requests, ledger, tick, tails_first=job.policy in _TAILS_FIRST)
@@ -120,12 +128,10 @@ def _limit(trace: int, num_blocks: int, requests: Sequence[TraceRequest]) -> Lim
     return Limit(trace, num_blocks, best, unbounded(requests).hit_rate)
 
 
-def _one_by_one(
-    traces: Sequence[Trace], jobs: Sequence[Point | tuple[int, int]], tick: Tick
-) -> list[Any]:
+def _one_by_one(traces: Sequence[Trace], jobs: Sequence[_Job], tick: Tick) -> list[Any]:
     found = []
     for number, job in enumerate(jobs):
-        name, num_requests = _name(job), _num_requests(traces, job)
+        name, num_requests = _name(job), len(traces[job.trace].requests)
 
         def tick_job(
             done: int, number: int = number, name: str = name, n: int = num_requests
@@ -151,7 +157,7 @@ def _begin(traces: Sequence[Trace], progress: Any) -> None:
     _shared = traces, progress
 
 
-def _work(number: int, job: Point | tuple[int, int]) -> Any:
+def _work(number: int, job: _Job) -> Any:
     assert _shared is not None
     traces, progress = _shared
 
@@ -161,17 +167,17 @@ def _work(number: int, job: Point | tuple[int, int]) -> Any:
             raise _Stopped
 
     found = _run(traces, job, tick)
-    progress[number] = _num_requests(traces, job)
+    progress[number] = len(traces[job.trace].requests)
     return found
 
 
 def _side_by_side(
-    traces: Sequence[Trace], jobs: Sequence[Point | tuple[int, int]], num_processes: int, tick: Tick
+    traces: Sequence[Trace], jobs: Sequence[_Job], num_processes: int, tick: Tick
 ) -> list[Any]:
     # Not forked: whoever calls may have threads, of a progress bar for one.
     context = multiprocessing.get_context("spawn")
     progress = context.Array("Q", len(jobs) + 1, lock=False)  # the last one says stop
-    num_all = max(1, sum(_num_requests(traces, job) for job in jobs))
+    num_all = max(1, sum(len(traces[job.trace].requests) for job in jobs))
     with ProcessPoolExecutor(
         num_processes, mp_context=context, initializer=_begin, initargs=(traces, progress)
     ) as pool:
@@ -195,15 +201,9 @@ def _side_by_side(
             raise
 
 
-def _num_requests(traces: Sequence[Trace], job: Point | tuple[int, int]) -> int:
-    number = job[0] if isinstance(job, tuple) else job.trace
-    return len(traces[number].requests)
-
-
-def _name(job: Point | tuple[int, int]) -> str:
-    if isinstance(job, tuple):
-        return f"the optimum of {job[1]:,} blocks"
-    return f"{job.policy}, {job.num_blocks:,} blocks"
+def _name(job: _Job) -> str:
+    name = "optimum" if isinstance(job, _LimitJob) else job.policy
+    return f"{name}, {counted(job.num_blocks, 'block')}"
 
 
 def _only_full(trace: Trace) -> Trace:

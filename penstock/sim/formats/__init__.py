@@ -10,13 +10,12 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.sim.formats import azure, bailian, mooncake, record, requests, sglang, vllm
+from penstock.sim.formats.entries import MAX_BLOCK_TOKENS
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.record import RecordedRequest, TraceRecord, read_record, write_trace
 from penstock.sim.trace import Trace
 
 __all__ = ["FORMATS", "RecordedRequest", "TraceRecord", "read_record", "read_trace", "write_trace"]
-
-_MAX_BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,8 @@ def read_trace(path: Path, *, format: str | None = None, block_tokens: int | Non
     """
     if format is not None and format not in FORMATS:
         raise ConfigError(f"there is no trace format {format!r}: expected {', '.join(FORMATS)}.")
-    if block_tokens is not None and not 1 <= block_tokens <= _MAX_BLOCK_TOKENS:
-        raise ConfigError(f"block_tokens is {block_tokens}: expected 1 to {_MAX_BLOCK_TOKENS}.")
+    if block_tokens is not None and not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+        raise ConfigError(f"block_tokens is {block_tokens}: expected 1 to {MAX_BLOCK_TOKENS}.")
     file = TraceFile(Path(path))
     head = file.head()
     if not head:

@@ -13,7 +13,7 @@ import csv
 from collections.abc import Iterator
 
 from penstock.sim.formats.entries import MAX_TOKENS, parse_moment
-from penstock.sim.formats.lines import TraceFile
+from penstock.sim.formats.lines import Arrivals, TraceFile
 from penstock.sim.formats.naming import own_names
 from penstock.sim.trace import Trace, TraceRequest
 
@@ -33,24 +33,14 @@ def recognises(head: list[str]) -> bool:
 def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or BLOCK_TOKENS
     requests: list[TraceRequest] = []
-    first = latest = None
+    arrivals = Arrivals(file)
     for number, moment, num_input, num_output in _rows(file):
-        if first is None or latest is None:
-            first = latest = moment
-        if moment < latest:
-            raise file.fault(
-                number,
-                f"TIMESTAMP goes back by {latest - moment:.3f} s: expected requests in the order "
-                "of their arrival; sort the file.",
-            )
-        latest = moment
+        arrival = arrivals.add(number, "TIMESTAMP", moment)
         num_prompt = num_input // block_tokens
         num_blocks = max(num_prompt, (num_input + num_output - 1) // block_tokens)
         names = own_names("azure", number, num_blocks)
         requests.append(
-            TraceRequest(
-                moment - first, num_input, num_output, names[:num_prompt], names[num_prompt:]
-            )
+            TraceRequest(arrival, num_input, num_output, names[:num_prompt], names[num_prompt:])
         )
     return Trace(file.name, block_tokens, tuple(requests))
 

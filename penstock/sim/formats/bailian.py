@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.sim.formats.entries import Entry, entries
-from penstock.sim.formats.lines import TraceFile
-from penstock.sim.formats.mooncake import block_ids, check_order
+from penstock.sim.formats.lines import Arrivals, TraceFile
+from penstock.sim.formats.mooncake import block_ids
 from penstock.sim.formats.naming import ChainNames
 from penstock.sim.trace import Trace, TraceRequest
 
@@ -29,13 +29,9 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     names = ChainNames(1)  # an id takes the place of a block's tokens
     roots: dict[int, int] = {}  # by chat, the one it began with
     requests: list[TraceRequest] = []
-    first = latest = None
+    arrivals = Arrivals(file)
     for entry in entries(file):
-        moment = entry.seconds("timestamp")
-        if first is None or latest is None:
-            first = latest = moment
-        check_order(entry, latest, moment)
-        latest = moment
+        arrival = arrivals.add(entry.number, "`timestamp`", entry.seconds("timestamp"))
         ids = block_ids(entry, block_tokens)
         try:
             prompt_blocks, _ = names.of(ids)
@@ -43,7 +39,7 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
             raise entry.fault("`hash_ids`: expected whole numbers from 0 to 4294967295.") from None
         requests.append(
             TraceRequest(
-                moment - first,
+                arrival,
                 entry.count("input_length"),
                 entry.count("output_length"),
                 prompt_blocks,

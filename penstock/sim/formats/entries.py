@@ -11,6 +11,7 @@ from penstock.errors import TraceError
 from penstock.sim.formats.lines import TraceFile, TraceLine
 
 MAX_TOKENS = 1 << 24  # of one request; nothing reads more, and a slip of the pen takes no memory
+MAX_BLOCK_TOKENS = 1 << 20
 _MAX_SECONDS = 1e11  # thousands of years
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.sim.formats.entries import Entry, entries
-from penstock.sim.formats.lines import TraceFile
+from penstock.sim.formats.lines import Arrivals, TraceFile
 from penstock.sim.formats.naming import NumberNames
 from penstock.sim.trace import Trace, TraceRequest
 
@@ -27,31 +27,20 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or BLOCK_TOKENS
     names = NumberNames("mooncake")
     requests: list[TraceRequest] = []
-    first = latest = None
+    arrivals = Arrivals(file)
     for entry in entries(file):
         moment = entry.seconds("timestamp", ticks_per_second=1000)
-        if first is None or latest is None:
-            first = latest = moment
-        check_order(entry, latest, moment)
-        latest = moment
+        arrival = arrivals.add(entry.number, "`timestamp`", moment)
         ids = block_ids(entry, block_tokens)
         requests.append(
             TraceRequest(
-                moment - first,
+                arrival,
                 entry.count("input_length"),
                 entry.count("output_length"),
                 tuple([names[number] for number in ids]),
             )
         )
     return Trace(file.name, block_tokens, tuple(requests))
-
-
-def check_order(entry: Entry, latest: float, moment: float) -> None:
-    if moment < latest:
-        raise entry.fault(
-            f"`timestamp` goes back by {latest - moment:.3f} s: expected requests in the order of "
-            "their arrival; sort the file."
-        )
 
 
 def block_ids(entry: Entry, block_tokens: int) -> list[int]:

@@ -23,14 +23,13 @@ from typing import IO, Any, cast
 from blake3 import blake3
 
 from penstock.errors import TraceError
-from penstock.sim.formats.entries import Entry, entries
+from penstock.sim.formats.entries import MAX_BLOCK_TOKENS, Entry, entries
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.trace import Trace, TraceRequest
 from penstock.types import KEY_BYTES, BlockKey, Tier
 
 VERSION = 1
 NAME_BYTES = 16  # of a name in the record of a server
-_MAX_BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +173,8 @@ def _block_tokens(entry: Entry) -> int:
             f"the record is of version {version!r}: expected {VERSION}; use its Penstock."
         )
     block_tokens = entry.count("block_tokens")
-    if not 1 <= block_tokens <= _MAX_BLOCK_TOKENS:
-        raise entry.fault(f"`block_tokens` is {block_tokens}: expected 1 to {_MAX_BLOCK_TOKENS}.")
+    if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+        raise entry.fault(f"`block_tokens` is {block_tokens}: expected 1 to {MAX_BLOCK_TOKENS}.")
     return block_tokens
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.sim.formats.entries import Entry, entries
-from penstock.sim.formats.lines import TraceFile
+from penstock.sim.formats.lines import Arrivals, TraceFile
 from penstock.sim.formats.naming import DEFAULT_BLOCK_TOKENS, ChainNames, pseudo_tokens
 from penstock.sim.formats.prompts import Exchange, messages_text, tokens_of
 from penstock.sim.trace import Trace, TraceRequest
@@ -36,24 +36,16 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or DEFAULT_BLOCK_TOKENS
     names = ChainNames(block_tokens)
     requests: list[TraceRequest] = []
-    first = latest = None
+    arrivals = Arrivals(file)
     for entry in entries(file):
         name = entry.first_of(*_TIMES)
         if name is None:
             raise entry.fault(f"there is no time: expected one of {', '.join(_TIMES)}.")
-        moment = entry.moment(name)
-        if first is None or latest is None:
-            first = latest = moment
-        if moment < latest:
-            raise entry.fault(
-                f"`{name}` goes back by {latest - moment:.3f} s: expected requests in the order of "
-                "their arrival; sort the file."
-            )
-        latest = moment
+        arrival = arrivals.add(entry.number, f"`{name}`", entry.moment(name))
         named = entry.first_of(*_SESSIONS)
         session = "" if named is None else str(entry.fields[named])
         exchange = Exchange(_prompt(entry), *_output(entry))
-        requests.append(exchange.request(entry, names, moment - first, session))
+        requests.append(exchange.request(entry, names, arrival, session))
     return Trace(file.name, block_tokens, tuple(requests))
 
 

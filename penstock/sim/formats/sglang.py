@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.sim.formats.entries import Entry, entries
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import DEFAULT_BLOCK_TOKENS, ChainNames, pseudo_tokens
 from penstock.sim.formats.prompts import Exchange
-from penstock.sim.trace import Trace, TraceRequest
+from penstock.sim.trace import Trace
 
 _ADVICE = (
     "expected input_ids or text: log with --log-requests-level 3, which leaves nothing out and "
@@ -50,7 +51,8 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     ]
     requests.sort(key=lambda request: request.arrival_seconds)
     first = requests[0].arrival_seconds if requests else 0.0
-    return Trace(file.name, block_tokens, tuple(_since(first, each) for each in requests))
+    since_first = (replace(r, arrival_seconds=r.arrival_seconds - first) for r in requests)
+    return Trace(file.name, block_tokens, tuple(since_first))
 
 
 def _found(file: TraceFile) -> Iterator[_Found]:
@@ -127,14 +129,3 @@ def _session(sent: Entry) -> str:
 
 def _is_health_check(text: object) -> bool:
     return isinstance(text, str) and "HEALTH_CHECK" in text
-
-
-def _since(first: float, request: TraceRequest) -> TraceRequest:
-    return TraceRequest(
-        request.arrival_seconds - first,
-        request.num_input_tokens,
-        request.num_output_tokens,
-        request.prompt_blocks,
-        request.output_blocks,
-        request.session,
-    )

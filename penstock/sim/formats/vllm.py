@@ -36,6 +36,7 @@ _OUTPUT_IDS = re.compile(r", output_token_ids: (\[[0-9, ]*\]|None), finish_reaso
 _TIME = re.compile(r"\b[A-Z]+ (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))? ")
 _JSON_TIMES = ("timestamp", "asctime", "time", "@timestamp", "ts", "created")
 _YEAR = 2024  # the log names none; in a leap year every day exists
+_YEAR_SECONDS = 366 * 86400.0
 _NEW_YEAR_SECONDS = 180 * 86400  # back by more than this, and a year has ended
 
 _ADVICE = (
@@ -66,8 +67,7 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
         if found := _PROMPT.search(message):
             moment = _moment(file, line, stamp, message[: found.start()]) + years
             if moment < latest - _NEW_YEAR_SECONDS and stamp is None:
-                year = _year_seconds()
-                years, moment = years + year, moment + year
+                years, moment = years + _YEAR_SECONDS, moment + _YEAR_SECONDS
             if moment < latest:
                 raise file.fault(
                     line.number,
@@ -151,7 +151,3 @@ def _last_ids(pattern: re.Pattern[str], message: str) -> list[int] | None:
         return None
     ids: list[int] = json.loads(found[-1])
     return ids
-
-
-def _year_seconds() -> float:
-    return 366 * 86400.0
