@@ -1,10 +1,10 @@
-"""Azure's LLM inference traces, 2023 and 2024: when, and how long; not what.
+"""Azure's LLM inference traces of 2023 and 2024: arrival times and lengths, no content.
 
     TIMESTAMP,ContextTokens,GeneratedTokens
     2023-11-16 18:17:03.9799600,4808,10
 
-They tell nothing of content, so every request's blocks are its own and nothing is ever found: such
-a trace shows load, queueing and how many sessions fit, never what a cache is worth.
+Because the content is unknown, every request gets unique blocks and there are no hits. Such a trace
+shows load, queueing and how many sessions fit, but not the benefit of a cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from penstock.sim.formats.entries import MAX_TOKENS, parse_moment
 from penstock.sim.formats.lines import Arrivals, TraceFile
 from penstock.sim.formats.naming import own_names
 from penstock.sim.trace import Trace, TraceRequest
+from penstock.units import counted
 
-BLOCK_TOKENS = 128  # any would do: no two blocks are equal
+BLOCK_TOKENS = 128  # any value works: no two blocks are equal
 _COLUMNS = (
     ("timestamp",),
     ("contexttokens", "prompttokens", "inputtokens"),
@@ -52,10 +53,11 @@ def _rows(file: TraceFile) -> Iterator[tuple[int, float, int, int]]:
         if places is None:
             places = _places(cells)
             if places is None:
-                raise file.fault(line.number, f"expected a heading with the columns {_EXPECTED}.")
+                raise file.fault(line.number, f"expected a header with the columns {_EXPECTED}.")
             continue
         if len(cells) <= max(places):
-            why = "the last line is cut off" if line.is_cut else f"only {len(cells)} columns"
+            columns = f"only {counted(len(cells), 'column')}"
+            why = "the last line is cut off" if line.is_cut else columns
             raise file.fault(line.number, f"{why}: expected {_EXPECTED}.")
         when, num_input, num_output = (cells[place] for place in places)
         try:
@@ -78,7 +80,7 @@ def _split(text: str) -> list[str]:
 
 
 def _places(cells: list[str]) -> tuple[int, ...] | None:
-    """Where the columns are; None if one is missing."""
+    """The positions of the columns; None if one is missing."""
     known = ["".join(cell.split()).replace("_", "").lower() for cell in cells]
     found = [
         next((known.index(name) for name in names if name in known), None) for names in _COLUMNS
@@ -95,6 +97,6 @@ def _count(file: TraceFile, number: int, cell: str) -> int:
     if not 0 <= value <= MAX_TOKENS:
         raise file.fault(
             number,
-            f"{cell[:40]!r} is no number of tokens: expected a whole one, 0 to {MAX_TOKENS}.",
+            f"{cell[:40]!r} is not a number of tokens: expected an integer, 0 to {MAX_TOKENS}.",
         )
     return value

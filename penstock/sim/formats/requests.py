@@ -1,11 +1,11 @@
-"""Requests as JSON lines, as a gateway or a script of one's own may log them.
+"""Requests as JSON lines, as a gateway or a script may log them.
 
     {"timestamp": 12.5, "prompt_token_ids": [1, 15, 9], "output_token_ids": [4, 2]}
     {"timestamp": "2025-01-31T12:00:00Z", "prompt": "Once upon", "output_length": 64}
     {"arrival_time": 3, "messages": [{"role": "user", "content": "Hi"}], "session_id": "a"}
 
-Token ids are hashed in blocks, as the server would. Of a text its words take the place of tokens:
-equal prefixes are found, counts are estimates. Times are seconds or dates, and must not go back.
+Token ids are hashed in blocks, as the server does. In a text, words stand for tokens: equal
+prefixes are found, and token counts are estimates. Times are seconds or dates, in order of arrival.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _prompt(entry: Entry) -> Any:
 
 
 def _output(entry: Entry) -> tuple[Any, int]:
-    """The answer's tokens, where they are known, and how many it has."""
+    """The answer's tokens, if known, and their number."""
     if name := entry.first_of(*_OUTPUT_IDS):
         ids = entry.ids(name, what="token ids")
         return ids, len(ids)
