@@ -338,15 +338,15 @@ BAD: dict[str, tuple[list[object], str]] = {
     ),
     "a bad date": (
         ["TIMESTAMP,ContextTokens,GeneratedTokens", "yesterday,5,5"],
-        "line 2: TIMESTAMP is 'yesterday'",
+        "line 2: `TIMESTAMP` is 'yesterday'",
     ),
     "a bad count": (
         ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-01-01 00:00:00,5,many"],
-        "line 2: 'many' is not a number of tokens",
+        "line 2: `GeneratedTokens` is 'many': expected an integer number of tokens",
     ),
     "unsorted rows": (
         ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-01-02,5,5", "2023-01-01,5,5"],
-        "line 3: TIMESTAMP goes back by 86400.000 s",
+        "line 3: `TIMESTAMP` goes back by 86400.000 s",
     ),
     "only a heading": (["TIMESTAMP,ContextTokens,GeneratedTokens"], "it contains no request"),
     "no prompt": ([GOOD_REQUEST, {"timestamp": 2}], "line 2: there is no prompt"),

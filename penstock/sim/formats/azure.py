@@ -12,8 +12,8 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 
-from penstock.sim.formats.entries import MAX_TOKENS, parse_moment
-from penstock.sim.formats.lines import Arrivals, TraceFile
+from penstock.sim.formats.entries import Arrivals, Entry
+from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import own_names
 from penstock.sim.trace import Trace, TraceRequest
 from penstock.units import counted
@@ -34,19 +34,20 @@ def recognises(head: list[str]) -> bool:
 def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or BLOCK_TOKENS
     requests: list[TraceRequest] = []
-    arrivals = Arrivals(file)
-    for number, moment, num_input, num_output in _rows(file):
-        arrival = arrivals.add(number, "TIMESTAMP", moment)
+    arrivals = Arrivals()
+    for entry in _rows(file):
+        arrival = arrivals.add(entry, "TIMESTAMP", entry.moment("TIMESTAMP"))
+        num_input, num_output = entry.count("ContextTokens"), entry.count("GeneratedTokens")
         num_prompt = num_input // block_tokens
         num_blocks = max(num_prompt, (num_input + num_output - 1) // block_tokens)
-        names = own_names("azure", number, num_blocks)
+        names = own_names("azure", entry.number, num_blocks)
         requests.append(
             TraceRequest(arrival, num_input, num_output, names[:num_prompt], names[num_prompt:])
         )
     return Trace(file.name, block_tokens, tuple(requests))
 
 
-def _rows(file: TraceFile) -> Iterator[tuple[int, float, int, int]]:
+def _rows(file: TraceFile) -> Iterator[Entry]:
     places: tuple[int, ...] | None = None
     for line in file.lines():
         cells = _split(line.text)
@@ -60,19 +61,8 @@ def _rows(file: TraceFile) -> Iterator[tuple[int, float, int, int]]:
             why = "the last line is cut off" if line.is_cut else columns
             raise file.fault(line.number, f"{why}: expected {_EXPECTED}.")
         when, num_input, num_output = (cells[place] for place in places)
-        try:
-            moment = parse_moment(when)
-        except ValueError:
-            raise file.fault(
-                line.number,
-                f"TIMESTAMP is {when[:40]!r}: expected a date such as 2023-11-16 18:17:03.97996.",
-            ) from None
-        yield (
-            line.number,
-            moment,
-            _count(file, line.number, num_input),
-            _count(file, line.number, num_output),
-        )
+        tokens = {"ContextTokens": _number(num_input), "GeneratedTokens": _number(num_output)}
+        yield Entry(file, line.number, {"TIMESTAMP": when, **tokens})
 
 
 def _split(text: str) -> list[str]:
@@ -89,14 +79,8 @@ def _places(cells: list[str]) -> tuple[int, ...] | None:
     return places if len(places) == len(_COLUMNS) else None
 
 
-def _count(file: TraceFile, number: int, cell: str) -> int:
+def _number(cell: str) -> int | str:
     try:
-        value = int(cell)
+        return int(cell)
     except ValueError:
-        value = -1
-    if not 0 <= value <= MAX_TOKENS:
-        raise file.fault(
-            number,
-            f"{cell[:40]!r} is not a number of tokens: expected an integer, 0 to {MAX_TOKENS}.",
-        )
-    return value
+        return cell

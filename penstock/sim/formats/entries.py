@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -96,6 +97,24 @@ class Entry:
         if not isinstance(value, dict):
             raise self.fault(f"`{name}` is {_show(value)}: expected an object.")
         return Entry(self.file, self.number, value)
+
+
+class Arrivals:
+    """Arrival times relative to the first request. They must not decrease."""
+
+    def __init__(self) -> None:
+        self._first = self._latest = -math.inf
+
+    def add(self, entry: Entry, name: str, moment: float) -> float:
+        """The seconds since the first request; `moment` is the entry's field `name`."""
+        if moment < self._latest:
+            raise entry.fault(
+                f"`{name}` goes back by {self._latest - moment:.3f} s: expected requests in order "
+                "of arrival; sort the file."
+            )
+        self._first = moment if self._first == -math.inf else self._first
+        self._latest = moment
+        return moment - self._first
 
 
 def entries(file: TraceFile) -> Iterator[Entry]:

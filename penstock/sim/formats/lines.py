@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,26 +21,6 @@ class TraceLine(NamedTuple):
     number: int  # from 1
     text: str  # without the line break
     is_cut: bool  # the file ends without a line break here
-
-
-class Arrivals:
-    """Arrival times relative to the first request. They must not decrease."""
-
-    def __init__(self, file: TraceFile) -> None:
-        self._file = file
-        self._first = self._latest = -math.inf
-
-    def add(self, number: int, field: str, moment: float) -> float:
-        """Seconds from the first request to the one in line `number`. Raises TraceError."""
-        if moment < self._latest:
-            raise self._file.fault(
-                number,
-                f"{field} goes back by {self._latest - moment:.3f} s: expected "
-                "requests in order of arrival; sort the file.",
-            )
-        self._first = moment if self._first == -math.inf else self._first
-        self._latest = moment
-        return moment - self._first
 
 
 class TraceFile:

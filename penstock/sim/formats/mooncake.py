@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.sim.formats.entries import Entry, entries
-from penstock.sim.formats.lines import Arrivals, TraceFile
+from penstock.sim.formats.entries import Arrivals, Entry, entries
+from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import NumberNames
 from penstock.sim.trace import Trace, TraceRequest
 
@@ -27,10 +27,10 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or BLOCK_TOKENS
     names = NumberNames("mooncake")
     requests: list[TraceRequest] = []
-    arrivals = Arrivals(file)
+    arrivals = Arrivals()
     for entry in entries(file):
         moment = entry.seconds("timestamp", ticks_per_second=1000)
-        arrival = arrivals.add(entry.number, "`timestamp`", moment)
+        arrival = arrivals.add(entry, "timestamp", moment)
         ids = block_ids(entry, block_tokens)
         requests.append(
             TraceRequest(

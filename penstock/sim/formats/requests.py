@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.sim.formats.entries import Entry, entries
-from penstock.sim.formats.lines import Arrivals, TraceFile
+from penstock.sim.formats.entries import Arrivals, Entry, entries
+from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import DEFAULT_BLOCK_TOKENS, ChainNames, pseudo_tokens
 from penstock.sim.formats.prompts import Exchange, messages_text, tokens_of
 from penstock.sim.trace import Trace, TraceRequest
@@ -36,12 +36,12 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or DEFAULT_BLOCK_TOKENS
     names = ChainNames(block_tokens)
     requests: list[TraceRequest] = []
-    arrivals = Arrivals(file)
+    arrivals = Arrivals()
     for entry in entries(file):
         name = entry.first_of(*_TIMES)
         if name is None:
             raise entry.fault(f"there is no time: expected one of {', '.join(_TIMES)}.")
-        arrival = arrivals.add(entry.number, f"`{name}`", entry.moment(name))
+        arrival = arrivals.add(entry, name, entry.moment(name))
         named = entry.first_of(*_SESSIONS)
         session = "" if named is None else str(entry.fields[named])
         exchange = Exchange(_prompt(entry), *_output(entry))

@@ -19,8 +19,7 @@ from penstock.sim.workloads.world import World, in_order
 
 __all__ = ["WORKLOADS", "generate", "knobs_of"]
 
-_Workload = ChatWorkload | Rag | Code | Agents | Batch
-_KINDS: dict[str, type[_Workload]] = {
+_KINDS: dict[str, type[ChatWorkload | Rag | Code | Agents | Batch]] = {
     "chat": ChatWorkload,
     "rag": Rag,
     "code": Code,
