@@ -75,7 +75,7 @@ class Bench:
         return made
 
     def cold_bytes(self, sequences: list[Sequence]) -> int:
-        """Bytes that one step reads over the link; a block read by several sequences counts once."""
+        """Bytes that one step reads over the link; blocks read by several sequences count once."""
         reads = self.runner._reads([sequence.last() for sequence in sequences])
         first, last = self.host.address, self.host.address + self.host.num_bytes
         num_direct = int(((reads.table >= first) & (reads.table < last)).sum())

@@ -85,7 +85,7 @@ def open_engine(
         pool = format_bytes(settings.device_kv_bytes)
         raise ConfigError(
             f"{device} ran out of memory with a KV pool of {pool} ({first_line(error)}): "
-            "activations and prefetched KV need room beside the pool; lower device_kv_gib or "
+            "activations and KV fetched ahead also need memory; lower device_kv_gib or "
             "gpu_memory_utilization, or free memory on the device."
         ) from None
     return engine
