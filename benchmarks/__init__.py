@@ -1,1 +1,1 @@
-"""Benchmarks. Each prints its limit or peer beside it, from the same run, and the ratio."""
+"""Benchmarks. Each prints its result, the limit or peer measured in the same run, and the ratio."""

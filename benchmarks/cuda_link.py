@@ -1,7 +1,7 @@
-"""HOST to and from a GPU through the façade, against one large copy of pinned memory.
+"""Copies between HOST and a GPU through the façade, compared with one large pinned copy.
 
-Blocks are scattered over the pool, and come in tickets of a prompt's size. One way, and both ways
-at once.
+Blocks are scattered over the pool and moved in tickets the size of a prompt, in one direction and
+in both at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(_: Path) -> Iterator[Row]:
         return
     for label in SHAPES:
         yield from _measure(label, "one batch", best_copy())
-    yield from _measure("2 MiB", "a call a block", copy_each)
+    yield from _measure("2 MiB", "one call per block", copy_each)
 
 
 def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
@@ -55,7 +55,9 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
     rounds = count()
     rng = random.Random(0)
     with build_offloader(
-        Config(HostConfig(size_bytes=4 * size, policy="lru")),  # what was saved last is loaded next
+        Config(
+            HostConfig(size_bytes=4 * size, policy="lru")
+        ),  # keeps the blocks saved last, which are loaded next
         BlockSpec(bytes(32), block_bytes, tokens),
         device,
         device_mover=partial(CudaMover, device, copy_all=copy_all),
@@ -63,7 +65,7 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
         keys = fresh_keys(num, next(rounds))
 
         def places() -> list[Slot]:
-            """All different, so that what is saved is not overwritten by what is loaded."""
+            """Distinct slots, so that loads do not overwrite blocks that are being saved."""
             return [Slot(slot) for slot in rng.sample(range(3 * num), 2 * num)]
 
         def move(*, saves: bool, loads: bool) -> float:
@@ -77,7 +79,7 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
                 tickets = []
                 for start in range(0, num, per_prompt):
                     prompt = slice(start, start + per_prompt)
-                    if loads:  # first: what is saved then may push these out
+                    if loads:  # first, because saves may evict these blocks
                         tickets.append(offloader.load(old[prompt], targets[prompt]))
                     if saves:
                         tickets.append(offloader.save(keys[prompt], sources[prompt]))
@@ -114,10 +116,10 @@ def _measure(label: str, how: str, copy_all: CopyAll) -> Iterator[Row]:
             moved = size * (saves + loads)
             row = compare(title, moved, ours, limit, "one pinned copy each way", aim=aim)
             if row.ratio is not None and row.ratio > 1.05:
-                raise SystemExit(f"{title}: {row.ours:.0f} GB/s is more than the link carries")
+                raise SystemExit(f"{title}: {row.ours:.0f} GB/s is more than the link can carry")
             yield row
 
 
 def _whole(dones: list[Done]) -> None:
     if not all(done.ok for done in dones):
-        raise SystemExit("blocks were lost: what was timed is not what was asked")
+        raise SystemExit("blocks were lost: the measured time is not that of all blocks")

@@ -1,8 +1,8 @@
-"""DISK save and load against raw O_DIRECT with the same threads and sizes.
+"""DISK save and load, compared with raw O_DIRECT with the same threads and sizes.
 
-First the hop alone, HOST to and from DISK, as the transfer threads run it: checksums, records and
-verification included. Then end to end through the façade, books included; there every block also
-crosses DEVICE and HOST by memcpy, on the same cores, which the raw figure does not.
+First only the hop between HOST and DISK, as the transfer threads run it, with checksums, records
+and verification. Then end to end through the façade, including the books; there every block is also
+copied between DEVICE and HOST by memcpy on the same cores, which the raw figure does not include.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _measure(label: str, block_bytes: int, folder: Path) -> Iterator[Row]:
     os.posix_fallocate(descriptor, 0, num * spec.stride_bytes)
     config = Config(
         HostConfig(size_bytes=2 * num * spec.stride_bytes),
-        # Room for exactly the blocks of one round: from the second on, every save overwrites;
-        # by LRU, so that the newest round is on DISK whole.
+        # Room for exactly one round: from the second round on, every save overwrites. LRU, so
+        # that DISK always holds the whole of the newest round.
         DiskConfig(
             path=str(folder / "store"),
             size_bytes=num * (spec.stride_bytes + 256) + 64 * 1024,
@@ -93,7 +93,7 @@ def _measure(label: str, block_bytes: int, folder: Path) -> Iterator[Row]:
 
             seconds = seconds_of(work)
             offloader.empty_host()
-            assert offloader.match(keys).num_blocks == num, "not everything was written"
+            assert offloader.match(keys).num_blocks == num, "not all blocks were written"
             return seconds
 
         def load() -> float:

@@ -1,7 +1,7 @@
-"""Prefill and decode of the embedded engine, all resident, beside transformers and vLLM on a CPU.
+"""Prefill and decode of the embedded engine, compared with transformers and vLLM on a CPU.
 
-The same weights, dtype, prompts and cores; each engine in a process of its own, one after another.
-The ratio is the peer's time over ours: above 1 we are faster.
+All KV is on the device. Weights, dtype, prompts and cores are the same; each engine runs in its own
+process, one after another. The ratio is the peer's time over ours: above 1 we are faster.
 """
 
 from __future__ import annotations

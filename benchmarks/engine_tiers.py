@@ -1,6 +1,6 @@
-"""What tiers gain and cost the embedded engine: first tokens, throughput under pressure, saving.
+"""Benefit and cost of tiers in the embedded engine: first tokens, small pools, cost of saving.
 
-Every answer is compared with the one that was computed; a benchmark of wrong tokens is none.
+Every answer is compared with the computed one, because the speed of wrong answers means nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.engine.outputs import RequestOutput
 
 LENGTHS = (512, 2048, 8000)
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-# Pressure: sessions that come back twice, in pools that hold all, half or a quarter of them.
+# Sessions return twice, with pools that hold all, half or a quarter of them.
 SESSIONS = 8
 SESSION_TOKENS = 448
 TURN = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -41,7 +41,7 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 
 
 def _forget(llm: LLM, *, host: bool = False) -> None:
-    """Leave nothing on the device, and in DRAM only what may be there."""
+    """Empty the device and, with `host`, DRAM."""
     offloader = llm.engine.offloader
     assert offloader is not None
     offloader.drain()
@@ -73,14 +73,14 @@ def _first_token(folder: Path) -> Iterator[Row]:
                     assert hit.metrics is not None
                     if hit.metrics.num_loaded_tokens:
                         hits.append(hit)
-                if not hits:  # then computing is cheaper, and the engine knows
+                if not hits:  # the engine chose to compute because that is cheaper
                     continue
                 seconds = median(map(_seconds, hits))
                 loaded = hits[-1].metrics.num_loaded_tokens if hits[-1].metrics else 0
                 name = f"first token, {length} tokens, {loaded} from {tier}"
                 recompute = _seconds(computed)
                 yield Row(
-                    f"{name} ({loaded * token_bytes / seconds / 1e9:.2f} GB/s over all of it)",
+                    f"{name} ({loaded * token_bytes / seconds / 1e9:.2f} GB/s end to end)",
                     seconds * 1000,
                     "ms",
                     recompute * 1000,
@@ -111,10 +111,10 @@ def _pressure() -> Iterator[Row]:
 
 
 def _serve_sessions(host_gib: float, share: int) -> tuple[int, float, list[list[int]]]:
-    """Three turns of all sessions; the tokens read and written, the time, and what was said."""
+    """Run three turns of all sessions. Returns tokens processed, seconds, and the conversations."""
     block_tokens = 32
     with LLM(
-        dtype="float32",  # in bfloat16 another batch may give another token
+        dtype="float32",  # in bfloat16 a token may depend on the rest of the batch
         kv_offloading_size=host_gib,
         device_kv_gib=_pool_gib(SESSIONS // share, block_tokens),
         block_tokens=block_tokens,
@@ -133,7 +133,7 @@ def _serve_sessions(host_gib: float, share: int) -> tuple[int, float, list[list[
 
 
 def _pool_gib(num_sessions: int, block_tokens: int) -> float:
-    """Room for so many sessions at their longest."""
+    """The size of a pool that holds this many sessions at their longest."""
     token_bytes = 2 * 30 * 3 * 64 * 4  # SmolLM2-135M: layers, KV heads, head_dim, float32
     longest = SESSION_TOKENS + 3 * (16 + 24)
     num_blocks = num_sessions * (-(-longest // block_tokens) + 1)
@@ -141,7 +141,7 @@ def _pool_gib(num_sessions: int, block_tokens: int) -> float:
 
 
 def _saving(folder: Path) -> Iterator[Row]:
-    """Prompts that never come again: all that offloading does here is save."""
+    """The cost of saving, with prompts that are never repeated."""
     rounds: dict[bool, list[float]] = {False: [], True: []}
     seed = 10_000
     with (

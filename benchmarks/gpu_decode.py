@@ -1,12 +1,12 @@
-"""Decode on a GPU with part of the KV in DRAM, read there; Llama-3.1-8B's shapes, bf16.
+"""Decode on a GPU with part of the KV in DRAM, read in place; Llama-3.1-8B's shapes, bf16.
 
     python -m benchmarks.gpu_decode [--longest 32768]
 
-Beside each figure its limit: with nothing cold, vLLM 0.26's step with CUDA graphs on an H200 (5.05,
-6.0 and 9.0 ms at batch 1, 16 and 64, 2,048 tokens); with cold blocks, what one large pinned copy
-takes over the same link in the same run. First it is shown that the logits are the same, bit for
-bit, whatever is cold. Contexts that no GPU holds are made of fewer blocks that come up again and
-again, far more of them than any cache keeps; cold bytes are those that crossed the link.
+Each figure has its limit: without cold blocks, a step of vLLM 0.26 with CUDA graphs on an H200
+(5.05, 6.0 and 9.0 ms at batch 1, 16 and 64, 2,048 tokens); with cold blocks, the time of one large
+pinned copy over the same link in the same run. First, logits are checked to be the same, bit for
+bit, whichever blocks are cold. Contexts too long for any GPU repeat a smaller set of blocks, which
+is still far larger than any cache. Cold bytes are those that crossed the link.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Bench:
         self.runner = TritonRunner(self.loaded, self.pool, BLOCK_TOKENS, self.host, max_num_seqs=64)
 
     def _fill_host(self) -> None:
-        """HOST's block i holds what the device's block i holds."""
+        """Copy each block of the device to the block with the same number in HOST."""
         flat = torch.frombuffer(self.host.buffer, dtype=torch.uint8).view(-1, self.block_bytes)
         blocks = self.pool.tensor.view(self.pool.tensor.shape[0], -1).view(torch.uint8)
         count = min(len(flat), len(blocks))
-        for block in range(count):  # a copy must not span two pinned stretches
+        for block in range(count):  # a copy must not span two pinned regions
             flat[block].copy_(blocks[block], non_blocking=True)
         _cuda.synchronize()
 
     def sequences(self, batch: int, context: int, cold: float, seed: int = 0) -> list[Sequence]:
-        """The same blocks for every share of cold ones: what is cold lies elsewhere, no more."""
+        """The same blocks for every share of cold blocks; only their location differs."""
         num = -(-context // BLOCK_TOKENS)
         limit = min(self.pool.tensor.shape[0], self.host.num_slots)
         made = []
@@ -70,19 +70,19 @@ class Bench:
             blocks = [rng.randrange(limit - batch) for _ in range(num - 1)]
             is_cold = set(rng.sample(range(num - 1), min(num - 1, int(cold * num))))
             places = [~block if i in is_cold else block for i, block in enumerate(blocks)]
-            places.append(limit - 1 - row)  # is written to: the sequence's own, and never cold
+            places.append(limit - 1 - row)  # written to: belongs to one sequence and is never cold
             made.append(Sequence([5] * context, places))
         return made
 
     def cold_bytes(self, sequences: list[Sequence]) -> int:
-        """What one step reads over the link: a block that is fetched for several counts once."""
+        """Bytes that one step reads over the link; blocks read by several sequences count once."""
         reads = self.runner._reads([sequence.last() for sequence in sequences])
         first, last = self.host.address, self.host.address + self.host.num_bytes
         num_direct = int(((reads.table >= first) & (reads.table < last)).sum())
         return (num_direct + len(reads.fetched)) * self.block_bytes
 
     def step_ms(self, sequences: list[Sequence]) -> tuple[float, float]:
-        """Wall time of a step, and what the GPU alone takes for it once it was told."""
+        """Wall time of a step, and the GPU's own time for it."""
         chunks = [sequence.last() for sequence in sequences]
 
         def step() -> None:
@@ -111,7 +111,7 @@ class Bench:
 
 
 def check_bits(bench: Bench) -> None:
-    """The same blocks, elsewhere: the same logits. What is cold changes from step to step."""
+    """Check that logits do not depend on where blocks are. Cold blocks change with every step."""
     graphs = bench.runner._graphs
     for batch, context in ((1, 3000), (5, 1777)):
         first = None
@@ -120,11 +120,11 @@ def check_bits(bench: Bench) -> None:
                 bench.runner._graphs = graphs if use_graphs else None
                 sequences = bench.sequences(batch, context, cold)
                 chunks = [sequence.last() for sequence in sequences]
-                for _ in range(5):  # from the third on, the first layers are brought ahead
+                for _ in range(5):  # from the third step on, the first layers are fetched ahead
                     logits = bench.runner.run(chunks)
                     first = logits.clone() if first is None else first
                     if not torch.equal(logits, first):
-                        raise SystemExit(f"{cold:.0%} cold, graphs {use_graphs}: other logits")
+                        raise SystemExit(f"{cold:.0%} cold, graphs {use_graphs}: the logits differ")
     bench.runner._graphs = graphs
     print("logits are the same, bit for bit, with 0 to 100% cold, with graphs and without")
 

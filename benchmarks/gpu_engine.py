@@ -1,13 +1,13 @@
-"""The embedded engine on a GPU, Llama-3.1-8B's shapes in bf16: what tiers gain and cost.
+"""The embedded engine on a GPU, Llama-3.1-8B's shapes in bf16: benefit and cost of tiers.
 
-    python -m benchmarks.gpu_engine ttft       time to the first token: computed, and from DRAM
-    python -m benchmarks.gpu_engine cache      tokens a second over sizes of the DRAM tier
-    python -m benchmarks.gpu_engine decode     a token of the whole engine, beside vLLM's
+    python -m benchmarks.gpu_engine ttft       time to first token: computed, and from DRAM
+    python -m benchmarks.gpu_engine cache      tokens per second for several sizes of DRAM
+    python -m benchmarks.gpu_engine decode     time per token of the whole engine, next to vLLM's
     python -m benchmarks.gpu_engine larger     one sequence larger than the device pool
     python -m benchmarks.gpu_engine beside     a decode step while blocks are loaded and saved
 
-With `--tiny` each runs in small on a CPU, to show that it runs. A prompt that comes from DRAM
-faster than the link carries its bytes ends the run: it cannot have been loaded.
+With `--tiny` each runs at a small scale on a CPU, to show that it works. A prompt that arrives from
+DRAM faster than the link can carry its bytes ends the run: it cannot have been loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GIB = 1 << 30
 
 
 class Scale:
-    """Sizes for a GPU, or a thousandth of them."""
+    """Sizes for a GPU, or a thousandth of them for a CPU."""
 
     def __init__(self, tiny: bool) -> None:
         self.tiny = tiny
@@ -98,7 +98,7 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
 def serve(
     engine: Engine, prompts: list[list[int]], max_tokens: int = 1
 ) -> tuple[float, list[Request]]:
-    """How long all of them took, and what became of them."""
+    """Run all requests. Returns the seconds and the finished requests."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     started = time.perf_counter()
     requests = [engine.add(f"{started}-{n}", prompt, params) for n, prompt in enumerate(prompts)]
@@ -108,7 +108,7 @@ def serve(
 
 
 def forget(engine: Engine) -> None:
-    """All that the device holds, once it has been saved."""
+    """Empty the device once everything has been saved."""
     assert engine.offloader is not None
     engine.offloader.drain()
     engine.step()
@@ -138,19 +138,19 @@ def ttft(scale: Scale, rounds: int) -> None:
                 seconds, found = serve(engine, [prompt])
                 loaded.append(seconds)
                 if found[0].output_ids != answer:
-                    raise SystemExit(f"{length} tokens: another answer from DRAM")
+                    raise SystemExit(f"{length} tokens: the answer from DRAM differs")
             row: dict[str, Any] = {"tokens": length, "computed_ms": median(computed) * 1e3}
             row |= {"dram_ms": median(loaded) * 1e3, "loaded_tokens": found[0].num_loaded_tokens}
             row["gain"] = row["computed_ms"] / row["dram_ms"]
             if link is not None:
                 row["link_ms"] = found[0].num_loaded_tokens * scale.token_bytes / link * 1e3
                 if row["link_ms"] > 1.05 * row["dram_ms"]:
-                    raise SystemExit(f"{row}: more than the link carries")
+                    raise SystemExit(f"{row}: more than the link can carry")
             say(row)
 
 
 class _Watch:
-    """Why blocks were computed: nothing had them, to load them looked dear, or they were lost."""
+    """Why blocks were computed: not found, loading looked too expensive, or lost."""
 
     def __init__(self) -> None:
         self.clear()
@@ -178,7 +178,7 @@ class _Watch:
 
 
 def cache(scale: Scale, sizes: list[int]) -> None:
-    """Prompts come back in a random order; all of them together are 24 GiB."""
+    """Prompts return in random order; together they have 24 GiB of KV."""
     num, length = 24, scale.tokens(8_192)
     prompts = [prompt_of(length, seed) for seed in range(num)]
     asked = random.Random(0).choices(prompts, k=36)
@@ -197,13 +197,13 @@ def cache(scale: Scale, sizes: list[int]) -> None:
             row = {"dram_gib": gib, "tokens_per_second": total / seconds, "cached": cached / total}
             return row | watch.row(len(asked) * length // BLOCK_TOKENS)
 
-    measure(sizes[-1])  # not counted: kernels are compiled, for every length once
+    measure(sizes[-1])  # not counted: kernels are compiled once for every length
     for gib in sizes:
         say(measure(gib))
 
 
 def decode(scale: Scale) -> None:
-    """All that a step is: settle, schedule, compute, sample, put into words; saves beside it."""
+    """The whole step: settle, schedule, compute, sample, detokenize, with saves in parallel."""
     context, answer = scale.tokens(2_048), 100
     for batch, vllm_ms in VLLM_MS.items():
         room = batch * (context + answer + BLOCK_TOKENS)
@@ -223,7 +223,7 @@ def decode(scale: Scale) -> None:
 
 
 def _steps(engine: Engine, batch: int, context: int, answer: int) -> dict[str, Any]:
-    """Of steps in which all of the batch decode: how long they took, and what was read of DRAM."""
+    """For steps in which the whole batch decodes: their seconds, and the bytes read from DRAM."""
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
     prompts = [prompt_of(context, seed) for seed in range(batch)]
     requests = [engine.add(str(n), prompt, params) for n, prompt in enumerate(prompts)]
@@ -266,7 +266,8 @@ def larger(scale: Scale) -> None:
 
 
 def beside(scale: Scale) -> None:
-    """Decode of 16 sequences of 2,048 tokens, alone and while 512 blocks a time come and go."""
+    """Decode 16 sequences of 2,048 tokens, alone and while 512 blocks at a time are loaded or
+    saved."""
     batch, context, num = (2, 128, 8) if scale.tiny else (16, 2_048, 512)
     blocks = batch * context // BLOCK_TOKENS
     with scale.engine((blocks + 2 * num) * BLOCK_TOKENS, 16 * num * BLOCK_TOKENS) as engine:
@@ -292,7 +293,7 @@ def beside(scale: Scale) -> None:
             engine.runner.post(engine.runner.run(chunks).argmax(-1))()
 
         def step_ms(starts: list[Callable[[], Any]]) -> tuple[float, float]:
-            """Of a step, with these always under way; and the GB/s they move."""
+            """Milliseconds per step while these transfers keep running, and their GB/s."""
             pending = {start: start() for start in starts if made}
             taken, moved, began = [], 0, time.perf_counter()
             while time.perf_counter() - began < (0.2 if scale.tiny else 2.0):
@@ -310,7 +311,7 @@ def beside(scale: Scale) -> None:
             return median(taken) * 1e3, moved * block_bytes / seconds / 1e9
 
         def bare_ms(loads: bool, saves: bool) -> float:
-            """Of a step beside large copies that nothing of ours has to do with: the limit."""
+            """Milliseconds per step during large copies without our code: the limit."""
             with bare_copies(loads=loads, saves=saves) as go_on:
                 taken, began = [], time.perf_counter()
                 while time.perf_counter() - began < 2.0:
@@ -320,7 +321,7 @@ def beside(scale: Scale) -> None:
 
         step_ms([])
         for name, starts in (("load", [load]), ("save", [save]), ("both", [load, save])):
-            offloader.wait([offloader.save(keys, sources)])  # new ones may have pushed them out
+            offloader.wait([offloader.save(keys, sources)])  # new blocks may have evicted them
             before = step_ms([])[0]
             ms, rate = step_ms(list(starts))
             base = (before + step_ms([])[0]) / 2
@@ -333,7 +334,7 @@ def beside(scale: Scale) -> None:
 
 @contextmanager
 def bare_copies(*, loads: bool, saves: bool) -> Iterator[Callable[[], None]]:
-    """Large copies of pinned memory; call what is yielded now and then, to keep them going."""
+    """Run large copies of pinned memory. Call the yielded function often to keep them going."""
     size = 256 << 20
     pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     on_gpu = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]

@@ -1,6 +1,6 @@
 """A model of Llama-3.1-8B's shapes with random weights, on a GPU, for benchmarks.
 
-A small one of the same kind for a CPU shows that a benchmark runs; its figures mean nothing.
+A small one of the same kind for a CPU shows that a benchmark works; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 16
 
 
 def random_llama(device: str = "cuda", **changes: Any) -> LoadedModel:
-    """Weights are small random numbers: what is measured does not depend on them."""
+    """The weights are small random numbers: speed does not depend on them."""
     given = {k: v for k, v in LLAMA.items() if k not in ("architectures", "torch_dtype")}
     config = LlamaConfig(**{**given, **changes})
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def tiny_llama() -> LoadedModel:
 
 
 def small_llama() -> LoadedModel:
-    """For a GPU: its answers do not depend on how a batch is rounded."""
+    """A small float32 model for a GPU: its answers do not depend on rounding within a batch."""
     return _in_float32(
         "cuda",
         num_hidden_layers=6,
@@ -91,7 +91,7 @@ def _in_float32(device: str, **shape: Any) -> LoadedModel:
 
 
 def link_bytes_per_second() -> float:
-    """Of one large pinned copy to the GPU: what the link carries."""
+    """The link's rate: that of one large pinned copy to the GPU."""
     cuda: Any = torch.cuda
     size = 1 << 30
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -111,10 +111,10 @@ def token_bytes(loaded: LoadedModel) -> int:
 
 @dataclass
 class Sequence:
-    """As much of a request as a runner looks at."""
+    """The part of a request that a runner uses."""
 
     tokens: list[int]
-    places: InitVar[list[int]]  # a device slot, or ~ a slot of HOST
+    places: InitVar[list[int]]  # a device slot, or ~slot for a slot of HOST
     table: BlockTable = field(init=False)
 
     def __post_init__(self, places: list[int]) -> None:
@@ -126,5 +126,5 @@ class Sequence:
                 self.table.extend_cold([Slot(~place)])
 
     def last(self) -> Chunk:
-        """Its last token, as a decode step computes it."""
+        """The chunk of its last token, as in a decode step."""
         return Chunk(cast(Any, self), len(self.tokens) - 1, 1)

@@ -1,10 +1,10 @@
-"""Tokens a second beside transformers' own offloaded cache, same model, same context, on a GPU.
+"""Tokens per second compared with transformers' offloaded cache: same model and context, on a GPU.
 
     python -m benchmarks.gpu_offloaded --context 32768
 
-transformers keeps the KV of all layers but one in DRAM and brings each layer's back at every step.
-Ours keeps on the device what there is room for: here nothing but the first 1,024 and last 512
-tokens, then a tenth, a half, and nine tenths of the context.
+transformers keeps the KV of all layers but one in DRAM and loads each layer's KV at every step.
+Ours keeps on the device what fits: here only the first 1,024 and last 512 tokens, then a tenth, a
+half, and nine tenths of the context.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows with a limit beside them. Rounds of ours and of the limit alternate: both see the noise."""
+"""Rows with a limit. Rounds of ours and of the limit alternate, so noise affects both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZES = {"0.36 MiB": 368_640, "1.4 MiB": 1_474_560, "2 MiB": 2 * MIB}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`ratio` compares with the limit: 1 is the limit itself, and more is better."""
+    """One result. `ratio` compares it with the limit: 1 is the limit itself, more is better."""
 
     name: str
     ours: float
@@ -45,7 +45,7 @@ def compare(
     rounds: int = 7,
     aim: str = "≥ 0.9",
 ) -> Row:
-    """Time both in turn; each returns the seconds that `num_bytes` took. Medians are compared."""
+    """Time both alternately. Each returns the seconds for `num_bytes`; medians are compared."""
     ours(), limit()  # warm up: pages, files, threads
     pairs = []
     for index in range(rounds):
@@ -58,7 +58,7 @@ def compare(
 
 
 def in_threads(num_threads: int, work: Callable[[int], object]) -> float:
-    """Seconds until `work(0)` … `work(num_threads - 1)` have run side by side."""
+    """Seconds to run `work(0)` … `work(num_threads - 1)` in parallel threads."""
     threads = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]
 
     def run() -> None:
@@ -75,7 +75,7 @@ def block_spec(block_bytes: int) -> BlockSpec:
 
 
 def filled_arena(spec: BlockSpec, num_slots: int, headroom_bytes: int = 0) -> HostArena:
-    """Every slot different and none compressible to a constant: zeros run faster than data."""
+    """An arena whose slots all differ. They are not constant, because zeros are faster to copy."""
     size_bytes = num_slots * (spec.stride_bytes + headroom_bytes)
     arena = HostArena(spec, size_bytes, headroom_bytes=headroom_bytes)
     pattern = bytes((i * 131 + i // 251) % 256 for i in range(4096))

@@ -1,4 +1,4 @@
-"""One tier's lane by itself: engine, mover and store, without books or device."""
+"""One tier's lane alone: engine, mover and store, without books or device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.types import Tier, Transfer, TransferId, Verdict
 
 
 class Hop:
-    """Checksums, heads or records, and verification included."""
+    """One hop, including checksums, headers or records, and verification."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Hop:
         return seconds_of(lambda: self._run(self._tier, Tier.HOST))
 
     def _run(self, source: Tier, target: Tier) -> None:
-        spread = self._spreads and target is Tier.HOST  # as the books cut it
+        spread = self._spreads and target is Tier.HOST  # as the books split loads
         parts = list(cut(len(self.keys), self._step, spread))
         for number, part in enumerate(parts):
             keys, slots = tuple(self.keys[part]), tuple(self._slots[part])
-            parents = (None, *keys[:-1])  # as a prompt's blocks do
+            parents = (None, *keys[:-1])  # like the blocks of a prompt
             transfer = Transfer(
                 TransferId(number), source, target, keys, slots, slots, parents=parents
             )

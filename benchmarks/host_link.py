@@ -1,4 +1,4 @@
-"""HOST save and load through the façade, against memcpy with the same threads and block size."""
+"""HOST save and load through the façade, compared with memcpy with the same threads and blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys, matches and the index: what every request pays before a byte moves."""
+"""Keys, matches and the index: the cost of every request before any transfer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _keys_and_match() -> Iterator[Row]:
 
 
 def _stack(keys: list[BlockKey]) -> TierStack:
-    """Half of the prompt in HOST, all of it on DISK."""
+    """Books with half of the prompt in HOST and all of it on DISK."""
     books = {}
     for tier, held in ((Tier.HOST, keys[: len(keys) // 2]), (Tier.DISK, keys)):
         ledger = Ledger(len(keys), POLICIES["reuse"](len(keys)), recovering=True)
@@ -101,7 +101,7 @@ def _lookups() -> Iterator[Row]:
 
 
 def _index_bytes(policy: str) -> Row:
-    """In a process of its own, by what the kernel counts: nothing is forgotten."""
+    """Memory per block, in a separate process, as counted by the kernel."""
     program = f"""
 import os
 from penstock.books.ledger import Ledger
@@ -120,7 +120,7 @@ print((resident() - before) / {MILLION})
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     num_bytes = float(answer.stdout)
-    # 32 bytes of key and 4 of slot: what no index of this kind can go below.
+    # 32 bytes of key and 4 of slot: the least that such an index needs.
     name = "key and slot alone"
     return Row(
         f"index of a million blocks, {policy}",
@@ -134,7 +134,7 @@ print((resident() - before) / {MILLION})
 
 
 def _recovery(directory: Path) -> Row:
-    """A million held slots, read and entered into the books; the payloads are a hole."""
+    """Read a million records and enter them into the books; the payload files are sparse."""
     spec = BlockSpec(bytes(32), 4096, 16)
     geometry = Geometry.of(spec)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=directory) as folder:

@@ -1,11 +1,12 @@
-"""Every policy on traces: hit rates of one tier beside LRU's and the offline optimum.
+"""Hit rates of every policy on traces, with one tier, compared with LRU and the offline optimum.
 
     python -m benchmarks.policies TRACE [TRACE ...] [--blocks 1000,4000,16000] [--generated]
 
-Of each trace, and of its second half alone with nothing learnt from the first. `--generated` adds
-the workloads of the generator, at a tenth, a third and all of the blocks that come back there.
-"Of the way" is the share of the distance from LRU to the optimum that a policy covers: 0% is LRU,
-100% is what no policy can beat, below 0% is worse than LRU. The mean over the sizes.
+Each trace is replayed as a whole, and its second half alone, without what was learnt from the
+first. `--generated` adds the generated workloads, with room for a tenth, a third and all of the
+blocks that are used more than once.
+"Of the way" is the share of the distance from LRU to the optimum that a policy covers, the mean
+over the sizes: 0% is LRU, 100% is the optimum, below 0% is worse than LRU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def compare(name: str, requests: Sequence[TraceRequest], sizes: Sequence[int]) -
     print("| policy | " + " | ".join(f"{size:,}" for size in sizes) + " | of the way | s |")
     print("|---" * (len(sizes) + 3) + "|")
     best = [optimum(requests, size).hit_rate for size in sizes]
-    # As the published figures: a prompt's head is the most recent of its blocks.
+    # As in published figures, a prompt's first block counts as its most recent one.
     base = [replay(requests, new_ledger("lru", n), tails_first=True).hit_rate for n in sizes]
     show("LRU, heads last", base, base, best, 0.0)
     for policy in POLICIES:

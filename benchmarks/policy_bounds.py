@@ -1,11 +1,11 @@
-"""How near to the optimum a policy could come that is told more than any policy can know.
+"""How close to the optimum a policy could get if it knew more than any policy can.
 
     python -m benchmarks.policy_bounds TRACE [--blocks 1000,4000,16000]
 
-The default policy, with what it learns put in its hands beforehand: it is given a kind for each
-request, and from the whole trace, future included, how often requests of that kind come back and
-after how long. The kinds say more from row to row; the last two say what only the future knows.
-None of these is a policy: they are bounds on what better features could bring.
+The default policy is given in advance what it otherwise learns: a kind for each request and, from
+the whole trace including the future, how often requests of that kind return, and after how long.
+From row to row the kinds carry more information; the last two need knowledge of the future. These
+are not policies but bounds on what better features could gain.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from penstock.sim.replay import new_ledger, replay
 from penstock.sim.trace import TraceRequest
 from penstock.types import BlockKey
 
-_PASSES = 3  # what comes back when depends on what is kept: it settles quickly
+_PASSES = 3  # what is reused depends on what is kept; this many passes are enough to settle
 
 
 @dataclass(slots=True)
 class Turn:
     """A request as part of its conversation."""
 
-    number: int  # 0: nothing before it
+    number: int  # 0: the first turn
     pause_seconds: float
     num_blocks: int
-    blocks_until_next: int | None = None  # that other requests bring meanwhile; None: the last one
+    blocks_until_next: int | None = None  # of other requests; None: the last turn
 
 
 def turns_of(requests: Sequence[TraceRequest]) -> list[Turn]:
-    """A request goes on where another ended that it repeats but for the last two blocks."""
+    """The turn of each request. A request continues another if it repeats all of that one's
+    blocks except the last two."""
     last_user: dict[BlockKey, int] = {}
     turns: list[Turn] = []
     num_blocks = [0]
@@ -65,18 +66,18 @@ def turns_of(requests: Sequence[TraceRequest]) -> list[Turn]:
 
 
 class Told(Reuse):
-    """The default policy, over kinds that it is told, with rates that it has been given."""
+    """The default policy with given kinds of requests and given reuse rates."""
 
     def __init__(self, capacity: int, given: tuple[list[float], list[list[float]]] | None) -> None:
         self.kind = 0
         self._given = given
         super().__init__(capacity)
         self._max_ghosts = 1 << 30
-        self._trial.prefers_worth = True  # a bound on what worth can bring: nothing to be tried
+        self._trial.prefers_worth = True  # this measures worth alone, so there is no trial
 
     def insert_all(self, keys: Sequence[BlockKey], before: Sequence[BlockKey | None]) -> None:
         for key, previous in zip(keys, before, strict=True):
-            self.insert(key, previous)  # each of the kind that is told
+            self.insert(key, previous)  # one by one, each with the given kind
 
     def touch(self, key: BlockKey) -> None:
         run, before, taken = self._runs.take(key)
@@ -91,11 +92,11 @@ class Told(Reuse):
         return self._rates._num_begun, self._rates._num_reused
 
     def _uses_of(self, key: BlockKey, before: BlockKey | None) -> int:
-        super()._uses_of(key, before)  # notes that it came back
+        super()._uses_of(key, before)  # records the reuse
         return self.kind + 1
 
     def _learn(self) -> None:
-        """Once, from what is given; then it is the counting that is wanted."""
+        """Use the given rates once; afterwards only count."""
         if self._worst_first:
             return
         mine = self.counts()

@@ -1,9 +1,9 @@
-"""REMOTE save and load against the best raw client of the same store, on the same loopback.
+"""REMOTE save and load, compared with the fastest raw client of the same store, over loopback.
 
-Ours is the hop between HOST and the store as the transfer threads run it: heads, a checksum of
-every byte both ways (with a secret: keyed BLAKE3), and blocks in HOST's slots in the end. The raw
-client does none of that: what it gets stays where its library puts it. Server, clients and
-checksums share the cores.
+Ours is the hop between HOST and the store as the transfer threads run it: headers, a checksum of
+every byte in both directions (with a secret: keyed BLAKE3), and blocks end up in HOST's slots. The
+raw client does none of that: data stays where its library puts it. Server, clients and checksums
+share the cores.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote, th
 from penstock.types import Slot, Tier
 
 TOTAL_BYTES = 192 * MIB
-MOONCAKE_BYTES = 384 * MIB  # some batches of it
+MOONCAKE_BYTES = 384 * MIB  # several batches
 THREADS = threads_for(RemoteConfig())
-PIPELINE = 8  # values in one pipeline, as many as one of our transfers has of 2 MiB
+PIPELINE = 8  # values per pipeline: as many as blocks of 2 MiB in one of our transfers
 NUM_NAMES = 512
 SIZES = {label: size for label, size in BLOCK_SIZES.items() if label != "0.36 MiB"}
 AIM = "≥ 0.85"
@@ -96,7 +96,9 @@ def _measure_with(
                 size = num * block_bytes
 
                 def save(hop: Hop = hop, remote: RemoteStore = remote) -> float:
-                    if url.startswith("mooncake"):  # as for the raw client: nothing is replaced
+                    if url.startswith(
+                        "mooncake"
+                    ):  # like the raw client, without replacing any value
                         remote.client.remove([remote.name(key) for key in hop.keys])
                     return hop.save()
 
@@ -142,7 +144,7 @@ def _raw_redis(url: str, memory: HostArena) -> tuple[Move, Move, str]:
 
 
 def _beside_redis_benchmark(url: str, rows: list[Row]) -> Iterator[Row]:
-    """Redis' own client in C, which sends one buffer over and over and keeps nothing it gets."""
+    """Redis' own benchmark in C, which sends one buffer repeatedly and discards its replies."""
     if shutil.which("redis-benchmark") is None:
         return
     port = str(urlsplit(url).port)
@@ -163,14 +165,14 @@ def _beside_redis_benchmark(url: str, rows: list[Row]) -> Iterator[Row]:
 
 
 def _beside_lmcache(url: str, python: str) -> Iterator[Row]:
-    """LMCache's two clients: in Python on one asyncio loop, and in C++."""
+    """LMCache's two clients: one in Python on an asyncio loop, one in C++."""
     for scheme in ("redis", "resp"):
         raw = partial(_lmcache, python, f"{scheme}://127.0.0.1:{urlsplit(url).port}")
         yield from _measure_with(b"", "Redis", url, raw, beside=", beside LMCache", aim="")
 
 
 def _lmcache(python: str, url: str, opened: ExitStack, like: HostArena) -> tuple[Move, Move, str]:
-    """A process of its own, with as many blocks of the same size, that runs a round when asked."""
+    """A separate process with as many blocks of the same size, which runs a round on request."""
     command = [python, str(LMCACHE), "--on-request", "--url", url]
     command += ["--block-bytes", str(like.block_bytes), "--num-blocks", str(like.num_slots)]
     pipe = subprocess.PIPE

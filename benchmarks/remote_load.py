@@ -1,11 +1,11 @@
-"""Eight instances on one Redis that evicts, for minutes: nothing wrong, nothing lost but blocks.
+"""Eight instances share one Redis that evicts, for minutes: blocks may be lost, never wrong.
 
     python -m benchmarks.remote_load --minutes 10
 
-Each instance is a process of its own with DRAM for a few prompts. It looks prompts up, loads what
-is there, saves the rest, and compares every block that it loads with what the block must be. Now
-and then the server is paused, or killed and started again. At the end: blocks moved, what was
-lost and why, and how much memory the instances have at the end beside the beginning.
+Each instance is a separate process with DRAM for a few prompts. It looks prompts up, loads what is
+there, saves the rest, and compares every loaded block with its expected content. From time to time
+the server is paused, or killed and restarted. At the end it prints the blocks moved, the blocks
+lost and why, and each instance's memory over time.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Report:
     num_loaded: int = 0
     num_saved: int = 0
     num_wrong: int = 0
-    num_errors: int = 0  # that a request would have seen
+    num_errors: int = 0  # errors that would have reached a request
     lost: dict[str, int] = field(default_factory=dict)
-    longest_seconds: float = 0.0  # of one prompt's lookup and load
+    longest_seconds: float = 0.0  # for one prompt's lookup and load
     rss_mib: list[int] = field(default_factory=list)
 
 
@@ -72,10 +72,10 @@ def main() -> None:
             f"instance {report.instance}: {report.num_prompts:,} prompts, {report.num_loaded:,} "
             f"blocks loaded, {report.num_saved:,} saved, {report.num_wrong} wrong, "
             f"{report.num_errors} errors, longest {report.longest_seconds:.2f} s, "
-            f"lost {report.lost}, MiB in time: {memory}"
+            f"lost {report.lost}, MiB over time: {memory}"
         )
     total = sum(report.num_loaded for report in reports) * BLOCK_BYTES
-    print(f"{total / options.minutes / 60 / 1e9:.2f} GB/s loaded and compared, all together")
+    print(f"{total / options.minutes / 60 / 1e9:.2f} GB/s loaded and compared in total")
 
 
 def _run(server: RedisServer, seconds: float, num_instances: int) -> list[Report]:

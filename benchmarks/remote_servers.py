@@ -1,4 +1,4 @@
-"""The servers of the remote benchmarks, as URLs, for as long as they are measured."""
+"""Start the servers of the remote benchmarks; each is a context manager that yields a URL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from servers.mooncake_master import MooncakeMaster
 from servers.redis_server import RedisServer
 from servers.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
-# A peer that lends memory, and waits until its standard input ends.
+# A peer that provides memory until its standard input is closed.
 _LENDER = """
 import sys
 from mooncake.store import MooncakeDistributedStore
@@ -57,7 +57,7 @@ def mooncake_master(folder: Path) -> Iterator[str]:
     try:
         assert lender.stdout is not None
         while b"ready" not in lender.stdout.readline():
-            assert lender.poll() is None, "the peer that lends memory did not start"
+            assert lender.poll() is None, "the peer that provides memory did not start"
         yield master.url()
     finally:
         lender.kill()

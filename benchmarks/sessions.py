@@ -1,16 +1,16 @@
-"""Long sessions on a device pool that holds few of them: who gets in, and how fast tokens come.
+"""Long sessions on a device pool that holds few of them: how many are served, and how fast.
 
     python -m benchmarks.sessions                       a GPU: Llama-3.1-8B's shapes, 28,000 tokens
     python -m benchmarks.sessions --small               a GPU: a small model in float32
-    python -m benchmarks.sessions --tiny                a CPU: the same proportions, in small
+    python -m benchmarks.sessions --tiny                a CPU: the same proportions, at small scale
 
-Sessions share a template, come in bursts (the peak of a month's end), and each asks for some
-tokens. A pool for 2.8 of them, DRAM for the rest. Four systems see the same arrivals: the device
-alone; naive residency, which lets the oldest blocks of anybody go, whatever they are; prefix, tail
-and budget; and sessions that take turns. A session that finds the queue full is turned away. After
-a while what has not ended is given up, and the next burst comes. In float32 (`--tiny`, or `--small`
-on a GPU) answers are compared with those of the device alone; in bfloat16 they depend on who else
-is in the batch.
+Sessions share a template, arrive in bursts (like a peak at the end of a month), and each requests
+some tokens. The pool holds 2.8 of them, DRAM the rest. Four systems get the same arrivals: the
+device alone; naive residency, which moves the oldest blocks of any session to DRAM; prefix, tail
+and budget; and sessions that take turns. A session that finds the queue full is refused. After a
+time limit, unfinished sessions are aborted and the next burst starts. In float32 (`--tiny`, or
+`--small` on a GPU) answers are compared with those of the device alone; in bfloat16 they depend on
+the rest of the batch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Result:
 
 
 def bursts(load: Load) -> list[list[tuple[float, int, list[int]]]]:
-    """When, which session, what it asks."""
+    """For each burst, the arrivals: time, number of the session, prompt."""
     rng = random.Random(0)
     template = [rng.randrange(5, 90) for _ in range(load.template_tokens)]
     num_own = load.session_tokens - load.template_tokens - load.output_tokens
@@ -144,7 +144,7 @@ def _serve(
             if request.finish_reason is not None:
                 result.num_finished += 1
                 del last_token[request.id]
-        # Begun to answer, and not at the end.
+        # Sequences that have started to answer and have not finished.
         result.most_at_once = max(result.most_at_once, len(last_token))
 
 

@@ -1,12 +1,12 @@
-"""The same requests through the real engine and through the simulator: hits, and first tokens.
+"""Compare the simulator with the real engine on the same requests: hits and first tokens.
 
     python -m benchmarks.sim_agreement
 
-Conversations with a shared system prompt go through SmolLM2-135M on this machine's processor, with
-a device pool that holds only a part of them, DRAM that holds a little more, and a disk. What the
-engine did becomes a trace; the rates are those that the engine itself has measured. Printed is how
-many blocks each took from where, and the simulated time to the first token over the real one. A
-machine that does something else besides has no rates to measure: single ratios then say nothing.
+Conversations with a shared system prompt run through SmolLM2-135M on this machine's CPU, with a
+device pool that holds only part of them, DRAM that holds a little more, and a disk. The engine's
+requests become a trace; the simulator uses the rates that the engine measured. It prints how many
+blocks each took from which tier, and the simulated time to first token over the real one. Run it on
+an idle machine: on a busy one the rates vary, and single ratios mean nothing.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from penstock.sim.tally import Simulated
 from penstock.sim.trace import Trace, TraceRequest
 from penstock.types import Tier
 
-# Rounds of requests are so far apart that all is saved before the next one comes.
+# Rounds of requests are far enough apart that everything is saved before the next one.
 _ROUND_SECONDS = 1000.0
 _TOLERANCE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the workload and of the tiers, in tokens and blocks."""
+    """Sizes of the workload and of the tiers, in tokens and blocks."""
 
     block_tokens: int = 16
     num_device_blocks: int = 48
@@ -60,7 +60,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one request saw of the real engine, in blocks of its prompt."""
+    """One request's result in the real engine. Blocks are those of its prompt."""
 
     num_device_blocks: int
     num_loaded_blocks: int
@@ -81,7 +81,7 @@ def open_engine(loaded: LoadedModel, folder: Path, sizes: Sizes) -> Engine:
             path=str(folder),
             size_bytes=sizes.num_disk_blocks * (stride_bytes + page) + 65_536,
             policy=sizes.policy,
-            # One thread, so that blocks arrive in one order; the page cache, for a steady rate.
+            # One thread gives a fixed order of blocks; the page cache gives a steady rate.
             threads=1,
             direct=False,
         ),
@@ -99,9 +99,10 @@ def open_engine(loaded: LoadedModel, folder: Path, sizes: Sizes) -> Engine:
 def play(
     engine: Engine, sizes: Sizes, *, num_at_once: int = 1, in_step: bool = False, seed: int = 7
 ) -> tuple[Trace, list[Played]]:
-    """Conversations through the engine, so many of them at a time; what came out as a trace.
+    """Run conversations through the engine, `num_at_once` at a time; return them as a trace.
 
-    `in_step`: every step waits for what the one before it moves, however busy the machine is.
+    With `in_step`, each step waits for all transfers of the one before, so that the order does not
+    depend on how busy the machine is.
     """
     rng = random.Random(seed)
 
@@ -141,7 +142,7 @@ def mirror(
         rates,
         num_device_blocks=engine.pool.num_blocks,
         num_host_blocks=offloader.num_host_blocks,
-        num_disk_blocks=offloader.num_blocks,  # the larger of the two, which is the disk
+        num_disk_blocks=offloader.num_blocks,  # the larger of the two is the disk
         policy=sizes.policy,
         host_link=host_link,
         disk_link=disk_link,
@@ -173,8 +174,8 @@ def _run(
         if in_step:
             engine.offloader.drain(60)
     if not engine.offloader.drain(60):
-        raise TimeoutError("the saves did not end within a minute")
-    engine.step()  # the pool is told what was saved
+        raise TimeoutError("the saves did not finish within a minute")
+    engine.step()  # reports the finished saves to the pool
     return requests
 
 
@@ -192,7 +193,7 @@ def _traced(request: Request, arrival_seconds: float, block_tokens: int) -> Trac
 
 def _played(request: Request, block_tokens: int) -> Played:
     num_loaded = request.num_loaded_tokens // block_tokens
-    # Of a prompt that was found whole, the last token is computed all the same.
+    # The last token is computed even if the whole prompt was found.
     num_device = -(-request.num_cached_tokens // block_tokens) - num_loaded
     assert request.first_token_time is not None
     return Played(
@@ -204,10 +205,10 @@ def _played(request: Request, block_tokens: int) -> Played:
 
 
 class _Watch:
-    """Keeps what the engine's own meter is told, of every step."""
+    """Records every step that is reported to the engine's own meter."""
 
     def __init__(self, engine: Engine) -> None:
-        # Every step weighs the same here: nothing of this machine changes while it is measured.
+        # All steps have the same weight here: the machine does not change during the run.
         self._prefill = PrefillMeter(weight=1e-9)
         self._decode_seconds: list[float] = []
         self._observe = engine._costs.observe
@@ -226,7 +227,7 @@ class _Watch:
 
 
 def _links(engine: Engine) -> tuple[LinkSpec, LinkSpec]:
-    """Saves are taken to cross a link as loads do."""
+    """The links to DRAM and to the disk. Saves are assumed to be as fast as loads."""
     assert engine.offloader is not None
     rates = engine.offloader.rates
     host = rates[Tier.HOST]
@@ -254,7 +255,7 @@ def main() -> None:
 
 
 def _warm_up(loaded: LoadedModel) -> None:
-    """Kernels are compiled at their first use: that is no rate."""
+    """Warm up: kernels are compiled at their first use, which must not count."""
     sizes = Sizes(num_sessions=3, num_turns=2, num_device_blocks=24)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         engine = open_engine(loaded, Path(folder), sizes)
@@ -289,10 +290,11 @@ def _print(
         real_total += real.first_token_seconds
         ratios[kind].append(told.first_token_seconds / real.first_token_seconds)
     print(
-        f"{len(trace.requests)} requests: {real_seconds:.1f} s real, {simulated_seconds:.2f} s sim"
+        f"{len(trace.requests)} requests: {real_seconds:.1f} s real, simulated in "
+        f"{simulated_seconds:.2f} s"
     )
     print(f"hits equal, block for block: {num_equal} of {len(played)} requests")
-    print(f"first tokens, simulated over real, of all together: {simulated_total / real_total:.2f}")
+    print(f"first tokens, simulated over real, all together: {simulated_total / real_total:.2f}")
     everything = [ratio for kind in ratios.values() for ratio in kind]
     for kind, found_ratios in {**ratios, "all": everything}.items():
         if not found_ratios:

@@ -1,9 +1,9 @@
-"""How fast the simulator is: ten million block events through replay, memory flat; whole traces.
+"""The simulator's speed: ten million block events through replay with flat memory; whole traces.
 
     python -m benchmarks.sim_speed [--events 10000000] [--trace FILE]
 
-A block event is one block of one prompt, looked up and then used or written. The requests are made
-as they are played, so that what memory grows by is the ledger's and the policy's alone.
+A block event is one block of one prompt, looked up and then used or written. Requests are generated
+during the replay, so memory grows only by the ledger and the policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LIMIT_SECONDS = 10.0
 
 
 def requests(num_events: int) -> Iterator[TraceRequest]:
-    """Sessions of which few are popular; their tails change, and new ones replace old ones."""
+    """Sessions, a few of them popular. Their last blocks change; new sessions replace old ones."""
     rng = random.Random(1)
     for number in range(num_events // _BLOCKS):
         session = int(_NUM_SESSIONS * rng.random() ** 3) + number // 50
@@ -41,7 +41,7 @@ def requests(num_events: int) -> Iterator[TraceRequest]:
 
 
 def _name(version: int, session: int, block: int) -> BlockKey:
-    # Bits well mixed, as those of a hash are: policies make fingerprints of them.
+    # Mix the bits like a hash does: policies use them as fingerprints.
     mixed = ((version << 44 | session << 20 | block) * 0x9E3779B97F4A7C15) & (1 << 128) - 1
     return BlockKey(mixed.to_bytes(16, "little") * 2)
 
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sim_speed", description=__doc__)
     parser.add_argument("--events", type=int, default=10_000_000)
     parser.add_argument("--policy", default="lru", choices=list(POLICIES))
-    parser.add_argument("--trace", type=Path, help="a whole trace as well, under every policy")
+    parser.add_argument("--trace", type=Path, help="also replay this trace under every policy")
     options = parser.parse_args()
     print(f"one process, {num_cores()} cores")
     _replay(options.policy, options.events)

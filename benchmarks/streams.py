@@ -1,11 +1,11 @@
-"""What it costs to stream many answers at once: a server whose device takes a given time a step.
+"""The cost of streaming many answers at once, with a device that takes a fixed time per step.
 
     python -m benchmarks.streams [--streams 64] [--step-ms 9]
 
-Nothing is computed: where the model would run, the engine's thread pauses, as it does for a GPU,
-and any token comes out. What is left is all that Penstock does for a token: books, sampling, text,
-events, HTTP. Beside the time from one step to the next stand the pause, and the same steps without
-a server. Clients are a process of their own; on a machine of two cores they take their share.
+No model runs: instead the engine's thread pauses, as it does for a GPU, and returns any token. What
+is left is Penstock's own work per token: books, sampling, text, events, HTTP. The time between
+steps is printed next to the pause, and next to the same steps without a server. Clients run in a
+separate process; on a machine with two cores they take part of the CPU time.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ NEW_TOKENS = 300
 
 
 class Pause:
-    """A runner whose device computes nothing, in a given time."""
+    """A runner that computes nothing and takes a given time."""
 
     only_queues = True
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         torch.manual_seed(0)
-        # Of a small vocabulary: a GPU finds the largest logit within its own time.
+        # A small vocabulary, because a GPU's argmax would be part of its own time.
         self._logits = torch.rand(4096, 1000)
         self._next = 0
         self._ends = 0.0
@@ -82,7 +82,7 @@ def options(num_streams: int) -> EngineOptions:
 
 
 class Watch:
-    """When the engine began steps in which every sequence took part."""
+    """Records the start of each step in which every sequence takes part."""
 
     def __init__(self, engine: Engine, num_streams: int, seconds: float) -> None:
         engine.runner = Pause(seconds)
@@ -144,7 +144,7 @@ def served(num_streams: int, seconds: float) -> float:
 
 
 async def read_all(port: int, num_streams: int) -> None:
-    """As clients: each asks, and reads to the end."""
+    """Act as clients: each sends a request and reads the answer to its end."""
 
     async def read(number: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -162,7 +162,7 @@ async def read_all(port: int, num_streams: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.streams", description=__doc__)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--step-ms", type=float, default=9.0, help="what the device takes")
+    parser.add_argument("--step-ms", type=float, default=9.0, help="the device's time per step")
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.client is not None:

@@ -1,8 +1,9 @@
-"""First tokens from a shared store that is slower or faster than computing: computed from the
-front and loaded from the back at once, beside the better of the two alone.
+"""Time to first token with two-ended loads from a shared store, slower or faster than computing.
 
-The store is in memory behind a link of the given rate. Every first token is compared.
-    python -m benchmarks --only meeting
+The front of the prompt is computed while its back is loaded. The peer is the better of only
+computing and only loading. The store is in memory behind a link of the given rate. Every first
+token is compared.
+    python -m benchmarks --only two-ended
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from penstock.types import Match
 
 NUM_TOKENS = 2048
 ROUNDS = 5
-# On a CPU a small model computes some 40 MB of KV a second; on a GPU a large one gigabytes.
+# On a CPU a small model computes about 40 MB of KV per second; on a GPU a large one gigabytes.
 CPU_RATES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.5, 2.0)  # GB/s
 GPU_RATES = (0.1, 0.25, 0.5, 1.0, 2.0)
-NAME = "meeting-benchmark"
+NAME = "two-ended-benchmark"
 
 Choose = Callable[[Match, int], LoadChoice]
 
@@ -93,7 +94,7 @@ def _measure(rate: float) -> Iterator[Row]:
 
 
 def _forget(engine: Engine) -> None:
-    """Leave nothing on the device nor in DRAM; the store keeps everything."""
+    """Empty the device and DRAM; the store keeps everything."""
     assert engine.offloader is not None
     engine.offloader.drain()
     engine.step()

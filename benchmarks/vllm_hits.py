@@ -1,10 +1,10 @@
-"""Hits in vLLM: Penstock beside vLLM's own offloading, LMCache, computing, and the link.
+"""Hits in vLLM: Penstock, vLLM's own offloading, LMCache, recomputing, and the link's limit.
 
     python -m benchmarks.vllm_hits gpu [--systems none,native,penstock,lmcache]
     python -m benchmarks.vllm_hits cpu --model FOLDER --python VENV/bin/python
 
-On a GPU: Llama-3.1-8B's shapes with dummy weights. On a CPU: a real model. Every system runs in a
-process of its own. A "hit" that moves its bytes faster than the link can is none, and is said so.
+On a GPU: Llama-3.1-8B's shapes with dummy weights. On a CPU: a real model. Every system runs in its
+own process. A "hit" that is faster than the link can be is marked as not a hit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KV_BYTES = 32 * 2 * 8 * 128 * 2  # a token's
 
 
 def run_system(python: str, system: str, folder: str, options: list[str]) -> dict[str, Any]:
-    # -P: beside the script lies a file named lmcache.py, which is not the package.
+    # -P: the script's folder contains a file lmcache.py, which is not the package.
     command = [python, "-P", str(HERE / "peers" / "vllm_hits.py"), system, folder, *options]
     started = time.monotonic()
     with tempfile.NamedTemporaryFile("w+", prefix=f"{system}-", suffix=".log", delete=False) as log:
@@ -67,7 +67,7 @@ def run_system(python: str, system: str, folder: str, options: list[str]) -> dic
 
 
 def measure_link(python: str) -> float:
-    """Bytes a second of one large pinned copy to the GPU."""
+    """Bytes per second of one large pinned copy to the GPU."""
     code = (
         "import torch,time\n"
         "h=torch.empty(4<<30,dtype=torch.uint8,pin_memory=True);d=torch.empty_like(h,device='cuda')\n"

@@ -1,12 +1,12 @@
-"""What metrics and the dashboard cost: one load on a server that tells, and on one that is mute.
+"""The cost of metrics and the dashboard: the same load on a server with and without them.
 
     python -m benchmarks.watching [--rounds 12] [--json]
 
-Two servers with SmolLM2 on this machine, each a process of its own: `watched` is `penstock serve`
-as it is, with two dashboards open and its /metrics scraped every second; `mute` has no observer and
-no dashboard. The same requests go to the one and to the other in turn. Told are tokens per second,
-and the processor's seconds per thousand tokens, which other work on the machine disturbs less: the
-cost is the difference of the medians, beside the spread between equal rounds.
+Two servers with SmolLM2 on this machine, each in its own process: `watched` is a normal
+`penstock serve` with two dashboards open and /metrics scraped every second; `mute` has no observers
+and no dashboard. The same requests go to both, alternately. It prints tokens per second, and CPU
+seconds per thousand tokens, which other work on the machine disturbs less. The cost is the
+difference of the medians; compare it with the spread between equal rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 CLIENTS = 4
-REQUESTS = 12  # of a round, each of them different, so that prompts are computed
+REQUESTS = 12  # per round, all different, so that prompts are computed
 PROMPT = "The gate opens and the water runs down to the wheel. " * 24
 NEW_TOKENS = 48
 NUM_DASHBOARDS = 2
@@ -88,7 +88,7 @@ class Server:
         return Round(num_tokens / seconds, cpu / num_tokens * 1000)
 
     def watch(self, is_over: threading.Event) -> list[threading.Thread]:
-        """As people and Prometheus do; each on its own thread."""
+        """Keep dashboards open and scrape /metrics, each on its own thread."""
 
         def lookup() -> None:
             with (
@@ -113,7 +113,7 @@ class Server:
 
 
 def serve(kind: str) -> None:
-    """In a process of its own: `penstock serve`, or the same without observers and a watch."""
+    """In a separate process: `penstock serve`, or the same without observers and dashboard."""
     from penstock.config import Config, HostConfig
     from penstock.config.options import EngineOptions
     from penstock.metrics import Metrics
@@ -157,7 +157,7 @@ def summarize(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Half of them lie within this share of the median."""
+    """The share of the median within which half of the values are."""
     middle = median(values)
     return median(abs(value - middle) for value in values) / middle
 

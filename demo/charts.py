@@ -1,4 +1,4 @@
-"""The pictures: one a finding, each in light and in dark."""
+"""Draw the charts, one per finding, each in a light and a dark version."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ THEMES = (
 
 
 def draw_first_token(rows: Sequence[FirstToken], out: Path) -> str:
-    """A panel for every prompt length, three bars in each."""
+    """Draw one panel for each prompt length, with three bars each."""
     sizes = sorted({row.num_tokens for row in rows})
     longest = {row.source: row for row in rows if row.num_tokens == sizes[-1]}
     title = (
-        f"At {sizes[-1]:,} tokens the first token comes "
-        f"{times(longest['host'].times_faster)} sooner from DRAM, "
-        f"{times(longest['disk'].times_faster)} sooner from disk"
+        f"At {sizes[-1]:,} tokens the first token is "
+        f"{times(longest['host'].times_faster)} faster from DRAM and "
+        f"{times(longest['disk'].times_faster)} faster from disk"
     )
     for theme in THEMES:
         with _figure(theme, 2.9, title, f"first_token{theme.suffix}.png", out) as figure:
@@ -66,29 +66,29 @@ def draw_first_token(rows: Sequence[FirstToken], out: Path) -> str:
             _note(
                 figure,
                 theme,
-                "Seconds from the request's arrival to its first token. Linear; each panel has a "
-                "scale of its own, from 0.",
+                "Seconds from the request's arrival to its first token. Each panel has its own "
+                "linear scale, from 0.",
             )
     return title
 
 
 def draw_sessions(shape: Shape, off: Run, on: Run, out: Path) -> str:
-    """Answers over time, and beside it what was computed in vain."""
+    """Draw the answers over time and the tokens that were recomputed."""
     fewer = 1 - on.num_recomputed / max(1, off.num_recomputed)
     title = (
         f"{shape.num_sessions} sessions in a pool for {shape.num_held}: {on.seconds:.0f} s with "
-        f"offloading, {off.seconds:.0f} s without; {fewer:.0%} less computed again"
+        f"offloading, {off.seconds:.0f} s without; {fewer:.0%} fewer tokens recomputed"
     )
     note = (
-        f"Preempted {off.num_preemptions} times with offloading off, {on.num_preemptions} times "
-        "with it on: then the blocks are computed again, or loaded."
+        f"Preemptions: {off.num_preemptions} with offloading off, where the blocks are recomputed; "
+        f"{on.num_preemptions} with it on, where they are loaded."
     )
     for theme in THEMES:
         with _figure(theme, 3.9, title, f"sessions{theme.suffix}.png", out) as figure:
             over_time, totals = figure.subplots(1, 2, width_ratios=(5, 3))
             figure.subplots_adjust(left=0.075, right=0.985, top=0.78, bottom=0.2, wspace=0.42)
             _over_time(over_time, theme, shape, off, on)
-            totals.set_title("tokens computed again", loc="left", fontsize=11, color=theme.ink)
+            totals.set_title("tokens recomputed", loc="left", fontsize=11, color=theme.ink)
             _bars(
                 totals,
                 theme,
@@ -116,7 +116,7 @@ def draw_restart(restart: Restart, out: Path) -> str:
     ]
     labels = [
         f"{seconds[0]:.2f} s  computed",
-        f"{seconds[1]:.2f} s  loaded, {times(seconds[2] / seconds[1])} sooner",
+        f"{seconds[1]:.2f} s  loaded, {times(seconds[2] / seconds[1])} faster",
         f"{seconds[2]:.2f} s  computed",
     ]
     for theme in THEMES:
@@ -161,7 +161,7 @@ def _over_time(panel: Any, theme: Theme, shape: Shape, off: Run, on: Run) -> Non
     panel.set_axisbelow(True)
     panel.set_xlabel("seconds", color=theme.faint, loc="right")
     panel.set_title(
-        "answers complete (a line for every turn)", loc="left", fontsize=11, color=theme.ink
+        "complete answers (one grid line per turn)", loc="left", fontsize=11, color=theme.ink
     )
     panel.tick_params(length=0, colors=theme.faint)
     for side in ("top", "right", "left"):
@@ -180,7 +180,7 @@ def _bars(
     height: float = 0.62,
     room: float = 1.35,
 ) -> None:
-    """Bars from the top down, each with its number behind it, and nothing else."""
+    """Draw horizontal bars from top to bottom, each followed by its number."""
     places = range(len(names))
     panel.barh(places, values, height, color=colours)
     panel.set_yticks(places, names, fontsize=10.5, color=theme.ink)

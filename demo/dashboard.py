@@ -1,10 +1,10 @@
-"""A server with something to see: make demo-dashboard, then open the address it prints.
+"""A server with traffic for the dashboard: make demo-dashboard, then open the address it prints.
 
     python demo/dashboard.py [--port 8000] [--seconds S] [--pictures DIR]
 
-`penstock serve` with small tiers, and a few people who chat about a few documents. It runs until
-Ctrl-C, or for --seconds. With --pictures it also looks at the page in Chromium and keeps what it
-has seen: docs/pictures/dashboard-*.png are made so.
+Runs `penstock serve` with small tiers, and a few clients that chat about a few documents, until
+Ctrl-C or for --seconds. With --pictures it also takes screenshots of the page in Chromium:
+docs/pictures/dashboard-*.png are made this way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUESTIONS = ("What is it about?", "Tell me more.", "Why?", "And then?", "Say it 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=8000, help="0 picks a free port")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="needs Chromium")
     options = parser.parse_args()
@@ -64,7 +64,7 @@ def watch(url: str, seconds: float, pictures: Path | None) -> None:
     ]
     for person in people:
         person.start()
-    print(f"The dashboard is at {url}/ ; Ctrl-C ends it.", file=sys.stderr)
+    print(f"The dashboard is at {url}/ (press Ctrl-C to stop)", file=sys.stderr)
     try:
         end = time.monotonic() + seconds
         if pictures is not None:
@@ -80,7 +80,7 @@ def watch(url: str, seconds: float, pictures: Path | None) -> None:
 
 
 def chat(url: str, number: int, is_over: Callable[[], bool]) -> None:
-    """One person: now and then another document, and a few questions about it."""
+    """One client: asks a few questions about a document, then takes another."""
     rng = random.Random(number)
     with OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
         while not is_over():

@@ -1,13 +1,13 @@
-"""What offloading gains on this very machine, with a real model: make demo.
+"""Show what offloading gains on this machine, with a real model: make demo.
 
     python demo/engine.py [--out DIR] [--quick] [--json]
 
-(a) the first token: recomputed, loaded from DRAM, loaded from disk
+(a) time to first token: recomputed, loaded from DRAM, loaded from disk
 (b) twenty sessions in a device pool that holds three, with offloading off and on
 (c) a server killed with kill -9, and the conversation resumed from its disk
 
-Writes DIR/report.html with pictures, and DIR/results.json. Takes less than five minutes on two
-cores. Exits with 1 if a single token differs from the run that loaded nothing.
+Writes DIR/report.html with charts, and DIR/results.json. Takes less than five minutes on two cores.
+Exits with 1 if a single token differs from the run without loads.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def main() -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("demo/out"), metavar="DIR")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
-    parser.add_argument("--json", action="store_true", help="results on stdout as JSON")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that it works")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
     console = Console(stderr=options.json)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
-    # A thread that waits gives its core away: on a busy machine the others then finish sooner.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are stopped
+    # Waiting threads give up their core, so that on a busy machine the others finish sooner.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with console.status("importing torch and transformers"):
-        from story import FULL, QUICK, tell  # takes seconds: say so before
+        from story import FULL, QUICK, tell  # takes seconds, so the status is shown first
     options.out.mkdir(parents=True, exist_ok=True)
     results = tell(QUICK if options.quick else FULL, options.out, console, started)
     text = json.dumps(results, indent=2, allow_nan=False) + "\n"

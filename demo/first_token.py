@@ -1,4 +1,4 @@
-"""How long the first token takes: the prompt computed, its KV loaded from DRAM, or from disk."""
+"""Measure the time to first token: prompt computed, KV loaded from DRAM, KV loaded from disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.engine.engine import Engine
 from penstock.types import Tier
 
 BLOCK_TOKENS = 32
-NUM_LOADS = 3  # of each kind; the median is shown
-_PATIENCE = 1.5  # times as long as a prompt should take, by what the last one took
-_WHOLE_TOKENS = 1_000  # prompts up to this length are never cut
+NUM_LOADS = 3  # loads from each tier; the median is shown
+_PATIENCE = 1.5  # a prompt is shortened if it takes this many times the expected time
+_WHOLE_TOKENS = 1_000  # prompts up to this length are never shortened
 NAMES = {"computed": "recomputed", "host": "loaded from DRAM", "disk": "loaded from disk"}
 
 
@@ -39,13 +39,13 @@ def measure(
     directory: Path,
     replan: Callable[[tuple[int, ...]], Plan],
 ) -> tuple[list[FirstToken], Plan]:
-    """Time every size, the shortest first; after each `replan` says how long the others may be."""
+    """Time every size, shortest first. After each one `replan` limits the sizes of the rest."""
     rows: list[FirstToken] = []
     plan: Plan | None = None
     ear = Ear()
     total = sum(sizes) + len(sizes) * num_answer
     with stage.engine(sizes[-1] + 64, BLOCK_TOKENS, stage.tiers(total, directory), ear) as engine:
-        ask(engine, [stage.writer.opening(900, 96)], 3)  # threads start, memory is touched
+        ask(engine, [stage.writer.opening(900, 96)], 3)  # warm up threads and memory
         for index, wished in enumerate(sizes):
             size = wished if plan is None else plan.sizes[0]
             rows += _three_ways(stage, engine, ear, index, size, num_answer, pace)
@@ -80,10 +80,10 @@ def _three_ways(
 
 
 def _compute(engine: Engine, prompt: list[int], num_answer: int, tick: Tick, pace: Pace) -> Answer:
-    """The answer to a prompt of which nothing is known; cut short where it takes too long.
+    """Answer a prompt without any cached KV. If it takes too long, the prompt is shortened.
 
-    Whatever its length, a prompt is computed from its beginning. So the time until the cut is
-    that of the shorter prompt; what is still to do for its first token is done, and added.
+    A prompt is computed from its beginning, so the time so far counts for the shorter prompt; the
+    time that it still needs for its first token is added.
     """
     most = _PATIENCE * pace.seconds(len(prompt)) if len(prompt) > _WHOLE_TOKENS else None
     try:
@@ -98,10 +98,10 @@ def _compute(engine: Engine, prompt: list[int], num_answer: int, tick: Tick, pac
 
 
 def _empty(engine: Engine, *, also_host: bool) -> None:
-    """Nothing is left on the device, nor, if so asked, in DRAM; everything is on disk."""
+    """Empty the device and, with `also_host`, DRAM; everything is on disk."""
     assert engine.offloader is not None
     engine.offloader.drain()
-    engine.step()  # what drained is told: nothing holds its blocks any more
+    engine.step()  # settles the saves, so that they release their blocks
     engine.pool.forget()
     if also_host:
         engine.offloader.empty_host()
@@ -113,11 +113,11 @@ def _row(
     num_bytes = answer.num_loaded * stage.token_bytes
     tier = {"host": Tier.HOST, "disk": Tier.DISK}.get(source)
     if tier is None and answer.num_cached:
-        raise RuntimeError(f"the run that computes found {answer.num_cached} tokens ready")
+        raise RuntimeError(f"the computed run found {answer.num_cached} cached tokens")
     if tier is not None and not ear.num_bytes.get(tier):
         raise RuntimeError(f"{size} tokens: nothing was loaded from {tier.label}")
     if tier is Tier.HOST and ear.num_bytes.get(Tier.DISK):
-        raise RuntimeError(f"{size} tokens: what should be in DRAM came from disk")
+        raise RuntimeError(f"{size} tokens: KV expected in DRAM was loaded from disk")
     return FirstToken(
         size,
         source,

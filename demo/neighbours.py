@@ -1,4 +1,4 @@
-"""Who else was at work on this machine: the reader of a measurement should know."""
+"""How busy other processes kept this machine, as a note for readers of the measurements."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _WORTH_A_NOTE = 0.1
 
 
 class Neighbours:
-    """Of what the processors did since this was made, the share that was not ours."""
+    """Measures the CPU time of other processes since this object was made."""
 
     def __init__(self) -> None:
         self._before = self._read()
 
     @property
     def share(self) -> float | None:
-        """Of all processors' time; None where it cannot be known."""
+        """Their share of all CPU time; None if it cannot be measured."""
         now = self._read()
         if now is None or self._before is None:
             return None
@@ -30,13 +30,13 @@ class Neighbours:
         if share is None or share < _WORTH_A_NOTE:
             return []
         return [
-            f"Other processes took about {share:.0%} of this machine while the demonstration ran: "
-            "its times are longer than they would be, and vary."
+            f"Other processes used about {share:.0%} of this machine during the demo, so its times "
+            "are longer than on an idle machine, and vary."
         ]
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
-        """Ticks: of all processors busy, of this process and its children, of all together."""
+        """Clock ticks: busy time of all CPUs, time of this process and its children, total time."""
         try:
             first = Path("/proc/stat").read_text().splitlines()[0].split()
         except OSError:

@@ -1,4 +1,4 @@
-"""How fast this machine computes, and what fits into the time there is."""
+"""How fast this machine computes, and what fits into the available time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from stage import Answer
 
-# Attention reads all that came before: a prompt of this many tokens costs twice what as many
-# tokens in short prompts cost. As measured on two cores; it only has to be about right.
-_TWICE_AS_DEAR_TOKENS = 5_300
+# Attention reads all earlier tokens, so a prompt of this length takes twice as long as the same
+# number of tokens in short prompts. Measured on two cores; a rough value is enough.
+_DOUBLE_COST_TOKENS = 5_300
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the rest of the demonstration may take, once the machine's speed is known."""
+    """Sizes for the rest of the demo, once the machine's speed is known."""
 
-    sizes: tuple[int, ...]  # prompts whose first token is still to be timed
+    sizes: tuple[int, ...]  # prompts whose first token is yet to be timed
     sessions_seconds: float
     restart_tokens: int
 
@@ -25,29 +25,30 @@ class Plan:
 class Pace:
     def __init__(self, started: float, limit_seconds: float) -> None:
         self._end = started + limit_seconds
-        self.tokens_per_second = 200.0  # of short prompts, as last seen
-        self.decode_seconds = 0.08  # of a step, as last seen
-        self.start_seconds = 10.0  # of a server
+        self.tokens_per_second = 200.0  # of short prompts, as last measured
+        self.decode_seconds = 0.08  # per step, as last measured
+        self.start_seconds = 10.0  # to start a server
 
     @property
     def left_seconds(self) -> float:
         return self._end - time.monotonic()
 
     def observe(self, answers: Sequence[Answer]) -> None:
-        """Prompts of one length were computed, and answered, side by side."""
+        """Update the rates from prompts of equal length that were computed in parallel."""
         last = max(answers, key=lambda answer: answer.first_token_seconds)
         num_tokens = len(last.prompt_ids)
-        dearer = 1 + num_tokens / _TWICE_AS_DEAR_TOKENS
-        self.tokens_per_second = len(answers) * num_tokens * dearer / last.first_token_seconds
+        cost = 1 + num_tokens / _DOUBLE_COST_TOKENS
+        self.tokens_per_second = len(answers) * num_tokens * cost / last.first_token_seconds
         decoding = last.seconds - last.first_token_seconds
         self.decode_seconds = decoding / max(1, len(last.token_ids) - 1)
 
     def seconds(self, num_tokens: int) -> float:
-        dearer = 1 + num_tokens / _TWICE_AS_DEAR_TOKENS
-        return num_tokens * dearer / self.tokens_per_second
+        """The estimated time to compute a prompt."""
+        cost = 1 + num_tokens / _DOUBLE_COST_TOKENS
+        return num_tokens * cost / self.tokens_per_second
 
     def tokens(self, seconds: float, most: int) -> int:
-        """The longest prompt, of `most` at most, that is computed within so many seconds."""
+        """The longest prompt, up to `most` tokens, that can be computed within `seconds`."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -55,7 +56,7 @@ class Pace:
         return low
 
     def plan(self, sizes: Sequence[int], sessions_seconds: float, restart_tokens: int) -> Plan:
-        """All of what is wished for if there is time; else everything shorter, in proportion."""
+        """The wanted sizes if there is time for them; else all are reduced in proportion."""
         fixed = 2 * self.start_seconds + 10
         computing = sum(map(self.seconds, sizes)) + 3 * self.seconds(restart_tokens)
         wanted = computing + sessions_seconds

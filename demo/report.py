@@ -1,4 +1,4 @@
-"""What was found: tables for the terminal, and a page with the pictures and what they mean."""
+"""Show the results: tables for the terminal, and a page with charts and explanations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from restart import Reply, Restart
 from rich import box
 from rich.table import Table
 from sessions import Run, Shape
+
+from penstock.units import counted
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -42,15 +44,12 @@ PAGE = """<!doctype html>
 <p class="faint">{machine}</p>
 </body></html>
 """
-_CLAIM = (
-    "Whatever was loaded, every answer is, token for token, that of the run that computed "
-    "everything."
-)
+_CLAIM = "Whether KV was loaded or computed, every answer is the same, token for token."
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Everything the demonstration found out."""
+    """All results of the demo."""
 
     first_token: Sequence[FirstToken]
     shape: Shape
@@ -60,13 +59,13 @@ class Found:
     token_bytes: int
     verdict: str
     identical: bool
-    notes: Sequence[str]  # what the reader must know: what was shortened, who else was at work
+    notes: Sequence[str]  # warnings: what was shortened, and how busy the machine was
     machine: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table, for the terminal and the page alike."""
+    """A table, for both the terminal and the page."""
 
     title: str
     headers: tuple[str, ...]
@@ -105,18 +104,18 @@ def first_token_rows(rows: Sequence[FirstToken]) -> Rows:
                 "" if loaded is None else f"{loaded / 1e9:.2f} GB/s",
             )
 
-    headers = ("tokens", "KV", "first token", "sooner", "loaded", "bytes", "load")
+    headers = ("tokens", "KV", "first token", "faster", "loaded", "bytes", "load rate")
     return Rows("First token: recomputed or loaded", headers, list(cells()))
 
 
 def session_rows(shape: Shape, off: Run, on: Run) -> Rows:
     forms: Sequence[tuple[str, Callable[[Run], str]]] = (
         ("seconds", lambda run: f"{run.seconds:.1f}"),
-        ("seconds of a processor", lambda run: f"{run.processor_seconds:.1f}"),
-        ("tokens a second, prompts and answers", lambda run: f"{run.tokens_per_second:.0f}"),
+        ("CPU seconds", lambda run: f"{run.processor_seconds:.1f}"),
+        ("tokens per second, prompts and answers", lambda run: f"{run.tokens_per_second:.0f}"),
         ("first token of a later turn, mean", lambda run: f"{run.first_token_seconds:.1f} s"),
         ("preemptions", lambda run: f"{run.num_preemptions}"),
-        ("tokens computed again", lambda run: f"{run.num_recomputed:,}"),
+        ("tokens recomputed", lambda run: f"{run.num_recomputed:,}"),
         ("  in a later turn", lambda run: f"{run.num_again_next_turn:,}"),
         ("  after a preemption", lambda run: f"{run.num_again_preempted:,}"),
         ("tokens loaded instead", lambda run: f"{run.num_loaded:,}"),
@@ -147,7 +146,7 @@ def _cached(reply: Reply) -> tuple[str, str]:
 
 
 def write_page(found: Found, out: Path) -> Path:
-    """Draw the pictures and lay the page around them."""
+    """Draw the charts and write the page that shows them."""
     sections = [
         _section("first_token", draw_first_token(found.first_token, out), _on_first_token(found))
         + first_token_rows(found.first_token).html(),
@@ -181,13 +180,13 @@ def _section(name: str, title: str, text: str) -> str:
 
 def _on_first_token(found: Found) -> str:
     return (
-        "Each prompt is computed once, from nothing, while its KV is saved behind it; then asked "
-        "again with the device pool emptied, so that it comes from DRAM; then with DRAM emptied "
-        "too, so that it comes from disk, past the page cache where the file system allows it. "
-        "What is left to do after a load is to compute the prompt's last token: without it there "
-        f"is no first one. Of loads the median of {NUM_LOADS} is shown. A token's KV has "
-        f"{found.token_bytes:,} bytes. On this machine the device is the processor, and its pool "
-        "lies in DRAM too; what a GPU adds is a link between them."
+        "Each prompt is first computed from scratch while its KV is saved. Then it is sent again "
+        "with an empty device pool, so that its KV is loaded from DRAM; then with DRAM emptied "
+        "too, so that it is loaded from disk, bypassing the page cache if the file system allows "
+        "it. After a load only the prompt's last token is computed, to get the first token of the "
+        f"answer. For loads, the median of {NUM_LOADS} is shown. The KV of one token has "
+        f"{found.token_bytes:,} bytes. On this machine the device is the CPU, and its pool is in "
+        "DRAM too; with a GPU there is a link between them."
     )
 
 
@@ -195,30 +194,30 @@ def _on_sessions(found: Found) -> str:
     shape = found.shape
     return (
         f"{shape.num_sessions} conversations of {shape.num_turns} turns: a first prompt of "
-        f"{shape.num_opening} tokens, answers of up to {shape.num_answer}, grown to about "
-        f"{shape.num_longest} at the end. The device pool holds {shape.pool_tokens} tokens, "
-        f"{shape.num_held} conversations. In every round all {shape.num_sessions} ask at once. "
-        "Without offloading a conversation that comes back finds its KV gone, and is computed "
-        "again from the start; so is one that was preempted. With offloading only what is new is "
-        "computed, and what fills no whole block. The sizes follow from this machine's speed. The "
-        "two runs take turns, round by round, so that whatever else the machine does falls on both."
+        f"{shape.num_opening} tokens, answers of up to {shape.num_answer}, growing to about "
+        f"{shape.num_longest} tokens. The device pool holds {shape.pool_tokens} tokens, or "
+        f"{counted(shape.num_held, 'conversation')}. In every round all {shape.num_sessions} send "
+        "a turn at once. Without offloading, the KV of a returning or preempted conversation is "
+        "gone, and it is recomputed from the start. With offloading, only new tokens and partial "
+        "blocks are computed. The sizes depend on this machine's speed. The two runs alternate, "
+        "round by round, so that other work on the machine affects both."
     )
 
 
 def _on_restart(found: Found) -> str:
     restart = found.restart
     return (
-        f"penstock serve answers a turn of {restart.first.num_prompt:,} tokens, and is killed with "
+        f"penstock serve answers a turn of {restart.first.num_prompt:,} tokens and is killed with "
         f"kill -9 after {restart.num_words_before_kill} pieces of the next answer. A second "
-        f"server, up {restart.start_seconds[1]:.1f} s after it was started on the same directory, "
-        f"is asked that turn again and finds {restart.resumed.num_cached:,} of "
-        f"{restart.resumed.num_prompt:,} tokens there. Times are the client's, over HTTP; the last "
-        "bar is the same prompt in an engine without tiers, in process."
+        f"server on the same directory, ready {restart.start_seconds[1]:.1f} s after its start, "
+        f"gets that turn again and finds {restart.resumed.num_cached:,} of "
+        f"{restart.resumed.num_prompt:,} tokens on disk. Times are measured by the client, over "
+        "HTTP; the last bar is the same prompt in an engine without tiers, in the same process."
     )
 
 
 def as_results(found: Found) -> dict[str, Any]:
-    """The same, for whoever reads it with a program."""
+    """The results as plain values, for JSON."""
 
     def run(which: Run) -> dict[str, Any]:
         more = ("num_recomputed", "tokens_per_second")

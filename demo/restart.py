@@ -1,4 +1,4 @@
-"""A server killed in the middle of an answer, and the conversation resumed from its disk."""
+"""Kill a server in the middle of an answer, and resume the conversation from its disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one request to the server gave."""
+    """The server's answer to one request."""
 
     text: str
     first_token_seconds: float
@@ -37,7 +37,7 @@ class Reply:
 class Restart:
     first: Reply  # turn 1: computed
     num_words_before_kill: int  # of turn 2's answer, when the server was killed
-    resumed: Reply  # turn 2, asked again of the server that came after
+    resumed: Reply  # turn 2, sent again to the second server
     computed_seconds: float  # turn 2's first token by an engine without tiers
     start_seconds: tuple[float, float]  # of the two servers
     disk_bytes: int
@@ -45,7 +45,7 @@ class Restart:
 
 
 def play(stage: Stage, num_tokens: int, num_answer: int, directory: Path) -> Restart:
-    """Ask, ask again, kill -9, restart, ask once more; then compute the same without tiers."""
+    """Run turn 1, kill -9 during turn 2, restart, repeat turn 2; compute both without tiers."""
     screen, first_turn = stage.screen, _opening(stage, num_tokens)
     with _serve(stage, directory) as (url, process, first_start):
         _chat(url, [{"role": "user", "content": "Good morning."}], 2)  # warm
@@ -66,7 +66,7 @@ def play(stage: Stage, num_tokens: int, num_answer: int, directory: Path) -> Res
     screen.say(f"  turn 2: kill -9 after {len(words)} words of the answer", style="red")
     with _serve(stage, directory) as (url, _, second_start):
         _chat(url, [{"role": "user", "content": "Good morning."}], 2)  # warm
-        with screen.progress("turn 2 again, of a new server on the same disk"):
+        with screen.progress("turn 2 again, with a new server on the same disk"):
             resumed = _chat(url, second_turn, num_answer)
     screen.say(
         f"  turn 2 again: first token after {resumed.first_token_seconds:.2f} s, "
@@ -99,13 +99,13 @@ def _opening(stage: Stage, num_tokens: int) -> Messages:
 def _without_tiers(
     stage: Stage, turns: list[Messages], num_answer: int
 ) -> tuple[list[str], list[Answer]]:
-    """The same prompts in an engine that offloads nothing and remembers nothing between them."""
+    """Run the same prompts in an engine without tiers, with an empty pool for each."""
     prompts = [stage.writer.chat(messages) for messages in turns]
     answers = []
     with stage.engine(len(prompts[-1]) + num_answer + 64, 32) as engine:
         for number, prompt in enumerate(prompts, 1):
             engine.pool.forget()
-            with stage.screen.progress(f"turn {number} without tiers, to compare") as tick:
+            with stage.screen.progress(f"turn {number} without tiers, for comparison") as tick:
                 answers += ask(engine, [prompt], num_answer, tick)
     decode = stage.loaded.tokenizer.decode
     return [decode(answer.token_ids, skip_special_tokens=True) for answer in answers], answers
@@ -113,7 +113,7 @@ def _without_tiers(
 
 @contextmanager
 def _serve(stage: Stage, directory: Path) -> Iterator[tuple[str, subprocess.Popen[str], float]]:
-    """A server on a free port; gone when the block ends, if not before."""
+    """Run a server on a free port; it is stopped at the end, unless it was killed before."""
     command = [sys.executable, "-m", "penstock", "serve", MODEL, "--dtype", DTYPE]
     command += ["--kv-offloading-size", "0.5", "--disk-path", str(directory), "--disk-size", "1"]
     command += ["--host", "127.0.0.1", "--port", "0", "--json"]
@@ -124,7 +124,7 @@ def _serve(stage: Stage, directory: Path) -> Iterator[tuple[str, subprocess.Pope
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
         try:
-            with stage.screen.progress("penstock serve starts"):
+            with stage.screen.progress("starting penstock serve"):
                 url = _url(process, log)
             yield url, process, time.monotonic() - started
         finally:

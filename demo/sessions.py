@@ -1,4 +1,4 @@
-"""Many sessions in a device pool that holds few of them, with offloading off and on."""
+"""Run many sessions in a device pool that holds only a few, with offloading off and on."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from pace import Pace
 from stage import Answer, Stage, ask
 
 from penstock.engine.engine import Engine
+from penstock.units import counted
 
-BLOCK_TOKENS = 16  # short sessions: with larger blocks much of each would lie in a partial one
-_TURN_TOKENS = 26  # about what a question and the chat's marks add
+BLOCK_TOKENS = 16  # sessions are short: with larger blocks, much would be in partial blocks
+_TURN_TOKENS = 26  # roughly what a question and the chat template add
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is run, twice."""
+    """The sizes of both runs."""
 
     num_sessions: int
     num_turns: int
     num_opening: int  # tokens of each session's first prompt
     num_answer: int  # tokens of each answer
-    num_held: int  # sessions that the device pool holds when they are longest
+    num_held: int  # sessions at their longest that fit in the device pool
     pool_tokens: int
 
     @classmethod
@@ -37,26 +38,26 @@ class Shape:
 
     @property
     def num_longest(self) -> int:
-        """Tokens of a session at its end, about."""
+        """Approximate tokens of a session at its end."""
         later = (self.num_turns - 1) * (_TURN_TOKENS + self.num_answer)
         return self.num_opening + later + self.num_answer
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one of the two runs took."""
+    """The result of one of the two runs."""
 
     offloading: bool
     seconds: float
     processor_seconds: float
-    num_prompt: int  # tokens of all prompts, as they were asked
+    num_prompt: int  # tokens of all prompts
     num_output: int
-    num_again_next_turn: int  # prompt tokens that an earlier turn had computed, computed again
-    num_again_preempted: int  # tokens computed again after a preemption
+    num_again_next_turn: int  # recomputed prompt tokens that an earlier turn had computed
+    num_again_preempted: int  # tokens recomputed after a preemption
     num_loaded: int
     num_preemptions: int
-    first_token_seconds: float  # mean over the later turns, waiting included
-    finished: tuple[float, ...]  # when each answer was complete, on the clock of this run
+    first_token_seconds: float  # mean over the later turns, including queueing
+    finished: tuple[float, ...]  # when each answer was complete, in seconds of this run
     rounds: tuple[float, ...]  # when each round of turns was complete
 
     @property
@@ -70,14 +71,14 @@ class Run:
 
 
 def choose_shape(stage: Stage, pace: Pace, seconds: float) -> Shape:
-    """Twenty sessions of three turns, as long as two runs within `seconds` allow."""
+    """Twenty sessions of three turns, as long as possible for two runs within `seconds`."""
     sessions, turns, answer, held = 20, 3, 8, 3
     with stage.engine(held * 128, BLOCK_TOKENS) as engine, stage.screen.progress("a trial"):
         prompts = [stage.writer.opening(800 + number, 96) for number in range(held)]
         pace.observe(ask(engine, prompts, answer))
     decoding = 2 * sessions * turns * answer / held * pace.decode_seconds
     later = _TURN_TOKENS + answer
-    # Off computes every prompt whole, on each only once, and of later ones what is new.
+    # Without offloading every prompt is computed in full; with it, only its new tokens.
     added = (1 + 2) * later + 2 * (later + BLOCK_TOKENS // 2)
     room = max(0.0, seconds - decoding) * pace.tokens_per_second / sessions - added
     opening = int(room / (turns + 1)) // 16 * 16
@@ -85,11 +86,11 @@ def choose_shape(stage: Stage, pace: Pace, seconds: float) -> Shape:
 
 
 def compare(stage: Stage, shape: Shape, max_seconds: float) -> tuple[Shape, Run, Run]:
-    """The same turns with offloading off and on; every answer of one is held against the other.
+    """Run the same turns with offloading off and on, and compare every answer.
 
-    The rounds take turns, so that whatever else the machine does falls on both alike. Each run's
-    clock goes only while it runs. From the third round on, one that would not end within
-    `max_seconds` is not begun; the shape that is returned says how many there were.
+    The two runs alternate, round by round, so that other work on the machine affects both. Each
+    run's clock counts only its own rounds. From the third round on, a round that would not end
+    within `max_seconds` is not started; the shape returned has the number of rounds that ran.
     """
     began = time.monotonic()
     num_tokens = shape.num_sessions * (shape.num_longest + BLOCK_TOKENS)
@@ -116,7 +117,7 @@ def compare(stage: Stage, shape: Shape, max_seconds: float) -> tuple[Shape, Run,
 
 
 class _Life:
-    """One engine, and the sessions it has had so far."""
+    """One engine and its sessions so far."""
 
     def __init__(self, stage: Stage, shape: Shape, engine: Engine) -> None:
         self._stage, self._shape, self._engine = stage, shape, engine
@@ -126,7 +127,7 @@ class _Life:
         self.rounds: list[list[Answer]] = []
 
     def play_round(self) -> None:
-        """Every session's next turn, all asked at once."""
+        """Run the next turn of every session, all at once."""
         turn, shape = len(self.rounds) + 1, self._shape
         name = "off" if self._engine.offloader is None else "on"
         so_far = self._ends[-1] if self._ends else 0.0
@@ -143,7 +144,7 @@ class _Life:
         num_preemptions = self._engine.scheduler.num_preemptions
         self._stage.screen.say(
             f"  turn {turn}, offloading {name:<3} {shape.num_sessions} answers in "
-            f"{ended - started:>5.1f} s, {num_preemptions} preemptions so far"
+            f"{ended - started:>5.1f} s, {counted(num_preemptions, 'preemption')} so far"
         )
 
     def _prompts(self) -> list[list[int]]:
@@ -176,7 +177,7 @@ class _Life:
 
 
 def _num_again(rounds: Sequence[Sequence[Answer]]) -> int:
-    """Prompt tokens whose KV an earlier turn of the session had computed, and this one did too."""
+    """Prompt tokens that an earlier turn of the session had computed and a later one recomputed."""
     total = 0
     for before, after in pairwise(rounds):
         for last, this in zip(before, after, strict=True):

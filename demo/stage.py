@@ -1,4 +1,4 @@
-"""What all parts of the demonstration stand on: the model, engines over it, a clock, a screen."""
+"""What all parts of the demo share: the model, engines, comparison of outputs, the screen."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.events import Event, Moved, TicketDone
 from penstock.types import Direction, Tier
+from penstock.units import counted
 
 MODEL = "smollm2-135m"
-# The same sum in another order of batches differs in its last bits. In float32 that is far below
-# what makes another token the likeliest; in bfloat16 it is not, whoever computes it.
+# In other batches, sums are added in another order and differ in their last bits. In float32 that
+# is too little to change the most likely token; in bfloat16 it can be enough, in any engine.
 DTYPE = "float32"
 
 Tick = Callable[[float, str], None]
-"""The share that is done, 0 to 1, and a few words."""
+"""Called with the share that is done, from 0 to 1, and a short text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's tokens, and how they came about."""
+    """One request's tokens and measurements."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -42,13 +43,13 @@ class Answer:
     finished: float  # on the monotonic clock
     num_cached: int  # prompt tokens that were not computed
     num_loaded: int
-    num_recomputed: int  # within this request: after a preemption
+    num_recomputed: int  # tokens recomputed after a preemption of this request
     num_preemptions: int
 
 
 @dataclass(slots=True)
 class Ear:
-    """An observer that remembers what was loaded."""
+    """An observer that counts what was loaded."""
 
     num_bytes: dict[Tier, int] = field(default_factory=dict)
     load_seconds: float = 0.0
@@ -65,7 +66,7 @@ class Ear:
 
 
 class Comparison:
-    """Outputs that were held against the run that loaded nothing."""
+    """Compares outputs with those of the run without loads."""
 
     def __init__(self) -> None:
         self.num_compared = 0
@@ -88,7 +89,7 @@ class Comparison:
 
 
 class Screen:
-    """Tables and live progress; where there is no terminal, a line for each thing that is done."""
+    """Prints results and live progress. Without a terminal, only one line per finished part."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -107,7 +108,7 @@ class Screen:
         )
         shown = self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=not shown) as bars:
-            bar = bars.add_task(doing, total=None, words="")  # swings until a share is told
+            bar = bars.add_task(doing, total=None, words="")  # indeterminate until the first tick
             yield lambda share, words: bars.update(bar, total=1.0, completed=share, words=words)
 
 
@@ -132,7 +133,7 @@ class Stage:
         tiers: Config | None = None,
         ear: Ear | None = None,
     ) -> Iterator[Engine]:
-        """An engine whose device pool holds `num_tokens`."""
+        """Open an engine whose device pool holds `num_tokens`; its books are checked at the end."""
         pool_bytes = -(-num_tokens // block_tokens) * block_tokens * self.token_bytes
         config = EngineConfig(pool_bytes, block_tokens, max_waiting=1 << 20)
         engine = Engine(self.loaded, config, tiers, () if ear is None else (ear,))
@@ -143,7 +144,7 @@ class Stage:
             engine.close()
 
     def tiers(self, num_tokens: int, directory: Path | None = None) -> Config:
-        """DRAM, and a disk where there is a directory, with ample room for `num_tokens`."""
+        """Tiers with ample room for `num_tokens`: DRAM and, if there is a `directory`, disk."""
         num_bytes = num_tokens * self.token_bytes * 5 // 4
         disk = DiskConfig()
         if directory is not None:
@@ -152,7 +153,7 @@ class Stage:
 
 
 class OutOfTime(Exception):
-    """A prompt was given up; so many of its tokens had been computed, in so many seconds."""
+    """A prompt was aborted after `num_tokens` of it had been computed in `seconds`."""
 
     def __init__(self, num_tokens: int, seconds: float) -> None:
         super().__init__(f"{num_tokens} tokens took {seconds:.1f} s")
@@ -167,7 +168,7 @@ def ask(
     tick: Tick | None = None,
     max_seconds: float | None = None,
 ) -> list[Answer]:
-    """Put all prompts at once, greedily; returns when every answer is complete.
+    """Complete all prompts at once, greedily.
 
     Raises OutOfTime if there is no first token after `max_seconds`.
     """
@@ -197,7 +198,7 @@ def _share(engine: Engine, requests: Sequence[Request]) -> tuple[float, str]:
     scheduler = engine.scheduler
     return num_done / len(requests), (
         f"{num_done} of {len(requests)} answered, {scheduler.num_running} running, "
-        f"{scheduler.num_loading} loading, {scheduler.num_preemptions} preemptions"
+        f"{scheduler.num_loading} loading, {counted(scheduler.num_preemptions, 'preemption')}"
     )
 
 
@@ -218,7 +219,7 @@ def _answer(request: Request) -> Answer:
 
 
 def json_ready(value: Any) -> Any:
-    """Dataclasses and tuples as JSON knows them; floats to a microsecond."""
+    """Convert tuples and keys to what JSON supports, and round floats to six decimals."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The demonstration from beginning to end."""
+"""The demo from beginning to end."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from stage import DTYPE, MODEL, Comparison, Screen, Stage, json_ready
 from texts import Writer
 
 from penstock.engine.models import load_model
+from penstock.units import counted
 
 LEAST_CONVERSATION_TOKENS = 192
 
@@ -33,10 +34,10 @@ LEAST_CONVERSATION_TOKENS = 192
 class Settings:
     sizes: tuple[int, ...]
     num_answer: int
-    sessions_seconds: float  # that both runs together should take
-    shape: sessions.Shape | None  # None: as this machine's speed allows
+    sessions_seconds: float  # planned time of both runs together
+    shape: sessions.Shape | None  # None: chosen by this machine's speed
     restart_tokens: int
-    plan_seconds: float  # the whole is planned to end by then
+    plan_seconds: float  # planned time of the whole demo
 
 
 FULL = Settings((512, 2_048, 8_000), 8, 90.0, None, 1_024, 280.0)
@@ -44,7 +45,7 @@ QUICK = Settings((128, 256), 4, 10.0, sessions.Shape.of(4, 2, 80, 4, 1), 192, 26
 
 
 def tell(settings: Settings, out: Path, console: Console, started: float) -> dict[str, Any]:
-    """Play all parts, show and write what was found; returns it as JSON would have it."""
+    """Run all parts, then print and write the results. Returns them ready for JSON."""
     neighbours = Neighbours()
     story = _Story(settings, Screen(console), Pace(started, settings.plan_seconds))
     stage = story.set_stage()
@@ -67,11 +68,11 @@ def tell(settings: Settings, out: Path, console: Console, started: float) -> dic
         stage.comparison.verdict,
         not stage.comparison.different,
         notes,
-        f"{_machine()} The whole took {seconds:.0f} s.",
+        f"{_machine()} The demo took {seconds:.0f} s.",
     )
     page = report.write_page(found, out)
     _finish(story.screen, stage.comparison, notes)
-    story.screen.say(f"The pictures: {page}  ({time.monotonic() - started:.0f} s)")
+    story.screen.say(f"Report with charts: {page}  ({time.monotonic() - started:.0f} s)")
     ready: dict[str, Any] = json_ready(
         {
             "identical": not stage.comparison.different,
@@ -88,7 +89,7 @@ def tell(settings: Settings, out: Path, console: Console, started: float) -> dic
 
 @dataclass(slots=True)
 class _Story:
-    """The parts in their order, and what had to be cut from them for lack of time."""
+    """The parts in order, and what had to be shortened for lack of time."""
 
     settings: Settings
     screen: Screen
@@ -98,7 +99,7 @@ class _Story:
     def set_stage(self) -> Stage:
         self.screen.say(f"Penstock on this machine, with {MODEL} in {DTYPE}\n", style="bold")
         began = time.monotonic()
-        with self.screen.progress("the model") as tick:
+        with self.screen.progress("loading the model") as tick:
             loaded = load_model(MODEL, dtype=DTYPE, progress=lambda words: tick(0.5, words))
         self.pace.start_seconds = max(6.0, min(15.0, time.monotonic() - began + 4))
         return Stage(loaded, Writer(loaded.tokenizer), self.screen, Comparison())
@@ -106,7 +107,7 @@ class _Story:
     def first_tokens(
         self, stage: Stage, directory: Path
     ) -> tuple[list[first_token.FirstToken], Plan]:
-        self.screen.say("(a) The first token: recomputed, or loaded", style="bold")
+        self.screen.say("(a) Time to first token: recomputed or loaded", style="bold")
         settings, pace = self.settings, self.pace
 
         def replan(rest: tuple[int, ...]) -> Plan:
@@ -117,7 +118,7 @@ class _Story:
         found = dict.fromkeys(row.num_tokens for row in rows)
         for wished, size in zip(sizes, found, strict=True):
             if size < wished:
-                self._cut(f"a prompt of {size:,} tokens in place of {wished:,}")
+                self._cut(f"a prompt of {size:,} tokens instead of {wished:,}")
         return rows, plan
 
     def sessions(
@@ -128,7 +129,7 @@ class _Story:
         seconds = min(plan.sessions_seconds, most)
         if seconds < self.settings.sessions_seconds:
             share = seconds / self.settings.sessions_seconds
-            self._cut(f"sessions as short as {share:.0%} of the time meant for them asks")
+            self._cut(f"sessions shortened to {share:.0%} of their planned time")
         shape = self.settings.shape or sessions.choose_shape(stage, self.pace, seconds)
         self.screen.say(
             f"  {shape.num_sessions} sessions of {shape.num_turns} turns, {shape.num_opening} to "
@@ -136,23 +137,23 @@ class _Story:
         )
         played, off, on = sessions.compare(stage, shape, most)
         if played != shape:
-            self._cut(f"{played.num_turns} turns a session in place of {shape.num_turns}")
+            self._cut(f"{played.num_turns} turns per session instead of {shape.num_turns}")
         return played, off, on
 
     def restart(self, stage: Stage, directory: Path) -> restart.Restart:
-        self.screen.say("\n(c) A server killed, and resumed from its disk", style="bold")
+        self.screen.say("\n(c) A server killed and resumed from its disk", style="bold")
         wished = self.settings.restart_tokens
         seconds = (self.pace.left_seconds - self._restart_seconds(0)) / 3
         num_tokens = max(LEAST_CONVERSATION_TOKENS, self.pace.tokens(seconds, wished))
         if num_tokens < wished:
-            self._cut(f"a conversation of {num_tokens:,} tokens in place of {wished:,}")
+            self._cut(f"a conversation of {num_tokens:,} tokens instead of {wished:,}")
         return restart.play(stage, num_tokens, 2 * self.settings.num_answer, directory)
 
     def notes(self) -> list[str]:
         if not self.cuts:
             return []
         return [
-            "This machine was too slow, or too busy, for everything within five minutes: "
+            "This machine was too slow or too busy to run everything within five minutes: "
             f"{'; '.join(self.cuts)}."
         ]
 
@@ -161,7 +162,7 @@ class _Story:
         self.screen.say(f"  time is short: {what}", style="yellow")
 
     def _restart_seconds(self, num_tokens: int) -> float:
-        """Two servers start; the prompt is computed there once, and here twice."""
+        """Estimated time to start two servers and compute the prompt three times."""
         return 2 * self.pace.start_seconds + 10 + 3 * self.pace.seconds(num_tokens)
 
 
@@ -175,14 +176,15 @@ def _finish(screen: Screen, comparison: Comparison, notes: list[str]) -> None:
 
 def _machine() -> str:
     return (
-        f"{MODEL} in {DTYPE}, {platform.machine()}, {len(os.sched_getaffinity(0))} processors, "
-        f"torch {torch.__version__} with {torch.get_num_threads()} threads."
+        f"{MODEL} in {DTYPE}, {platform.machine()}, "
+        f"{counted(len(os.sched_getaffinity(0)), 'CPU')}, torch {torch.__version__} with "
+        f"{counted(torch.get_num_threads(), 'thread')}."
     )
 
 
 @contextmanager
 def _scratch(out: Path) -> Iterator[Path]:
-    """A directory for KV beside the results, gone at the end."""
+    """A directory for KV next to the results, deleted at the end."""
     directory = Path(tempfile.mkdtemp(prefix="kv-", dir=out))
     try:
         yield directory

@@ -1,4 +1,4 @@
-"""Prompts that read like work: the logbook of a water power station, the same for the same seed."""
+"""Realistic prompts: the logbook of a hydroelectric station, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUESTIONS = (
     "Which unit ran worst, and what was done about it?",
     "Write one line for the shift that comes next.",
 )
-_MARK = "\u241e"  # stands for the text to come while the chat template is laid around it
+_MARK = "\u241e"  # placeholder for the text in the chat template
 
 
 def question(number: int) -> str:
@@ -47,7 +47,7 @@ def question(number: int) -> str:
 
 
 def logbook(seed: int) -> Iterator[str]:
-    """Entries without end."""
+    """Endless entries."""
     dice = random.Random(seed)
     yield f"Logbook of {dice.choice(STATIONS)} power station, volume {seed + 1}.\n"
     while True:
@@ -72,7 +72,7 @@ def logbook(seed: int) -> Iterator[str]:
 
 
 class Writer:
-    """Lays the model's own chat template around texts, to a token."""
+    """Makes prompts of an exact length with the model's own chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -85,7 +85,7 @@ class Writer:
         return head + self._cut(seed, num_tokens - len(head) - len(tail)) + tail
 
     def turn(self, answer_ids: list[int], number: int) -> list[int]:
-        """What follows an answer in the next prompt: its end, a question, the call to answer."""
+        """What follows an answer in the next prompt: its end, a question, the start of a reply."""
         whole = self._lay(
             [
                 {"role": "user", "content": "?"},
@@ -97,7 +97,7 @@ class Writer:
         return ids[1:] if answer_ids and answer_ids[-1] == ids[0] else ids
 
     def text(self, seed: int, num_tokens: int) -> str:
-        """A logbook of about `num_tokens`, for whoever talks to a server in texts."""
+        """A logbook of about `num_tokens` as text, for a request to a server."""
         text: str = self._tokenizer.decode(self._cut(seed, num_tokens))
         return text
 
@@ -108,7 +108,7 @@ class Writer:
         text = ""
         for entry in logbook(seed):
             text += entry
-            if len(text) > 8 * num_tokens:  # no text has that few tokens
+            if len(text) > 8 * num_tokens:  # surely enough text for `num_tokens`
                 break
         return self._ids(text)[:num_tokens]
 

@@ -1,1 +1,1 @@
-"""Other systems, run by their own interpreters beside ours."""
+"""Other systems to compare with, run by their own interpreters."""

@@ -1,4 +1,4 @@
-"""LMCache's own disk backends on the same directory, for rows of the disk benchmark."""
+"""LMCache's disk backends in the same directory, as peers of the disk benchmark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("lmcache_storage.py")
 
 
 def run(python: str, directory: Path, ours: Sequence[Row]) -> Iterator[Row]:
-    """One row for each of LMCache's figures: ours, with theirs as the peer beside it."""
+    """One row for each of LMCache's figures: ours, with theirs as the peer."""
     by_name = {row.name: row for row in ours}
     for backend in ("local_disk", "fs", "fs_native"):
         for label, block_bytes in BLOCK_SIZES.items():

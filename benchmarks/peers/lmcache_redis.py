@@ -1,15 +1,15 @@
 """Put and get KV blocks through LMCache's own Redis connectors, in process, on a CPU.
 
-Run with the Python of an environment that holds LMCache (README.md beside this file); nothing
-of Penstock is imported. The calls are those of LMCache's storage manager, all blocks at once as
+Run with the Python of an environment that has LMCache (see README.md here); nothing of Penstock
+is imported. The calls are those of LMCache's storage manager, all blocks at once as
 for one prompt: ``RemoteBackend.batched_submit_put_task`` and ``batched_get_blocking``, naive
 serde, LMCache's defaults. The URL's scheme chooses the connector:
 
   redis://  RedisConnector, redis-py on one asyncio loop
   resp://   RESPConnector, LMCache's client in C++ (8 threads)
 
-Prints one JSON line of medians; with ``--on-request`` first its name, then the seconds of a round
-for each line "put" or "get" that it reads, so that its rounds can alternate with another's.
+Prints one JSON line of medians. With ``--on-request`` it prints its name, then the seconds of one
+round for each line "put" or "get" that it reads, so that its rounds can alternate with others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import threading
 import time
 from statistics import median
 
-# Python puts this directory first on its path, where lmcache.py would hide the package LMCache.
+# Python puts this directory first on its path; lmcache.py here would hide the package LMCache.
 sys.path.pop(0)
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
@@ -44,7 +44,7 @@ ROUNDS = 5
 
 
 class Peer:
-    """Blocks in LMCache's host pool, and the store. Each round is checked bit for bit, untimed."""
+    """Blocks in LMCache's host pool and in the store. Rounds are checked bit for bit, untimed."""
 
     def __init__(self, url, block_bytes, num_blocks):
         width = block_bytes // (2 * CHUNK_TOKENS * DTYPE.itemsize)
@@ -75,7 +75,7 @@ class Peer:
             raw(block).random_()
 
     def put(self):
-        """Seconds. Other bytes each time: LMCache does not say when a batch of puts failed."""
+        """Seconds of a round. Bytes differ each time, as LMCache does not report failed puts."""
         for block in self.blocks:
             raw(block)[:64].random_()
         done = threading.Semaphore(0)
@@ -96,7 +96,7 @@ class Peer:
         seconds = time.perf_counter() - started
         for got, block in zip(loaded, self.blocks, strict=True):
             if got is None or got is block or not torch.equal(raw(got), raw(block)):
-                raise SystemExit("a block did not come back as it was put")
+                raise SystemExit("a block differs from what was put")
             got.ref_count_down()
         return seconds
 
@@ -119,7 +119,7 @@ def main():
     parser.add_argument("--num-blocks", type=int, default=96)
     parser.add_argument("--on-request", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # of the checks: none is left spinning beside what is timed
+    torch.set_num_threads(1)  # of the checks, so that none keeps spinning during the measurement
     peer = Peer(args.url, args.block_bytes, args.num_blocks)
     name = f"lmcache {__version__} {args.url.split(':')[0]}://"
     if args.on_request:
@@ -129,7 +129,7 @@ def main():
     else:
         rates = medians(peer, args.block_bytes * args.num_blocks)
         print(json.dumps({"peer": name, **dict(rates)}), flush=True)
-    os._exit(0)  # LMCache's threads do not all end
+    os._exit(0)  # not all of LMCache's threads end
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Save and load KV blocks through LMCache's own storage backends, in process, on a CPU.
 
-Run with the Python of an environment that holds LMCache (README.md beside this file); nothing
-of Penstock is imported. Every block is a KV ``MemoryObj`` of LMCache's own host allocator, many
+Run with the Python of an environment that has LMCache (see README.md here); nothing of Penstock
+is imported. Every block is a KV ``MemoryObj`` of LMCache's own host allocator, many
 blocks are in flight at once, and worker counts are LMCache's defaults.
 
 Backends:
@@ -24,7 +24,7 @@ import threading
 import time
 from pathlib import Path
 
-# Python puts this directory first on its path, where lmcache.py would hide the package LMCache.
+# Python puts this directory first on its path; lmcache.py here would hide the package LMCache.
 sys.path.pop(0)
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
@@ -148,7 +148,7 @@ def run(name, directory, block_bytes, num_blocks, direct, in_flight, load_batch)
         extra_config={
             "use_odirect": direct,
             "fs_connector_use_odirect": direct,
-            "save_chunk_meta": not direct,  # FSConnector: a header rules O_DIRECT out
+            "save_chunk_meta": not direct,  # FSConnector writes a header, so O_DIRECT is impossible
         },
     )
     metadata = LMCacheMetadata(
@@ -232,7 +232,7 @@ def main():
             flush=True,
         )
     sys.stdout.flush()
-    os._exit(0 if result["verified_bit_for_bit"] else 1)  # LMCache's threads do not all end
+    os._exit(0 if result["verified_bit_for_bit"] else 1)  # not all of LMCache's threads end
 
 
 if __name__ == "__main__":

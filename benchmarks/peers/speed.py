@@ -1,9 +1,9 @@
-"""Prefill and decode speed of one engine, as JSON: run by `benchmarks.engine_speed`, each alone.
+"""Prefill and decode speed of one engine, as JSON. `benchmarks.engine_speed` runs it per engine.
 
     python speed.py {penstock,transformers,vllm} MODEL_FOLDER DTYPE [--lengths 512,2048,8000]
 
-Imports nothing but the engine it is asked for. Prompts are random token ids, other ones each time,
-so that no prefix cache helps with a prefill. A decode step is the slope between a long and a short
+Only the requested engine is imported. Prompts are random token ids, different each time, so that no
+prefix cache helps a prefill. The time of a decode step is the slope between a long and a short
 answer to the same prompts, whose KV is on the device already.
 """
 

@@ -1,10 +1,10 @@
-"""vLLM with one way of offloading, or none, as JSON: run by `benchmarks.vllm_hits`, each alone.
+"""vLLM with one kind of offloading, or none, as JSON. `benchmarks.vllm_hits` runs it per kind.
 
     python vllm_hits.py {none,native,penstock,lmcache} MODEL_FOLDER [--lengths 512,2048] ...
 
-Prompts are random token ids, drawn from a fixed seed, so that every system answers the same ones.
-A hit is measured after vLLM's own prefix cache was emptied: what is found then comes from below.
-Answers to hits are compared with those that were computed.
+Prompts are random token ids from a fixed seed, so that every system gets the same ones. A hit is
+measured after vLLM's own prefix cache was emptied, so it comes from offloaded KV. Answers to hits
+are compared with computed ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The core's demonstration: fill DRAM, spill to disk, kill -9, restart, load back, verified.
+"""Demo of the core: fill DRAM, spill to disk, kill -9, restart, load back, verify.
 
     python demo/core/main.py [--out DIR]
 
-Writes DIR/report.html with the picture. Exits with 1 if a single bit came back wrong.
+Writes DIR/report.html with a chart. Exits with 1 if a single bit is wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ console = Console()
 
 
 def live(mode: str, directory: Path, kill_after: int | None = None) -> Iterator[Facts]:
-    """Run a worker and yield what it tells; kill -9 it while it saves the next conversation."""
+    """Run a worker and yield its reports; kill -9 it while it saves the next conversation."""
     command = [sys.executable, str(Path(__file__).with_name("worker.py")), mode, str(directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
@@ -43,11 +43,11 @@ def live(mode: str, directory: Path, kill_after: int | None = None) -> Iterator[
                 kill_after = None
                 yield {"what": "killed", "time": facts["time"]}
     if mode == "load" and worker.returncode:
-        raise SystemExit(f"the worker failed with {worker.returncode}")
+        raise SystemExit(f"the worker failed with exit code {worker.returncode}")
 
 
 def show(title: str, story: Iterator[Facts]) -> list[Facts]:
-    """Follow a life with a bar for each tier."""
+    """Show a worker's progress with a bar for each tier."""
     told = []
     columns = (TextColumn("  {task.description:5}"), BarColumn(40), TextColumn("{task.fields[n]}"))
     console.print(f"[bold]{title}[/bold]")
@@ -78,7 +78,7 @@ def main() -> None:
             f"DRAM {HOST_BYTES >> 20} MiB, disk {DISK_BYTES >> 20} MiB.\n"
         )
         first = show(
-            f"1. A process saves conversations of {BLOCKS * BLOCK_TOKENS:,} tokens: DRAM fills, "
+            f"1. A process saves conversations of {BLOCKS * BLOCK_TOKENS:,} tokens: DRAM fills up, "
             "the rest spills to disk …",
             live("save", directory, KILL_AFTER),
         )
@@ -91,7 +91,7 @@ def main() -> None:
         shutil.rmtree(directory)
     verified = summarise(first, second)
     page = report(first, second, out)
-    console.print(f"\nThe picture: {page}")
+    console.print(f"\nReport with a chart: {page}")
     sys.exit(0 if verified else 1)
 
 
@@ -120,7 +120,7 @@ def summarise(first: list[Facts], second: list[Facts]) -> bool:
     all_right = all(row["right"] == row["blocks"] for row in from_disk + from_host)
     console.print(
         f"{recovered} blocks survived the kill. "
-        + ("[red]LOST OR WRONG[/red]" if lost or not all_right else "Every one of them is right.")
+        + ("[red]LOST OR WRONG[/red]" if lost or not all_right else "Every one of them is correct.")
     )
     return bool(from_disk and from_host) and all_right and not lost
 

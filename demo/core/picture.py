@@ -1,4 +1,4 @@
-"""The demonstration as a page with one drawing: how full each tier was, over two lives."""
+"""The demo's page with one chart: how full each tier was, before and after the kill."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ WIDTH, LEFT, RIGHT, TOP = 960, 120, 20, 40
 PANEL, SPACE = 120, 34  # height of one tier's panel, and room below it
 COLOURS = {"host": "#2f81c4", "disk": "#d9822b"}
 NAMES = {"host": "DRAM", "disk": "disk"}
-GAP_SECONDS = 0.25  # drawn between the lives, whatever the restart really took
+GAP_SECONDS = 0.25  # drawn between the two processes, however long the restart took
 HEIGHT = TOP + len(COLOURS) * (PANEL + SPACE) + 26
 
 Facts = dict[str, object]
 
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Penstock: the core's demonstration</title>
+<html lang="en"><meta charset="utf-8"><title>Penstock: demo of the core</title>
 <style>
  body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto;
         padding: 0 1rem; color: #1c2330; background: #fff }}
  svg {{ width: 100%; height: auto }}
  @media (prefers-color-scheme: dark) {{ body {{ color: #e6e9ef; background: #14181f }} }}
 </style>
-<h1>Killed, restarted, and every block is right</h1>
+<h1>Killed, restarted, and every block is correct</h1>
 <p>{caption}</p>
 {drawing}
 </html>
@@ -35,10 +35,10 @@ def report(first: list[Facts], second: list[Facts], out: Path) -> Path:
     num_right = sum(int(facts["right"]) for facts in loaded)
     num_loaded = sum(int(facts["blocks"]) for facts in loaded)
     caption = (
-        "A process saves KV blocks: DRAM fills up, everything is written on to disk. It is killed "
-        "with <code>kill -9</code> in the middle of a write. A second process opens the same "
-        f"directory, reads its index, and loads the blocks back: {num_right:,} of {num_loaded:,} "
-        "loads bit for bit right. Each triangle is one conversation loaded from that tier."
+        "A process saves KV blocks: DRAM fills up, and everything is also written to disk. It is "
+        "killed with <code>kill -9</code> in the middle of a write. A second process opens the "
+        f"same directory, reads its index and loads the blocks: {num_right:,} of {num_loaded:,} "
+        "are correct, bit for bit. Each triangle is one conversation loaded from that tier."
     )
     drawing = _Drawing(first, second).svg()
     (out / "tiers.svg").write_text(drawing)
@@ -71,9 +71,9 @@ class _Drawing:
             'fill="#c0392b" opacity=".15"/>'
             f'<text x="{x + width / 2:.1f}" y="{TOP - 12}" text-anchor="middle" '
             'fill="#c0392b" font-weight="600">kill -9</text>'
-            f'<text x="{LEFT}" y="{HEIGHT - 10}">first life: saving</text>'
-            f'<text x="{x + width:.1f}" y="{HEIGHT - 10}">second life: index read, '
-            "everything loaded back and compared</text></svg>"
+            f'<text x="{LEFT}" y="{HEIGHT - 10}">first process: saves</text>'
+            f'<text x="{x + width:.1f}" y="{HEIGHT - 10}">second process: reads the index, '
+            "loads everything and compares it</text></svg>"
         )
         return "\n".join(parts)
 
@@ -99,7 +99,7 @@ class _Drawing:
                 if f["what"] == "usage" and f["tier"] == tier
             ]
             path = f"M{steps[0][0]:.1f},{floor}"
-            for x, y in steps:  # a staircase: a tier holds what it held until it changes
+            for x, y in steps:  # a step chart: the level is constant between two events
                 path += f" H{x:.1f} V{y:.1f}"
             path += f" H{self.x(end):.1f} V{floor} Z"
             parts.append(f'<path d="{path}" fill="{colour}" fill-opacity=".5" stroke="{colour}"/>')

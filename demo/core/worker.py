@@ -1,9 +1,9 @@
-"""One life of a process that keeps KV in tiers. Started twice by demo/core/main.py.
+"""A process that keeps KV in tiers. demo/core/main.py starts it twice.
 
     python demo/core/worker.py save DIRECTORY     saves conversations until it is killed
-    python demo/core/worker.py load DIRECTORY     loads them all back, and compares every bit
+    python demo/core/worker.py load DIRECTORY     loads all of them and compares every bit
 
-Tells what happens as JSON lines; times are CLOCK_MONOTONIC, so two lives share one axis.
+Prints events as JSON lines. Times are CLOCK_MONOTONIC, so both processes share one time axis.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def conversation(number: int) -> list[BlockKey]:
 
 
 def fill(device: HostArena, slot: Slot, key: BlockKey) -> None:
-    """Stand-in for a prefill: bytes that follow from the key, so that anyone can check them."""
+    """Stand-in for a prefill: bytes derived from the key, so that they can be checked."""
     page = blake3(key).digest(length=SPEC.block_bytes // 30)
     device.view(slot)[: SPEC.block_bytes] = page * 30
 

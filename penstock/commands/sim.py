@@ -134,7 +134,7 @@ def sim(
         disk_load_gb_per_second=disk_load_gb_per_second,
         disk_save_gb_per_second=disk_save_gb_per_second,
         max_batched_tokens=max_batched_tokens,
-        max_running=max_running,
+        max_num_seqs=max_running,
         max_waiting=max_waiting,
     )
     if plot is not None and not plot.absolute().parent.is_dir():

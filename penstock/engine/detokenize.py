@@ -1,9 +1,9 @@
-"""From token ids to text, a token at a time.
+"""Convert token ids to text, one token at a time.
 
-A token is not a piece of text: a character may be spread over several tokens, and some tokenizers
-drop the space before the first. So a few tokens before the new one are decoded with it, and only
-what lies behind the text that is already out is new. What ends in U+FFFD may be half a character
-and waits for the rest.
+A token is not a piece of text: a character may span several tokens, and some tokenizers drop the
+space before the first token. So a few earlier tokens are decoded together with the new one, and
+only the text after what was already returned is new. Text that ends in U+FFFD may be an incomplete
+character and waits for the rest.
 
     window   [ context | waiting | new ]
                        ^ read            decode(window)[num_out:] is the new text
@@ -19,14 +19,14 @@ from penstock.engine.params import SamplingParams
 from penstock.errors import BookError
 
 HALF = "\ufffd"
-# A character has at most 4 bytes, and a token at least one: longer waiting is for nothing.
+# A character has at most 4 bytes and a token at least one, so waiting longer cannot help.
 MAX_WAITING_TOKENS = 8
-# Enough to hold the first byte of a character that is not complete yet.
+# Enough to include the first byte of an incomplete character.
 _CONTEXT_TOKENS = 4
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used here."""
 
     def decode(
         self, ids: list[int], /, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
@@ -42,15 +42,14 @@ class Tokenizer(Protocol):
 
 
 class _Stop:
-    """One stop string, matched a character at a time without ever looking back (Knuth, Morris,
-    Pratt)."""
+    """One stop string, matched character by character without backtracking (Knuth-Morris-Pratt)."""
 
     __slots__ = ("_fallback", "matched", "string")
 
     def __init__(self, string: str) -> None:
         self.string = string
-        self.matched = 0  # how much of its start the text now ends in
-        # [k]: the longest shorter match that remains when k characters matched and the next fails.
+        self.matched = 0  # length of the longest prefix of the string that the text ends with
+        # [k]: the longest shorter match left if k characters matched and the next does not.
         self._fallback = [0, 0]
         length = 0
         for char in string[1:]:
@@ -60,24 +59,24 @@ class _Stop:
             self._fallback.append(length)
 
     def feed(self, char: str) -> bool:
-        """Take the text's next character; whether the text now ends in the whole string."""
+        """Take the text's next character. Returns whether the text now ends with the string."""
         while self.matched and self.string[self.matched] != char:
             self.matched = self._fallback[self.matched]
         self.matched += self.string[self.matched] == char
         if self.matched < len(self.string):
             return False
-        self.matched = self._fallback[self.matched]  # ready for the next, if this does not count
+        self.matched = self._fallback[self.matched]  # continue, in case min_tokens ignores this one
         return True
 
 
 class Detokenizer:
-    """The text of one sequence. Whole characters only, and nothing that a stop string will cut.
+    """The text of one sequence: only complete characters, and nothing that a stop string removes.
 
-    Give it every token that belongs to the text: not the end or stop token that ended it, unless
-    `include_stop_str_in_output` makes that part of the text.
-    A stop string counts where it is complete first; of two complete at the same character, the
-    longer. So the text does not depend on how it was cut into tokens. As in vLLM, one that is
-    complete within the first `min_tokens` tokens does not count.
+    Append every token that belongs to the text. The end or stop token does not, unless
+    `include_stop_str_in_output` is set.
+    The stop string that is complete first ends the text; of two that are complete at the same
+    character, the longer. So the text does not depend on how it was split into tokens. As in vLLM,
+    a stop string that is complete within the first `min_tokens` tokens is ignored.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Detokenizer:
         self._shows_stop = params.include_stop_str_in_output
         self._stops = [_Stop(string) for string in params.stop_strings]
         self._num_tokens = 0
-        self._held = ""  # decoded, and perhaps the start of a stop string
+        self._held = ""  # decoded text that may be the start of a stop string
         self._out: list[str] = []
         self._finished = False
         self.stopped_by: str | None = None  # the stop string that ended the text
@@ -99,33 +98,32 @@ class Detokenizer:
         self._window = context
         self._read = len(context)
         decoded = self._decode(context)
-        # A character the prompt leaves half is the output's, once the output completes it.
+        # An incomplete character at the prompt's end belongs to the output that completes it.
         self._prompt_half = decoded.endswith(HALF)
         self._num_out = len(decoded) - self._prompt_half
 
     @property
     def text(self) -> str:
-        """All that append and finish have returned."""
+        """Everything that append and finish have returned."""
         return "".join(self._out)
 
     def append(self, token_id: int) -> str:
-        """Take the next token and return the text that is now certain, often none.
+        """Take the next token and return the text that is now final; it is often empty.
 
         After a stop string, `stopped_by` is set and every call returns "".
         """
         if self._finished:
-            raise BookError(
-                f"token {token_id} came after finish(): expected none; make a new Detokenizer"
-            )
+            raise BookError(f"token {token_id} was appended after finish(): make a new Detokenizer")
         if self.stopped_by is not None:
             return ""
         self._num_tokens += 1
         return self._emit("" if self._is_silent(token_id) else self._advance(token_id))
 
     def finish(self) -> str:
-        """Return what was held back: half a character as U+FFFD, the start of a stop string.
+        """Return the text held back: an incomplete character as U+FFFD, or part of a stop string.
 
-        Again, it returns ""."""
+        A second call returns "".
+        """
         if self._finished or self.stopped_by is not None:
             self._finished = True
             return ""
@@ -139,11 +137,11 @@ class Detokenizer:
         return new
 
     def _is_silent(self, token_id: int) -> bool:
-        # Ids beyond the vocabulary come from models that pad it; they have no text.
+        # Models may pad the vocabulary: ids beyond the tokenizer's have no text.
         return token_id in self._silent or self._tokenizer.convert_ids_to_tokens(token_id) is None
 
     def _advance(self, token_id: int) -> str:
-        """The whole characters that the token completes."""
+        """The characters that the token completes."""
         self._window.append(token_id)
         decoded = self._decode(self._window)
         if len(decoded) > self._num_out and not decoded.endswith(HALF):
@@ -151,7 +149,7 @@ class Detokenizer:
             self._window = self._window[self._read :]
             self._num_out = len(self._decode(self._window))
         elif len(self._window) - self._read >= MAX_WAITING_TOKENS:
-            # Bytes that are no text: of all these, only the last may still become a character.
+            # These bytes are not valid text: only the last may still start a character.
             new = self._cut(decoded, len(decoded) - decoded.endswith(HALF))
             self._window = self._window[-_CONTEXT_TOKENS:]
             decoded = self._decode(self._window)
@@ -165,16 +163,16 @@ class Detokenizer:
         start = self._num_out
         if self._prompt_half and end > start:
             self._prompt_half = False
-            start += decoded[start] == HALF  # it stayed half: it is the prompt's
+            start += decoded[start] == HALF  # never completed, so it belongs to the prompt
         return decoded[start:end]
 
     def _emit(self, new: str) -> str:
-        """Pass the text by the stop strings, and return what none of them can cut any more."""
+        """Match the text against the stop strings; return what none of them can remove."""
         if not self._stops:
             return self._note(new)
         armed = self._num_tokens > self._min_tokens
         for place, char in enumerate(new):
-            # Each must see the character, also when another is complete.
+            # Feed every stop string, even if another one is complete.
             complete = [stop.string for stop in self._stops if stop.feed(char)]
             if complete and armed:
                 self.stopped_by = max(complete, key=len)
@@ -194,10 +192,10 @@ class Detokenizer:
 
 
 def _decoder(tokenizer: Tokenizer, *, skip_special: bool) -> Callable[[list[int]], str]:
-    """Its text of some ids, without cleaning up: that takes back spaces that are already out.
+    """A function that decodes ids without clean-up, which would remove spaces already returned.
 
-    Where transformers would only pass the ids on, they go straight to the library below: what it
-    wraps around that takes twice as long as the decoding, for every token.
+    If transformers would only pass the ids on, they go straight to the tokenizers library: the
+    wrapper takes twice as long as decoding, for every token.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     where = {name: _home(type(tokenizer), name) for name in ("decode", "_decode")}
@@ -214,14 +212,14 @@ def _decoder(tokenizer: Tokenizer, *, skip_special: bool) -> Callable[[list[int]
         text = tokenizer.decode(
             ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
-        assert isinstance(text, str)  # a list only where a batch was given
+        assert isinstance(text, str)  # only a batch gives a list
         return text
 
     return decode
 
 
 def _home(kind: type, name: str) -> str | None:
-    """The module that the method comes from."""
+    """The module that defines the method."""
     return next((c.__module__ for c in kind.__mro__ if name in vars(c)), None)
 
 

@@ -1,6 +1,6 @@
-"""What a decoder does between its matrix products, on a GPU: few kernels in place of many.
+"""Fused GPU kernels for a decoder's work between its matrix products.
 
-They round as transformers' own modules do, so that both compute the same to the last bits.
+They round like transformers' own modules, so that results agree to the last bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _add_norm(
 
 @triton.jit
 def _gate(
-    both,  # [rows, 2 * size]: what is gated, then what it is multiplied with
+    both,  # [rows, 2 * size]: the gate's input, then the values it multiplies
     out,
     size,
     WIDTH: tl.constexpr,  # noqa: N803
@@ -55,14 +55,14 @@ def _gate(
     tl.store(out + row * size + places, activated * up, mask=mask)
 
 
-# A prompt's positions lie where its length puts them: that is no reason to compile anew.
+# The alignment of these arrays depends on the prompt's length: do not recompile for each.
 @triton.jit(do_not_specialize_on_alignment=["positions", "addresses"])
-def _turn_and_store(
-    qkv,  # [rows, (heads + 2 kv_heads) * DIM]; queries and keys are turned in place
+def _rotate_and_store(
+    qkv,  # [rows, (heads + 2 kv_heads) * DIM]; queries and keys are rotated in place
     cosines,  # [positions, DIM / 2], float32
     sines,
     positions,
-    addresses,  # of each row's keys in the first layer; 0: they are there already
+    addresses,  # of each row's keys in the first layer; 0 if they are stored already
     query_weight,
     key_weight,
     layer_bytes,
@@ -111,7 +111,7 @@ def _turn_and_store(
 
 
 def add_norm(x: Any, residual: Any | None, weight: Any, epsilon: float) -> tuple[Any, Any]:
-    """RMS norm of x + residual; and that sum, in place of the residual."""
+    """The RMS norm of x + residual, and that sum as the new residual."""
     rows, size = x.shape
     has_residual = residual is not None
     residual = x.new_empty(x.shape) if residual is None else residual
@@ -139,7 +139,7 @@ def gate(both: Any) -> Any:
     return out
 
 
-def turn_and_store(
+def rotate_and_store(
     qkv: Any,
     rotary: tuple[Any, Any],
     positions: Any,
@@ -152,9 +152,9 @@ def turn_and_store(
     dim: int,
     block_tokens: int,
 ) -> None:
-    """Turn queries and keys by their positions, in place; put keys and values where they belong."""
+    """Rotate queries and keys by their positions, in place; store keys and values in the pool."""
     query_weight, key_weight = norms or (qkv, qkv)
-    _turn_and_store[(qkv.shape[0], heads + 2 * kv_heads)](
+    _rotate_and_store[(qkv.shape[0], heads + 2 * kv_heads)](
         qkv,
         *rotary,
         positions,

@@ -90,7 +90,7 @@ class FusedDecoder:
             norm = layer.first_norm
             h, residual = elementwise.add_norm(x, residual, norm.weight, norm.variance_epsilon)
             qkv = linear(h, layer.qkv, layer.qkv_bias)
-            elementwise.turn_and_store(
+            elementwise.rotate_and_store(
                 qkv,
                 self._rotary,
                 positions,

@@ -1,7 +1,7 @@
-"""Ctrl-C, or a notebook's stop button, waits for the end of a step.
+"""Ctrl-C, or a notebook's stop button, takes effect at the end of a step.
 
-Python raises it wherever it happens to be, between two lines of the books or of a copy that has
-just begun. Whoever stops an answer goes on to ask the next question: nothing may be left half done.
+Python raises KeyboardInterrupt at any line, for example halfway through an update of the books or
+of a copy. The user may go on with the same LLM afterwards, so a step must not be left half done.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Whole:
-    """Work that is not cut in two, unless somebody insists."""
+class InterruptGuard:
+    """Delays an interrupt until the work in progress has ended."""
 
     def __init__(self) -> None:
-        self.is_broken = False  # somebody has insisted: what was at work cannot be trusted
+        self.is_broken = False  # a second interrupt stopped the work halfway
 
     @contextmanager
-    def work(self) -> Iterator[None]:
-        """What interrupts the work is raised at its end; a second one at once."""
+    def deferred(self) -> Iterator[None]:
+        """Raise an interrupt at the end of the block; a second one at once."""
         usual = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(usual):
-            yield  # then Python raises nothing here
+            yield  # Python raises no KeyboardInterrupt here
             return
         waiting: list[tuple[int, FrameType | None]] = []
 

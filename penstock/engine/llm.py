@@ -17,7 +17,7 @@ from typing import Any, cast
 from penstock.config import Config
 from penstock.config.options import EMBEDDED, EngineOptions
 from penstock.engine.engine import Progress
-from penstock.engine.interrupts import Whole
+from penstock.engine.interrupts import InterruptGuard
 from penstock.engine.open import open_engine
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.params import SamplingParams
@@ -25,11 +25,14 @@ from penstock.engine.request import Request
 from penstock.engine.sampler import Sampled
 from penstock.errors import ConfigError, PenstockError
 from penstock.hints import Hint
+from penstock.units import counted
 
 Prompt = str | list[int] | dict[str, Any]
 
 
 class LLM:
+    """vLLM's offline API: a model, its device pool, and the tiers below it."""
+
     def __init__(
         self,
         model: str = EMBEDDED,
@@ -38,21 +41,23 @@ class LLM:
         progress: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
-        """Options are the fields of `EngineOptions`, in vLLM's names; sizes are in GiB.
+        """Load `model` and open the tiers.
 
-        `kv_offloading_size=0` turns offloading off. `config` overrules what they say of tiers.
+        Options are the fields of `EngineOptions`, with vLLM's names; sizes are in GiB.
+        `kv_offloading_size=0` turns offloading off. `config` overrides the options about tiers.
         """
         known = {field.name for field in fields(EngineOptions)}
         for name in options:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
-                advice = f"did you mean {close[0]}?" if close else f"expected {sorted(known)}."
-                raise ConfigError(f"LLM knows no option {name!r}: {advice}")
-        # Whoever calls waits for all answers anyway: nothing is gained by refusing some.
+                options_text = f"expected one of {', '.join(sorted(known))}."
+                advice = f"did you mean {close[0]}?" if close else options_text
+                raise ConfigError(f"LLM has no option {name!r}: {advice}")
+        # The caller waits for all outputs anyway, so the queue has no limit.
         wanted = EngineOptions(model, **{"max_waiting": 1 << 30, **options})
         self.engine = open_engine(wanted, config, progress=progress)
         self._num_calls = 0
-        self._whole = Whole()
+        self._interrupts = InterruptGuard()
 
     def generate(
         self,
@@ -62,9 +67,9 @@ class LLM:
         priority: Sequence[int] | None = None,
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids); outputs come in the order of the prompts.
+        """Complete prompts (texts or token ids). Outputs are in the order of the prompts.
 
-        `on_text(prompt_number, text)` is told of new text as it comes, for prompts with n = 1.
+        `on_text(prompt_number, text)` is called with new text as it is generated; use it with n=1.
         """
         pairs = [self._encode(prompt) for prompt in _as_list(prompts)]
         if sampling_params is None:
@@ -73,8 +78,8 @@ class LLM:
             sampling_params = [sampling_params] * len(pairs)
         if len(sampling_params) != len(pairs):
             raise ConfigError(
-                f"{len(sampling_params)} sampling_params for {len(pairs)} prompts; expected one "
-                "for all, or one for each."
+                f"{len(sampling_params)} sampling_params for {counted(len(pairs), 'prompt')}: "
+                "expected one SamplingParams for all prompts, or one for each."
             )
         return self._run(pairs, sampling_params, priority or [0] * len(pairs), on_text)
 
@@ -104,25 +109,26 @@ class LLM:
         prompt: Prompt | None = None,
         retain_seconds: float | None = None,
     ) -> int:
-        """Retain, demote, prefetch or release a session's KV, or a prompt's; see docs/hints.md.
+        """Retain, demote, prefetch or release the KV of a session or prompt; see docs/hints.md.
 
-        Returns how many tokens' KV that was. A prefetch has ended when this returns.
+        Returns the number of tokens affected. A prefetch has finished when this returns.
         """
         if (session is None) == (prompt is None):
-            raise ConfigError("a hint is for a session or for a prompt: expected one; name it.")
+            given = "neither is" if session is None else "both are"
+            raise ConfigError(f"a hint takes either a session or a prompt: {given} given.")
         prompt_ids = [] if prompt is None else self._encode(prompt)[1]
-        self._require_whole()
-        with self._whole.work():
+        self._require_intact()
+        with self._interrupts.deferred():
             num_blocks = self.engine.hint(Hint(action, session, retain_seconds), prompt_ids)
         offloader = self.engine.offloader
         while offloader is not None and offloader.is_prefetching:
-            with self._whole.work():
+            with self._interrupts.deferred():
                 self.engine.step()
                 offloader.pause(0.002)
         return num_blocks * self.engine.block_tokens
 
     def close(self) -> None:
-        """Finish the saves and let go of everything; the disk tier is ready for the next start."""
+        """Finish pending saves and release all memory. KV on disk stays for the next start."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -145,7 +151,7 @@ class LLM:
         priorities: Sequence[int],
         on_text: Callable[[int, str], None] | None,
     ) -> list[RequestOutput]:
-        self._require_whole()
+        self._require_intact()
         self._num_calls += 1
         results: dict[str, _Result] = {}
         groups: list[list[_Result]] = []
@@ -154,7 +160,7 @@ class LLM:
                 group = []
                 for index in range(params[number].n):
                     name = f"{self._num_calls}-{number}-{index}"
-                    with self._whole.work():
+                    with self._interrupts.deferred():
                         request = self.engine.add(
                             name, ids, params[number], priority=priorities[number], index=index
                         )
@@ -162,7 +168,7 @@ class LLM:
                     group.append(results[name])
                 groups.append(group)
             while any(result.request.finish_reason is None for result in results.values()):
-                with self._whole.work():
+                with self._interrupts.deferred():
                     progresses = self.engine.step()
                 for _, fault in self.engine.take_failed():
                     raise fault
@@ -177,22 +183,23 @@ class LLM:
                     if progress.error is not None:
                         raise progress.error
         except BaseException:
-            if not self._whole.is_broken:
-                with self._whole.work():
+            if not self._interrupts.is_broken:
+                with self._interrupts.deferred():
                     for name in results:
                         self.engine.abort(name)
-                    self.engine.take_failed()  # of the same step
+                    self.engine.take_failed()  # drop other failures of the same step
             raise
         return [
             self._output(f"{self._num_calls}-{number}", pairs[number], group)
             for number, group in enumerate(groups)
         ]
 
-    def _require_whole(self) -> None:
-        if self._whole.is_broken:
+    def _require_intact(self) -> None:
+        if self._interrupts.is_broken:
             raise PenstockError(
-                "this LLM was interrupted twice in the middle of a step, and can no longer be "
-                "trusted: close it and make another. What is on disk is verified when it is read."
+                "this LLM was interrupted twice during one step, so its state may be "
+                "inconsistent: close it and make another. KV on disk is safe: it is verified when "
+                "it is read."
             )
 
     def _output(
@@ -222,7 +229,7 @@ class LLM:
 
 
 class _Result:
-    """What one sequence has produced so far."""
+    """The output of one sequence so far."""
 
     def __init__(self, number: int, request: Request) -> None:
         self.number = number

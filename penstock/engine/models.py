@@ -1,4 +1,4 @@
-"""Models: found by name, checked for what Penstock can restore whole, loaded, described."""
+"""Find a model by name, check that it is supported, and load it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import torch
 
 from penstock.config.options import EMBEDDED
 from penstock.engine import weights
+from penstock.engine.attention.torch import NAME as ATTENTION
 from penstock.engine.support import check_supported, inspect_attention
 from penstock.errors import ConfigError
-
-ATTENTION = "penstock"  # the name under which penstock.engine.attention registers itself
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what names and shapes its KV."""
+    """A model ready to run, with the facts that identify and shape its KV."""
 
-    model: Any  # transformers' ForCausalLM in eval mode, its attention set to ATTENTION
-    tokenizer: Any  # None where the model came without one
+    model: Any  # a transformers ForCausalLM in eval mode that uses ATTENTION
+    tokenizer: Any  # None if the model has none
     name: str
     num_layers: int
     num_heads: int
@@ -36,7 +35,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     weights_fingerprint: str
-    rope: str  # canonical text of the rope parameters, for keys.Namespace
+    rope: str  # rope parameters as canonical JSON, for keys.Namespace
     device: str = "cpu"
 
 
@@ -48,15 +47,13 @@ def load_model(
     progress: Callable[[str], None] | None = None,
     before_weights: Callable[[int], None] = lambda _: None,
 ) -> LoadedModel:
-    """Load `name`: `smollm2-135m`, a folder, a .gguf file, or else a name on the Hugging Face hub.
+    """Load `name`: `smollm2-135m`, a folder, a .gguf file, or a name on the Hugging Face hub.
 
-    `before_weights` is told how many bytes of KV a token has, before the weights are read, and may
-    raise. Raises ConfigError for whatever cannot be found, read or restored whole.
+    `before_weights` is called with the KV bytes per token before the weights are read, and may
+    raise. Raises ConfigError if the model cannot be found, cannot be read or is not supported.
     """
     if dtype not in _DTYPES:
-        raise ConfigError(
-            f"dtype is {dtype!r}: expected one of {', '.join(_DTYPES)}; correct the setting"
-        )
+        raise ConfigError(f"dtype is {dtype!r}: expected one of {', '.join(_DTYPES)}")
     _check_device(device)
     tell = progress or weights.say_nothing
     gguf = _find_gguf(name)
@@ -77,7 +74,7 @@ def load_model(
     except ConfigError as error:
         if error in refusals:
             raise
-        # What we wrote ourselves went bad: make it again.
+        # The unpacked folder is damaged. We wrote it ourselves, so make it again.
         folder = weights.gguf_folder(gguf, _DTYPES[dtype], check_supported, tell, rebuild=True)
         return _load(name, str(folder), _DTYPES[dtype], device, tell, before_weights)
 
@@ -89,14 +86,14 @@ def _find_gguf(name: str) -> Path | None:
 
 
 def _find_source(name: str) -> str:
-    """A folder's path, or the name itself as one on the hub."""
+    """The path if `name` is a folder, else `name` itself, as a name on the hub."""
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return str(path)
     if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(
             f"there is no model at {name!r}: expected a folder with config.json and safetensors, a "
-            f".gguf file, a name on the hub, or {EMBEDDED}; correct the name"
+            f".gguf file, a name on the Hugging Face hub, or {EMBEDDED}"
         )
     return name
 
@@ -107,7 +104,7 @@ def _check_device(device: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             f"device {device!r} cannot be used ({weights.first_line(error)}): expected cpu, or "
-            "cuda where a GPU and a CUDA build of torch are at hand; correct the setting"
+            "cuda on a machine with a GPU and a CUDA build of torch"
         ) from None
 
 
@@ -124,7 +121,7 @@ def _load(
     num_values = 2 * config.num_hidden_layers * attention.num_kv_heads * attention.head_dim
     before_weights(num_values * dtype.itemsize)
     if attention.window is not None:
-        config.sliding_window = None  # wider than the longest context: it never cuts
+        config.sliding_window = None  # longer than the context, so it has no effect
     tell(f"loading {name}")
     model = weights.read_weights(source, config, dtype)
     tokenizer = weights.read_tokenizer(source)
@@ -133,8 +130,8 @@ def _load(
         model.eval().requires_grad_(False).to(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the weights of {name} do not fit {device} ({weights.first_line(error)}): expected "
-            "room for all of them; free its memory, or choose a smaller model or dtype"
+            f"the weights of {name} do not fit on {device} ({weights.first_line(error)}): free "
+            "memory there, or choose a smaller model or dtype"
         ) from None
     model.config._attn_implementation = ATTENTION
     return LoadedModel(
@@ -159,21 +156,21 @@ def _max_tokens(config: Any) -> int:
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Beyond this length it turns all keys anew, and those already kept would be wrong.
+        # Beyond this length all keys are rotated differently: stored keys would be wrong.
         for holder in (rope, vars(config)):
             longest = min(longest, int(holder.get("original_max_position_embeddings") or longest))
     return longest
 
 
 def _vocab_size(model: Any, config: Any) -> int:
-    """How many tokens can be both read and said: padding may make the two differ."""
-    reads, says = model.get_input_embeddings(), model.get_output_embeddings()
-    sizes = [getattr(reads, "num_embeddings", None), getattr(says, "out_features", None)]
+    """Token ids valid for both input and output: with padding the two sizes may differ."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    sizes = [getattr(inputs, "num_embeddings", None), getattr(outputs, "out_features", None)]
     return min([int(config.vocab_size), *(int(size) for size in sizes if size is not None)])
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Of the generation config, or else the config; and the tokenizer's, which chats end with."""
+    """From the generation config, or else the config; plus the tokenizer's, which ends chats."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config, "eos_token_id", None)
@@ -186,6 +183,6 @@ def _rope_text(config: Any) -> str:
     rope = getattr(config, "rope_parameters", None)
     if not rope:
         return ""
-    # Some kinds of scaling measure themselves against the longest context.
+    # Some kinds of rope scaling depend on the context length.
     known = {"max_position_embeddings": config.max_position_embeddings, **rope}
     return json.dumps(known, sort_keys=True, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""From what a user says (see `options`) to a running engine. `LLM` and `serve` share it."""
+"""Open an engine from a user's options. `LLM` and `penstock serve` both use this."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def open_engine(
     observers: tuple[Observer, ...] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Engine:
-    """Load the model, take the memory, open the tiers. `config` overrules the options' tiers.
+    """Load the model, allocate memory, open the tiers. `config` overrides the options' tiers.
 
-    Raises ConfigError, Locked, Foreign or Full if something cannot be had; nothing stays open.
+    Raises ConfigError, Locked, Foreign or Full; then nothing stays open.
     """
     tell = progress or (lambda _: None)
     tiers = config if config is not None else tiers_config(options)
     if tiers is not None:
-        check_tiers(tiers)  # before the weights: it may save the wait for them
+        check_tiers(tiers)  # fail before the weights are read, not after
     residency = _residency(options)
     device = _device(options.device)
     dtype = default_dtype(device) if options.dtype == "auto" else options.dtype
@@ -48,9 +48,9 @@ def open_engine(
             check_block(tiers, spec)
         if options.device_kv_gib is not None and options.device_kv_gib * GiB < spec.block_bytes:
             raise ConfigError(
-                f"device_kv_gib is {options.device_kv_gib}, less than one block of "
-                f"{format_bytes(spec.block_bytes)}: expected room for many; raise it, or choose "
-                "a smaller block_tokens."
+                f"device_kv_gib is {options.device_kv_gib}, less than one block "
+                f"({format_bytes(spec.block_bytes)}): expected room for many blocks; raise it, or "
+                "choose smaller block_tokens."
             )
 
     loaded = load_model(
@@ -62,8 +62,8 @@ def open_engine(
     )
     if loaded.tokenizer is None:
         raise ConfigError(
-            f"{options.model} came without a tokenizer: expected one beside the weights "
-            "(tokenizer.json); add it, or choose another model."
+            f"{options.model} has no tokenizer: expected tokenizer.json next to the weights; "
+            "add it, or choose another model."
         )
     loaded = _shortened(loaded, options.max_model_len)
     settings = EngineConfig(
@@ -74,7 +74,7 @@ def open_engine(
         options.max_waiting,
         residency,
     )
-    tell("taking memory for KV")
+    tell("allocating memory for KV")
     try:
         engine = Engine(loaded, settings, tiers, observers)
         try:
@@ -85,21 +85,21 @@ def open_engine(
     except torch.OutOfMemoryError as error:
         pool = format_bytes(settings.device_kv_bytes)
         raise ConfigError(
-            f"{device} has no room to compute in beside a pool of {pool} ({first_line(error)}): "
-            "expected some for activations and for what is read ahead; lower device_kv_gib or "
-            "gpu_memory_utilization, or free its memory."
+            f"{device} ran out of memory with a KV pool of {pool} ({first_line(error)}): "
+            "activations and KV fetched ahead also need memory; lower device_kv_gib or "
+            "gpu_memory_utilization, or free memory on the device."
         ) from None
     return engine
 
 
 def _shortened(loaded: LoadedModel, max_model_len: int | None) -> LoadedModel:
-    """With a shorter context. It changes no KV: rotary embeddings follow the model's own."""
+    """Limit the context length. KV stays the same: rotary embeddings use the model's length."""
     if max_model_len is None:
         return loaded
     if max_model_len > loaded.max_tokens:
         raise ConfigError(
-            f"max_model_len is {max_model_len}, and {loaded.name} reads {loaded.max_tokens} "
-            "tokens: expected no more than that; lower it, or leave it out."
+            f"max_model_len is {max_model_len}: {loaded.name} supports at most "
+            f"{loaded.max_tokens} tokens; lower it, or leave it out."
         )
     return replace(loaded, max_tokens=max_model_len)
 
@@ -111,10 +111,10 @@ def _device(name: str) -> str:
 
 
 def default_dtype(device: str) -> str:
-    """bfloat16 where the device computes in it, else float32."""
+    """bfloat16 if the device supports it in hardware, else float32."""
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
-    # Without it torch computes bfloat16 in software, many times slower than float32.
+    # In software, torch computes bfloat16 many times slower than float32.
     return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
@@ -133,19 +133,19 @@ def _residency(options: EngineOptions) -> ResidencyConfig:
 
 
 def _pool_bytes(options: EngineOptions, device: str) -> int:
-    """The pool's size, once the weights are in place."""
+    """The size of the device pool. Call it once the weights are loaded."""
     if options.device_kv_gib is not None:
         return int(options.device_kv_gib * GiB)
     if not device.startswith("cuda"):
         return GiB
     free, total = torch.cuda.mem_get_info(device)
-    # What a step needs beside weights and pool: activations of the batch, attention's workspace.
+    # A step also needs activations of the batch and attention's workspace.
     working = 1 * GiB + options.max_num_batched_tokens * 512 * 1024
     room = int(total * options.gpu_memory_utilization) - (total - free) - working
     if room <= 0:
         raise ConfigError(
-            f"gpu_memory_utilization is {options.gpu_memory_utilization}: after the weights and "
-            f"{working / GiB:.1f} GiB to work in, nothing is left for KV; raise it, or take a "
-            "smaller model."
+            f"gpu_memory_utilization is {options.gpu_memory_utilization}: no memory is left for "
+            f"KV after the weights and {working / GiB:.1f} GiB of working memory; raise it, or "
+            "choose a smaller model."
         )
     return room

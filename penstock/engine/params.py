@@ -1,7 +1,7 @@
-"""How the tokens of one request are chosen, and when they end: vLLM's names and defaults.
+"""Sampling parameters of one request, with vLLM's names and defaults.
 
-Everything is judged when it is made, so that no later part of the engine meets a value it cannot
-serve. No torch here: a server may check a request without loading it.
+Every value is checked when the object is made, so the rest of the engine never sees an invalid one.
+This module does not import torch: a server can check a request without it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeGuard
 
 from penstock.errors import ConfigError
 from penstock.hints import Hints
 
 MAX_LOGPROBS = 20
-MAX_N = 16_384  # vLLM's
+MAX_N = 16_384  # as in vLLM
 MAX_BIASES = 1024
-_MAX_BIAS = 100.0  # beyond it a token is as good as certain, or banned
+_MAX_BIAS = 100.0  # beyond ±100 a token is practically certain, or banned
 
 
 def _refuse(name: str, value: object, expected: str) -> ConfigError:
@@ -27,22 +28,21 @@ def _refuse(name: str, value: object, expected: str) -> ConfigError:
     )
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _whole(name: str, value: object, low: int, high: int | None, expected: str) -> None:
-    fits = isinstance(value, int) and value >= low and (high is None or value <= high)
-    if not (_is_whole(value) and fits):
+    if not (_is_whole(value) and value >= low and (high is None or value <= high)):
         raise _refuse(name, value, expected)
 
 
 def _number(name: str, value: object, low: float, high: float, expected: str) -> float:
-    """The value as a float from low to high; NaN and infinities are never inside."""
+    """The value as a finite float from `low` to `high`. Raises ConfigError."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high:
         try:
             as_float = float(value)
-        except OverflowError:  # a whole number beyond any float
+        except OverflowError:  # an int too large for a float
             as_float = math.inf
         if math.isfinite(as_float):
             return as_float
@@ -50,9 +50,9 @@ def _number(name: str, value: object, low: float, high: float, expected: str) ->
 
 
 def _strings(value: object) -> tuple[str, ...]:
-    expected = "a string or a list of strings, none of them empty"
+    expected = "a non-empty string or a list of them"
     listed = (value,) if isinstance(value, str) else () if value is None else value
-    # A set would lose the order in which stop strings were given.
+    # Sets are refused because they lose the order of the stop strings.
     if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
         raise _refuse("stop", value, expected)
     if not all(isinstance(item, str) and item for item in listed):
@@ -65,16 +65,16 @@ def _ids(value: object) -> tuple[int, ...]:
     if not isinstance(listed, Sequence) or isinstance(listed, (str, bytes, bytearray)):
         raise _refuse("stop_token_ids", value, "a list of token ids")
     if not all(_is_whole(item) and item >= 0 for item in listed):
-        raise _refuse("stop_token_ids", value, "a list of whole numbers of at least 0")
+        raise _refuse("stop_token_ids", value, "a list of integers of at least 0")
     return tuple(listed)
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
-    """As pairs, by token id; in vLLM's way a bias beyond 100 is taken as 100."""
+    """Pairs of token id and bias, sorted by token id. As in vLLM, biases are clamped to ±100."""
     pairs = () if value is None else value
     if isinstance(pairs, Mapping):
         pairs = tuple(pairs.items())
-    expected = f"at most {MAX_BIASES} token ids of at least 0, each with a number"
+    expected = f"a mapping of at most {MAX_BIASES} token ids (0 or larger) to numbers"
     if not isinstance(pairs, tuple) or len(pairs) > MAX_BIASES:
         raise _refuse("logit_bias", value, expected)
     found: dict[int, float] = {}
@@ -89,18 +89,18 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True, slots=True)
 class KvResidency:
-    """Where one request wants its KV while it runs. None: as the engine is set."""
+    """Where one request's KV should be while it runs. None means the engine's own setting."""
 
-    prefix_tokens: int | None = None  # the first so many stay on the device if they can
-    tail_tokens: int | None = None  # the last so many
-    device_tokens: int | None = None  # of all, no more than so many if others need room
-    never_cold: bool = False  # all of it on the device, or the request waits
+    prefix_tokens: int | None = None  # first tokens to keep on the device if possible
+    tail_tokens: int | None = None  # last tokens to keep on the device if possible
+    device_tokens: int | None = None  # most tokens on the device when other requests need room
+    never_cold: bool = False  # keep all KV on the device; the request waits until it fits
 
     def __post_init__(self) -> None:
         for name, low in (("prefix_tokens", 0), ("tail_tokens", 0), ("device_tokens", 1)):
             value = getattr(self, name)
             if value is not None:
-                expected = f"a whole number of at least {low}"
+                expected = f"an integer of at least {low}"
                 _whole(f"kv_residency.{name}", value, low, 2**31 - 1, expected)
         if not isinstance(self.never_cold, bool):
             raise _refuse("kv_residency.never_cold", self.never_cold, "true or false")
@@ -113,35 +113,37 @@ class KvResidency:
             return value
         names = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping) or not set(value) <= set(names):
-            raise _refuse("kv_residency", value, f"some of {', '.join(names)}")
+            raise _refuse("kv_residency", value, f"a mapping with any of {', '.join(names)}")
         return cls(**value)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's wishes. `stop`, `stop_token_ids` and `logit_bias` are held as tuples, whatever
-    was given."""
+    """How one request's tokens are sampled, and when generation stops.
 
-    n: int = 1  # answers to one prompt
+    `stop`, `stop_token_ids` and `logit_bias` are stored as tuples, however they were given.
+    """
+
+    n: int = 1  # completions per prompt
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # of the likeliest tokens, those that together have this share
-    top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0  # of the likeliest token's probability, what others must have
+    top_p: float = 1.0  # sample from the likeliest tokens whose probabilities add up to this
+    top_k: int = 0  # sample from this many of the likeliest tokens; 0 or -1: off
+    min_p: float = 0.0  # smallest probability, as a share of the likeliest token's
     seed: int | None = None  # None or -1: not reproducible
-    stop: str | Sequence[str] | None = None  # ends the answer, and is not part of it
-    stop_token_ids: Sequence[int] | None = None  # the same as token ids
-    max_tokens: int | None = 16  # None: as many as the model's context holds
-    min_tokens: int = 0  # before so many, nothing ends the answer
-    logprobs: int | None = None  # 0: of the chosen token only
-    ignore_eos: bool = False  # go on behind the model's own end
-    repetition_penalty: float = 1.0  # above 1: less of what prompt and answer have had
-    presence_penalty: float = 0.0  # subtracted once for what the answer has had
-    frequency_penalty: float = 0.0  # subtracted for each time
-    skip_special_tokens: bool = True  # in the text
-    include_stop_str_in_output: bool = False  # the text ends with what stopped it
+    stop: str | Sequence[str] | None = None  # strings that end the text and are not part of it
+    stop_token_ids: Sequence[int] | None = None  # token ids that end the text
+    max_tokens: int | None = 16  # None: up to the model's context length
+    min_tokens: int = 0  # nothing ends the text before this many tokens
+    logprobs: int | None = None  # log probabilities per token; 0: only the chosen token's
+    ignore_eos: bool = False  # continue after the model's end-of-sequence token
+    repetition_penalty: float = 1.0  # above 1: tokens of prompt and output become less likely
+    presence_penalty: float = 0.0  # subtracted once from each token that the output contains
+    frequency_penalty: float = 0.0  # subtracted for every occurrence in the output
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    include_stop_str_in_output: bool = False  # keep the stop string at the end of the text
     logit_bias: Mapping[int, float] | None = None  # added to a token's logit, from -100 to 100
-    kv_residency: KvResidency | Mapping[str, object] | None = None  # where its KV lies meanwhile
-    kv_hints: Hints | Mapping[str, object] | None = None  # what becomes of its KV: docs/hints.md
+    kv_residency: KvResidency | Mapping[str, object] | None = None  # where its KV is kept
+    kv_hints: Hints | Mapping[str, object] | None = None  # how its KV is retained: docs/hints.md
 
     def __post_init__(self) -> None:
         self._check_whole_numbers()
@@ -170,7 +172,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether tokens that came before change what comes next."""
+        """Whether any penalty applies."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -179,7 +181,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, as the type checker cannot know it: always a tuple."""
+        """`stop`, always a tuple."""
         return _strings(self.stop)
 
     @property
@@ -189,17 +191,17 @@ class SamplingParams:
 
     @property
     def residency(self) -> KvResidency:
-        """`kv_residency`, always one."""
+        """`kv_residency`, never None."""
         return KvResidency.of(self.kv_residency)
 
     @property
     def hints(self) -> Hints:
-        """`kv_hints`, always some."""
+        """`kv_hints`, never None."""
         return Hints.of(self.kv_hints)
 
     @property
     def named_token_ids(self) -> Mapping[str, tuple[int, ...]]:
-        """Every token id that a request names, by field: an engine knows which there are."""
+        """The token ids that the request names, by field, to be checked against the vocabulary."""
         return {
             "stop_token_ids": self.stop_ids,
             "logit_bias": tuple(token_id for token_id, _ in self.biases),
@@ -211,22 +213,22 @@ class SamplingParams:
         return _ids(self.stop_token_ids)
 
     def _check_whole_numbers(self) -> None:
-        _whole("n", self.n, 1, MAX_N, f"a whole number from 1 to {MAX_N}")
-        _whole("top_k", self.top_k, -1, None, "a whole number of at least 1, or 0 or -1 for off")
-        _whole("min_tokens", self.min_tokens, 0, None, "a whole number of at least 0")
+        _whole("n", self.n, 1, MAX_N, f"an integer from 1 to {MAX_N}")
+        _whole("top_k", self.top_k, -1, None, "an integer of at least 1, or 0 or -1 for off")
+        _whole("min_tokens", self.min_tokens, 0, None, "an integer of at least 0")
         if self.seed is not None:
-            fits = "a whole number that fits in 64 bits"
+            fits = "an integer that fits in 64 bits"
             _whole("seed", self.seed, -(2**63), 2**64 - 1, fits)
-            if self.seed == -1:  # as vLLM reads it
+            if self.seed == -1:  # as in vLLM
                 self._set("seed", None)
         if self.logprobs is not None:
-            most = f"a whole number from 0 to {MAX_LOGPROBS}"
+            most = f"an integer from 0 to {MAX_LOGPROBS}"
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, most)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, None, "a whole number of at least 1")
+            _whole("max_tokens", self.max_tokens, 1, None, "an integer of at least 1")
             if self.min_tokens > self.max_tokens:
                 most = f"at most max_tokens, which is {self.max_tokens}"
                 raise _refuse("min_tokens", self.min_tokens, most)
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # frozen: only while it is being made
+        object.__setattr__(self, name, value)  # the dataclass is frozen

@@ -1,4 +1,4 @@
-"""Runs one step of a model: packs the chunks into one row, returns logits where they are asked."""
+"""Run one step of a model: pack the chunks into one row, return the logits that are sampled."""
 
 from __future__ import annotations
 
@@ -20,51 +20,52 @@ from penstock.stores.host import HostArena
 
 
 class Runner(Protocol):
-    only_queues: bool  # `run` returns before the step has been computed
+    only_queues: bool  # whether `run` returns before the step has been computed
 
     def run(
         self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
     ) -> Tensor:
-        """Put the chunks' KV into the pool; logits [n, vocab], float32, of those that sample.
+        """Write the chunks' KV to the pool; return the logits of chunks that sample.
 
-        Logits come in the order of the chunks. A long step calls `between_layers` now and then.
-        On a GPU it is only queued: what else there is to do is done while it runs.
+        Logits are float32 [n, vocab], in the order of the chunks. A long step calls
+        `between_layers` from time to time. On a GPU the step is only queued, so that the caller
+        can do other work while it runs.
         """
         ...
 
     def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
-        """Until the step and what was queued behind it have ended."""
+        """Wait until the step and everything queued after it have ended."""
         ...
 
     def post(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """One row of 64-bit whole numbers from the device. Call what is returned for them, before
-        others are posted."""
+        """Start copying one row of int64 from the device. The function returned waits for them;
+        call it before the next `post`."""
         ...
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
-        """Do what can be done before the first request."""
+        """Prepare whatever can be prepared before the first request."""
         ...
 
     def close(self) -> None:
-        """Afterwards nothing reads the pool or HOST."""
+        """Stop. Afterwards nothing reads the pool or HOST."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """The tokens of all chunks of a step, one chunk behind the other; those of one token first."""
+    """The tokens of all chunks of a step in one row; chunks of one token come first."""
 
     token_ids: list[int]
     positions: NDArray[np.int64]
-    singles: list[Chunk]  # of one token each, at the row's beginning
-    longer: list[tuple[int, Chunk]]  # the others, and where they begin
-    places: Places  # of the block that each token's KV goes to
-    is_written: NDArray[np.bool_]  # but for tokens whose KV is there
-    sampled: list[int]  # rows whose logits are asked for, in the order of the chunks
+    singles: list[Chunk]  # chunks of one token, at the start of the row
+    longer: list[tuple[int, Chunk]]  # the other chunks, with their offset in the row
+    places: Places  # for each token, the place of the block that its KV belongs to
+    is_written: NDArray[np.bool_]  # False for tokens whose KV is present already
+    sampled: list[int]  # offsets whose logits are needed, in the order of the chunks
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], block_tokens: int) -> PackedRow:
-        # A decode step is all singles, and short: a list each beats an array a sequence.
+        # A decode step is short and all singles: one list is faster than an array per sequence.
         singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
         token_ids = [chunk.request.tokens[chunk.start] for chunk in singles]
         starts = [chunk.start for chunk in singles]
@@ -102,17 +103,17 @@ class PackedRow:
 
 
 def places_of(chunk: Chunk, block_tokens: int) -> Places:
-    """Where the blocks lie that a chunk reads and writes."""
+    """The places of the blocks that a chunk reads and writes."""
     return chunk.request.table.places[: -(-(chunk.start + chunk.num_tokens) // block_tokens)]
 
 
 class TorchMemory:
-    """KV in a pool and in HOST, by torch's own indexing."""
+    """KV in a pool and in HOST, accessed by torch indexing."""
 
     def __init__(
         self, pool: Tensor, host: Tensor | None, row: PackedRow, block_tokens: int
     ) -> None:
-        """[blocks, layers, 2, block_tokens, kv_heads, head_dim], both."""
+        """`pool` and `host` have shape [blocks, layers, 2, block_tokens, kv_heads, head_dim]."""
         self._pool = pool
         self._host = host
         written = row.is_written
@@ -142,7 +143,7 @@ class TorchMemory:
 
 
 class TorchRunner:
-    """On a CPU, or wherever torch runs: transformers' own modules, attention by torch or numba."""
+    """Runs transformers' own modules on any torch device, with attention by torch or numba."""
 
     only_queues = False
 
@@ -154,7 +155,7 @@ class TorchRunner:
         num_heads: int,
         host: HostArena | None = None,
     ) -> None:
-        """`host` is where cold blocks lie."""
+        """`host` holds cold blocks."""
         register()
         self._model = model
         self._pool = pool
@@ -171,7 +172,7 @@ class TorchRunner:
         device = self._pool.tensor.device
         row = PackedRow.of(chunks, self._block_tokens)
         singles: Sequence[Chunk] = row.singles
-        spans = [(begin, chunk) for begin, chunk in row.longer]
+        spans = row.longer
         if not self._has_kernel:
             spans = [*enumerate(singles), *spans]
             singles = ()
@@ -191,7 +192,7 @@ class TorchRunner:
             input_ids=torch.tensor([row.token_ids], device=device),
             position_ids=_indices(row.positions, device)[None],
             use_cache=False,
-            # At least one row, or the model would compute the logits of all of them.
+            # At least one, or the model would compute the logits of every token.
             logits_to_keep=torch.tensor(row.sampled or [0], device=device),
             penstock=step,
         )
@@ -199,16 +200,16 @@ class TorchRunner:
         return logits
 
     def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
-        """It has ended."""
+        """Return at once: the step ended when `run` returned."""
 
     def post(self, numbers: Tensor) -> Callable[[], list[int]]:
         return numbers.tolist
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
-        """Nothing: what numba compiles it keeps on disk."""
+        """Do nothing: numba caches its compiled code on disk."""
 
     def close(self) -> None:
-        """Nothing: a step has ended when `run` returns."""
+        """Do nothing: the step ended when `run` returned."""
 
     def _decode_batch(self, singles: Sequence[Chunk]) -> DecodeKernel | None:
         if not singles:
@@ -221,7 +222,7 @@ class TorchRunner:
 
 
 def _has_kernel(pool: Tensor) -> bool:
-    """Whether decode has a kernel of its own here; else torch attends sequence by sequence."""
+    """Whether there is a decode kernel; if not, torch attends one sequence at a time."""
     on_cpu = pool.device.type == "cpu" and pool.dtype in (torch.float32, torch.bfloat16)
     return on_cpu and importlib.util.find_spec("numba") is not None
 

@@ -1,11 +1,11 @@
-"""From logits to the next token of each sequence.
+"""Choose the next token of each sequence from its logits.
 
-A random row is drawn alone, from its own copy of its logits and its own generator, so that what
-else is in the batch cannot change it. Probabilities become whole numbers before they are summed:
-whole numbers add up to the same in any order, floats on a device do not.
+Each random row is drawn separately, from its own copy of the logits with its own generator, so that
+the rest of the batch cannot change it. Probabilities are converted to integers before they are
+summed: the sum of integers does not depend on the order, the sum of floats on a device does.
 
-The order is vLLM's: logit_bias, penalties, temperature, min_p, top_k, top_p. Log probabilities are
-of the logits as the model gave them, before all of these.
+As in vLLM the order is logit_bias, penalties, temperature, min_p, top_k, top_p. Log probabilities
+are those of the model's logits, before any of these.
 """
 
 from __future__ import annotations
@@ -19,38 +19,39 @@ from torch import Tensor
 
 from penstock.engine.params import SamplingParams
 from penstock.errors import BookError
+from penstock.units import counted
 
-# Weights sum to about this; 2**50 leaves a double room to scale a draw without rounding it up.
+# Integer weights sum to about this. At 2**50 a double still scales a draw without rounding it up.
 _ONE = float(2**50)
-# Below this the division overflows, and the choice has long been greedy.
+# Below this the division would overflow; the choice is greedy long before.
 _MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerRow:
-    """What one row of the logits is sampled with."""
+    """How one row of the logits is sampled."""
 
     params: SamplingParams
-    generator: torch.Generator | None = None  # a CPU one; None draws from torch's global one
+    generator: torch.Generator | None = None  # on the CPU; None uses torch's global generator
     prior_ids: Sequence[int] = ()  # prompt and output: repetition_penalty counts both
-    num_prompt_tokens: int = 0  # presence_penalty and frequency_penalty count only what follows
-    banned_ids: Sequence[int] = ()  # never chosen: the end tokens, before min_tokens
+    num_prompt_tokens: int = 0  # presence_penalty and frequency_penalty count only the output
+    banned_ids: Sequence[int] = ()  # never chosen, such as end tokens before min_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token, and what was asked about it; `logprob` and `rank` are None where nothing was."""
+    """A sampled token. `logprob` and `rank` are None unless log probabilities were requested."""
 
     token_id: int
     logprob: float | None = None
-    rank: int | None = None  # 1 is the likeliest
-    top: list[tuple[int, float]] = field(default_factory=list)  # likeliest first, ties by id
+    rank: int | None = None  # 1 is the most likely token
+    top: list[tuple[int, float]] = field(default_factory=list)  # most likely first, ties by id
 
 
 def make_generator(seed: int | None, request_index: int = 0) -> torch.Generator:
-    """The generator of one sequence: `request_index` tells the n of a request apart.
+    """The generator of one sequence; `request_index` distinguishes the n sequences of a request.
 
-    The same pair gives the same stream for ever; None gives one that never comes again.
+    The same arguments always give the same random numbers, except that seed None is random.
     """
     generator = torch.Generator()
     if seed is None:
@@ -63,22 +64,23 @@ def make_generator(seed: int | None, request_index: int = 0) -> torch.Generator:
 
 
 Post = Callable[[Tensor], Callable[[], list[int]]]
-"""Has numbers brought from the device; what it returns waits for them."""
+"""Starts copying numbers from the device. The function it returns waits for them."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
-    """One token a row. The logits are not changed; only the rows' generators are."""
+    """One token per row. The logits are not changed; the rows' generators advance."""
     return begin_sampling(logits, rows)()
 
 
 def begin_sampling(
     logits: Tensor, rows: Sequence[SamplerRow], post: Post = lambda numbers: numbers.tolist
 ) -> Callable[[], list[Sampled]]:
-    """As `sample`, in two parts: what need not wait for the logits is queued behind them."""
+    """Like `sample`, in two parts: queue what can be queued now, and return a function that
+    waits for the tokens."""
     if logits.dim() != 2 or logits.shape[0] != len(rows):
         raise BookError(
-            f"logits of shape {tuple(logits.shape)} for {len(rows)} rows: expected "
-            "[rows, vocabulary]; pass one row of logits for each sequence"
+            f"logits have shape {tuple(logits.shape)} for {counted(len(rows), 'row')}: expected "
+            "[rows, vocabulary], one row for each sequence"
         )
     if not rows:
         return list
@@ -93,7 +95,7 @@ def begin_sampling(
         for index, row in enumerate(rows):
             if not plain[index]:
                 chosen[index] = _choose(logits[index], row)
-        # The one place that waits for the device, unless filters or logprobs were asked for.
+        # Without filters or logprobs this is the only place that waits for the device.
         token_ids = post(chosen)() if read is None else read()
         return [
             Sampled(token_id)
@@ -111,7 +113,7 @@ def _is_plain(row: SamplerRow) -> bool:
 
 
 def _own(row: Tensor) -> Tensor:
-    # A copy is aligned alike in every batch, so that reductions over it round alike.
+    # A copy has the same alignment in every batch, so reductions over it round the same way.
     return row.to(torch.float32, copy=True)
 
 
@@ -119,7 +121,7 @@ def _choose(logits: Tensor, row: SamplerRow) -> Tensor:
     scores = _own(logits)
     if row.params.logit_bias:
         ids, biases = zip(*row.params.biases, strict=True)
-        # Each id stands there once: nothing is added in an order that a device chooses.
+        # Each id occurs once, so the result does not depend on the device's order of additions.
         scores[_indices(ids, scores)] += torch.tensor(biases, device=scores.device)
     if row.params.penalised:
         _penalise(scores, row)
@@ -139,7 +141,7 @@ def _penalise(scores: Tensor, row: SamplerRow) -> None:
     prior = _indices(row.prior_ids, scores)
     if params.repetition_penalty != 1:
         penalty = params.repetition_penalty
-        # Towards "less likely" on either side of zero.
+        # Makes a token less likely, whether its score is positive or negative.
         repeated = torch.where(scores > 0, scores / penalty, scores * penalty)
         scores[prior] = repeated[prior]
     counts = torch.bincount(prior[row.num_prompt_tokens :], minlength=scores.numel())
@@ -147,9 +149,9 @@ def _penalise(scores: Tensor, row: SamplerRow) -> None:
 
 
 def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:
-    # A model whose weights are broken says NaN: it must not say a token that does not exist.
+    # Broken weights give NaN: even then the token must be one of the vocabulary.
     scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.finfo(scores.dtype).max)
-    # The maximum goes to 0 first: a small temperature must not make it infinite.
+    # Subtract the maximum first, or a small temperature could make it infinite.
     scores = (scores - scores.max()) / max(params.temperature, _MIN_TEMPERATURE)
     weights = (torch.softmax(scores, dim=-1).nan_to_num(nan=1.0).double() * _ONE).round().long()
     if params.min_p > 0:
@@ -170,8 +172,8 @@ def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator | N
 
 
 def _top(values: Tensor, count: int) -> Tensor:
-    """The indices of the largest, largest first; where values tie, the lower index."""
-    # topk alone leaves open which of equal values it takes.
+    """The indices of the largest values, largest first; of equal values, the lower index first."""
+    # topk does not define which of several equal values it takes.
     least = torch.topk(values, count).values[-1]
     found = torch.nonzero(values >= least).flatten()
     order = torch.sort(values[found], descending=True, stable=True).indices
@@ -179,9 +181,9 @@ def _top(values: Tensor, count: int) -> Tensor:
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """The indices of the fewest weights that hold top_p of the sum, largest first."""
+    """The indices of the fewest weights that add up to top_p of the total, largest first."""
     total = weights.sum().double()
-    # All below this together are less than 1 - top_p, so few are left to sort.
+    # All weights below this add up to less than 1 - top_p; leaving them out makes sorting cheap.
     least = (total * ((1 - top_p) / weights.numel())).long()
     found = torch.nonzero(weights >= least).flatten()
     ranked, order = torch.sort(weights[found], descending=True, stable=True)

@@ -1,12 +1,12 @@
-"""The engine behind an event loop: one thread computes, any number of coroutines wait for tokens.
+"""The engine under asyncio: one thread computes, any number of coroutines wait for tokens.
 
     service = Service(engine)
-    stream = await service.submit(prompt_ids, params)     # refused here, or queued
+    stream = await service.submit(prompt_ids, params)     # raises if refused, else queued
     async for delta in stream: ...
     await service.close()
 
-The thread is the only one that touches the engine. What crosses to the loop is plain and frozen.
-A stream that is closed early, by an error or a client that went away, aborts its sequences.
+Only that thread touches the engine. It passes immutable values to the event loop. Closing a stream
+early, because of an error or a lost connection, aborts its sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import TypeVar
 
 from penstock.engine.census import Sighting
@@ -38,20 +37,21 @@ log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-_IDLE_SECONDS = 0.5  # between looks at the tiers, while nothing moves
-_MOVING_SECONDS = 0.002  # while something does
+# How long to wait for a command before the tiers are polled again.
+_IDLE_SECONDS = 0.5  # while no transfer is running
+_MOVING_SECONDS = 0.002  # while one is
 
 
 class Stopped(PenstockError):
-    """The engine takes no more requests: it is shutting down, or it has failed."""
+    """The engine accepts no requests: it is shutting down, or it has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to one sequence of a request."""
 
-    index: int  # which of the n
-    text: str  # new text that may be shown; may be empty
+    index: int  # which of the n sequences
+    text: str  # new text; may be empty
     sampled: Sampled
     finish_reason: str | None = None  # set in a sequence's last delta
     stop_reason: int | str | None = None
@@ -77,14 +77,14 @@ class Stream:
             raise StopAsyncIteration
         delta = await self._arrived.get()
         if isinstance(delta, PenstockError):
-            self.close()  # the others of the n are not wanted without this one
+            self.close()  # one failed sequence ends the whole request
             raise delta
         if delta.finish_reason is not None:
             self._open.pop(self.request_ids[delta.index], None)
         return delta
 
     def close(self) -> None:
-        """Give up what has not finished; its blocks are free for others at the next step."""
+        """Abort unfinished sequences. Their blocks are freed at the next step."""
         if self._open:
             self._service.abort(self._open)
             self._open = {}
@@ -92,12 +92,7 @@ class Stream:
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(
-        self,
-        _type: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def _deliver(self, deltas: Sequence[Delta | PenstockError]) -> None:
@@ -106,23 +101,25 @@ class Stream:
 
 
 class Service:
+    """Runs an engine on its own thread and streams results to an event loop."""
+
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine  # for what never changes: its model, its sizes
+        self.engine = engine  # from other threads, read only what never changes: model, sizes
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._streams: dict[str, tuple[Stream, int]] = {}  # the thread's, by sequence
-        self._progress: list[Progress] = []  # the thread's: not handed out yet
+        self._streams: dict[str, tuple[Stream, int]] = {}  # by sequence; only for the thread
+        self._progress: list[Progress] = []  # not delivered yet; only for the thread
         self._num_requests = 0
         self._failure: BaseException | None = None
-        self.ended: Future[None] = Future()  # once the thread has closed the engine
+        self.ended: Future[None] = Future()  # done when the thread has closed the engine
         self._closing = False
-        self._gate = threading.Lock()  # no command is queued once the thread has read its last
+        self._gate = threading.Lock()  # no command may be queued after the thread's last read
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
         self._thread.start()
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine's thread, if anything did."""
+        """The error that ended the engine's thread, if any."""
         return self._failure
 
     async def submit(
@@ -134,9 +131,9 @@ class Service:
         priority: int = 0,
         origin: Origin = NO_ORIGIN,
     ) -> Stream:
-        """Queue a request; its n sequences are accepted together or not at all.
+        """Queue a request. Its n sequences are accepted together or not at all.
 
-        Raises what `Engine.add` raises, or Stopped.
+        Raises Stopped, or whatever `Engine.add` raises.
         """
         prompt_ids = self.engine.intake.check(prompt_ids, params, priority=priority, tenant=tenant)
         self._num_requests += 1
@@ -162,7 +159,7 @@ class Service:
                 try:
                     for name in added:
                         self.engine.abort(name)
-                finally:  # whatever becomes of the engine
+                finally:  # also if abort fails
                     _fail(accepted, error)
                 if isinstance(error, EngineLost):
                     raise
@@ -175,22 +172,22 @@ class Service:
         try:
             await asyncio.wrap_future(accepted)
         except asyncio.CancelledError:
-            self.abort(names)  # comes after `add` in the queue, whatever became of it
+            self.abort(names)  # queued after `add`, so it also works if `add` has not run yet
             raise
         return stream
 
     async def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
-        """As `Engine.hint`. Raises Stopped."""
+        """Like `Engine.hint`. Raises Stopped."""
         prompt_ids = self.engine.intake.check_prompt(prompt_ids)
         self.engine.intake.check_tenant(tenant)
         return await self._ask(lambda: self.engine.hint(hint, prompt_ids, tenant=tenant))
 
     async def census(self) -> list[Sighting]:
-        """As `Engine.census`; between two steps. Raises Stopped."""
+        """Like `Engine.census`, taken between two steps. Raises Stopped."""
         return await self._ask(self.engine.census)
 
     async def _ask(self, question: Callable[[], _Result]) -> _Result:
-        """Have the engine's thread answer."""
+        """Run `question` on the engine's thread and return its result."""
         answered: Future[_Result] = Future()
 
         def answer() -> None:
@@ -209,11 +206,14 @@ class Service:
     def _queue(self, command: Callable[[], None]) -> None:
         with self._gate:
             if self._closing:
-                raise Stopped("the engine takes no more requests; ask another instance, or later.")
+                raise Stopped(
+                    "the engine is shutting down and accepts no more requests; send the request "
+                    "to another instance, or later."
+                )
             self._commands.put(command)
 
     def abort(self, request_ids: Sequence[str] | dict[str, None]) -> None:
-        """Give sequences up; from any thread. Those that have ended are passed over."""
+        """Abort sequences, from any thread. Finished ones are ignored."""
         names = list(request_ids)
 
         def drop() -> None:
@@ -224,9 +224,10 @@ class Service:
         self._commands.put(drop)
 
     async def close(self, grace_seconds: float = 30.0) -> None:
-        """Take no more requests, finish those there are, drain the saves, close the tiers.
+        """Accept no more requests, finish the running ones, drain saves, close the tiers.
 
-        What has not finished after `grace_seconds` is aborted, and its streams end with Stopped.
+        Requests that have not finished after `grace_seconds` are aborted: their streams raise
+        Stopped.
         """
         self._closing = True
         end = time.monotonic() + grace_seconds
@@ -240,27 +241,27 @@ class Service:
         try:
             self._compute()
         except BaseException as error:
-            log.exception("the engine failed, and cannot go on")
+            log.exception("the engine failed and cannot continue")
             self._failure = error
         self._end_streams()
         try:
             self.engine.close()
         except Exception:
-            log.exception("the engine did not close in order")
+            log.exception("the engine failed to close cleanly")
         finally:
             _resolve(self.ended, None)
 
     def _compute(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._obey()
-                self._progress = self.engine.step(self._hand_out)
-                self._tell_failed()
+                self._run_commands()
+                self._progress = self.engine.step(self._deliver)
+                self._deliver_failures()
         finally:
-            self._hand_out()  # what was computed before the end is theirs
+            self._deliver()  # tokens computed before the end are still delivered
 
-    def _obey(self) -> None:
-        """Run what was asked; where there is nothing to do, wait to be asked."""
+    def _run_commands(self) -> None:
+        """Run all queued commands. If the engine has no work, wait for one."""
         wait = 0.0
         if not self._progress and not self.engine.has_work:
             wait = _MOVING_SECONDS if self.engine.is_moving else _IDLE_SECONDS
@@ -272,8 +273,8 @@ class Service:
         except Empty:
             return
 
-    def _hand_out(self) -> None:
-        """What the last step did. The loop's work with it goes on while a GPU computes the next."""
+    def _deliver(self) -> None:
+        """Deliver the last step's output. A GPU computes the next step meanwhile."""
         progress, self._progress = self._progress, []
         deltas: dict[Stream, list[Delta | PenstockError]] = defaultdict(list)
         for step in progress:
@@ -288,16 +289,18 @@ class Service:
         for stream, new in deltas.items():
             self._send(stream, new)
 
-    def _tell_failed(self) -> None:
-        """Requests that a fault has ended: they alone, and whoever waits for them."""
+    def _deliver_failures(self) -> None:
+        """End the streams of requests that failed. Other requests are not affected."""
         for request, error in self.engine.take_failed():
             found = self._streams.pop(request.id, None)
             if found is not None:
                 self._send(found[0], [error])
 
     def _end_streams(self) -> None:
-        """Nothing will be computed any more: whoever waits, or has asked meanwhile, is told."""
-        reason = Stopped("the engine stopped before the request had finished; ask again.")
+        """The engine has stopped: fail all streams, and all commands queued meanwhile."""
+        reason = Stopped(
+            "the engine stopped before the request had finished; send the request again."
+        )
         with self._gate:
             self._closing = True
         while True:
@@ -305,8 +308,8 @@ class Service:
                 self._commands.get_nowait()()
             except Empty:
                 break
-            except Exception:  # an engine that has failed may fail again: the others are told
-                log.exception("the engine failed at what was asked of it last")
+            except Exception:  # a failed engine may fail again; the other commands still run
+                log.exception("the engine failed at one of its last commands")
         for stream in {stream for stream, _ in self._streams.values()}:
             self._send(stream, [reason])
         self._streams.clear()
@@ -315,12 +318,12 @@ class Service:
     def _send(stream: Stream, deltas: Sequence[Delta | PenstockError]) -> None:
         try:
             stream._loop.call_soon_threadsafe(stream._deliver, deltas)
-        except RuntimeError:  # its loop is closed: nobody listens any more
+        except RuntimeError:  # its event loop is closed
             stream.close()
 
 
 def _resolve(future: Future[_Result], result: _Result) -> None:
-    with suppress(InvalidStateError):  # whoever asked has gone
+    with suppress(InvalidStateError):  # the caller was cancelled
         future.set_result(result)
 
 

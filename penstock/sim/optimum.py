@@ -1,18 +1,18 @@
-"""What no policy can beat: the offline optimum of a prefix cache, and a cache without bounds.
+"""Upper limits for any policy: the offline optimum of a prefix cache, and an unbounded cache.
 
-`optimum` knows the future. It keeps the blocks whose next use comes soonest, and lets a block pass
-by that is never used again (Belady, "A study of replacement algorithms for a virtual-storage
+`optimum` knows the future. It keeps the blocks whose next use comes soonest, and does not admit a
+block that is never used again (Belady, "A study of replacement algorithms for a virtual-storage
 computer", IBM Systems Journal 5 (2), 1966). Why no policy has more hits:
 
-Let every block count as a hit that is held when a prompt names it, whether or not the blocks before
-it are held. That only adds hits, and for blocks of one size that count alone Belady's choice is
-optimal, mandatory admission or not. So it bounds what any policy can reach. And it is reached: who
-uses a block uses those before it too, so no block has its next use before its parent. Of blocks
-with the same next use the last ones of a prompt go first. So when a prompt comes, those of its
-blocks that are held are its first ones, and each is a hit in the strict sense as well.
+Count every held block that a prompt names as a hit, even if blocks before it are not held. This can
+only add hits. For that count, with blocks of one size, Belady's choice is optimal, whether or not
+admission is mandatory. So it is an upper bound for every policy. It is also reached: a prompt that
+uses a block uses its parent too, so no block has its next use before its parent's. Of blocks with
+the same next use, the last ones of a prompt are evicted first. So the blocks of an arriving prompt
+that are held are always its first ones, and each is a hit in the strict sense.
 
-Breaking ties the other way, heads first, leaves chains without their beginning. Figures published
-as MIN for traces are often of that kind; LRU can be better than them.
+Breaking ties the other way, by evicting parents first, leaves prompts without their beginning.
+Figures published as MIN for traces are often of that kind; LRU can be better than them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEVER = 1 << 40
 
 
 def unbounded(requests: Iterable[TraceRequest]) -> Replayed:
-    """A tier that keeps everything: what is left are the blocks nobody had before."""
+    """Replay with a tier that keeps everything: only blocks that are new are misses."""
     seen: set[BlockKey] = set()
     num_requests = num_blocks = num_hits = 0
     for request in requests:
@@ -46,15 +46,15 @@ def unbounded(requests: Iterable[TraceRequest]) -> Replayed:
 
 
 def optimum(requests: Sequence[TraceRequest], capacity: int) -> Replayed:
-    """The most hits that a tier of `capacity` blocks can have, requests served one by one.
+    """The most hits that a tier of `capacity` blocks can have if requests are served one by one.
 
-    Exact where a key names a whole prefix, as all keys here do; otherwise an upper bound.
+    Exact if each key names a whole prefix, as all keys here do; otherwise an upper bound.
     """
     if capacity < 1:
-        raise ConfigError(f"a tier of {capacity} blocks holds nothing: expected 1 or more")
+        raise ConfigError(f"the capacity is {capacity} blocks: expected 1 or more")
     next_uses = _next_uses(requests)
-    held: dict[BlockKey, int] = {}  # its next use, as a number of a request
-    order: list[tuple[int, int, BlockKey]] = []  # furthest next use first; may be out of date
+    held: dict[BlockKey, int] = {}  # the number of the request that uses each block next
+    order: list[tuple[int, int, BlockKey]] = []  # furthest next use first; may have stale entries
     num_blocks = num_hits = num_written = 0
     position = 0  # in `next_uses`
     for request in requests:
@@ -70,19 +70,19 @@ def optimum(requests: Sequence[TraceRequest], capacity: int) -> Replayed:
                 num_written += 1
             held[key] = next_use
             heappush(order, (-next_use, -place, key))
-        # Only now: until all have been seen, some stand with the use that is just happening.
+        # Evict only now: during the loop, some blocks still have this request as their next use.
         while len(held) > capacity:
             use, _, furthest = heappop(order)
             if held.get(furthest) == -use:
                 del held[furthest]
-        if len(order) > 4 * capacity + 1024:  # what was used again has left its old place behind
+        if len(order) > 4 * capacity + 1024:  # a block that is used again leaves a stale entry
             order = [entry for entry in order if held.get(entry[2]) == -entry[0]]
             heapify(order)
     return Replayed(capacity, len(requests), num_blocks, num_hits, num_written)
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> array[int]:
-    """For every block of every request in turn, which request uses it next."""
+    """For every block of every request, in order, the number of the request that uses it next."""
     total = sum(len(request.prompt_blocks) + len(request.output_blocks) for request in requests)
     found = array("q", bytes(8 * total))
     seen: dict[BlockKey, int] = {}
@@ -93,7 +93,7 @@ def _next_uses(requests: Sequence[TraceRequest]) -> array[int]:
         position -= len(keys)
         for place, key in enumerate(keys):
             found[position + place] = seen.get(key, _NEVER)
-        # An answer's block is written, and only a prompt reads it.
+        # A request writes its answer's blocks; only prompts read blocks.
         for key in request.output_blocks:
             seen.pop(key, None)
         for key in request.prompt_blocks:

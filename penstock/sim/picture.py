@@ -1,4 +1,4 @@
-"""The charts of a sweep: hit rate and time to the first token over the size that was swept."""
+"""The charts of a sweep: hit rate and time to first token over the size that was swept."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.sim.plot import Chart, PlotLine, Section
+from penstock.sim.settings import Sizes
 from penstock.units import counted, format_seconds
 
 _TIERS = ("host", "disk", "device")
-Sizes = dict[str, float]
-"""By tier, in the unit that was asked in."""
 
 
 def sections(
@@ -19,7 +18,7 @@ def sections(
     sizes: Sequence[Sizes],
     unit: str,
 ) -> list[Section]:
-    """One for each trace. `sizes` are those of the points, in `unit`."""
+    """One section for each trace. `sizes` has the sizes of each point, in `unit`."""
     swept = _swept(sizes)
     found = []
     for number, trace in enumerate(traces):
@@ -69,7 +68,7 @@ def _time_chart(pairs: _Pairs, swept: str, unit: str) -> Chart:
             values = _points(of, swept, lambda p, at=percentile: p["first_token_seconds"][at])
             lines.append(PlotLine(f"{name}, {percentile.upper()}", values, kind, colour))
     return Chart(
-        "Time to the first token",
+        "Time to first token",
         f"{swept}, {unit}",
         "P50 filled, P99 hollow",
         tuple(lines),
@@ -84,7 +83,7 @@ def _points(pairs: _Pairs, swept: str, value: Any) -> tuple[tuple[float, float],
 
 
 def _by_name(pairs: _Pairs, swept: str) -> dict[str, list[tuple[dict[str, Any], Sizes]]]:
-    """Lines: one a policy, and one for each other size where those differ too."""
+    """One line for each policy, and for each combination of other sizes that were swept too."""
     others = [
         tier for tier in _TIERS if tier != swept and len({size[tier] for _, size in pairs}) > 1
     ]
@@ -96,7 +95,7 @@ def _by_name(pairs: _Pairs, swept: str) -> dict[str, list[tuple[dict[str, Any], 
 
 
 def _swept(sizes: Iterable[Sizes]) -> str:
-    """The tier over whose size is drawn: the first that has several."""
+    """The tier whose size is the x axis: the first that has several sizes."""
     counts = {tier: len({size[tier] for size in sizes}) for tier in _TIERS}
     return max(_TIERS, key=lambda tier: (counts[tier] > 1, -_TIERS.index(tier)))
 

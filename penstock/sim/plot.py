@@ -1,7 +1,7 @@
-"""Hit rate and time to the first token over size, one line a policy: a page that needs no network.
+"""An HTML page with line charts and tables that needs no network.
 
-The pictures are SVG written here. Colours follow the reader's light or dark setting; every line
-has a mark of its own as well, so that nobody has to tell colours apart.
+The charts are SVG, written here. Colours follow the reader's light or dark setting. Each line also
+has its own marker, so that lines can be told apart without colours.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ th:first-child, td:first-child { text-align: left; }
 class PlotLine:
     name: str
     points: tuple[tuple[float, float], ...]  # by size
-    kind: str = "policy"  # or "limit", "bound"; "late" for the slowest of a policy
+    kind: str = "policy"  # or "limit", "bound"; "late" for a policy's P99
     colour: int = 0
 
 
@@ -68,7 +68,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A trace: its charts, and the numbers behind them."""
+    """The charts of one trace, and a table of their numbers."""
 
     title: str
     note: str
@@ -78,7 +78,7 @@ class Section:
 
 
 def page(title: str, note: str, sections: Sequence[Section]) -> str:
-    """One HTML document, complete in itself."""
+    """One self-contained HTML document."""
     body = "\n".join(_section(section) for section in sections)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -128,7 +128,7 @@ def _svg(chart: Chart) -> str:
             return _LEFT + (_WIDTH - _LEFT - _RIGHT) / 2
         if xs[0] > 0:
             share = (math.log(x) - math.log(xs[0])) / (math.log(xs[-1]) - math.log(xs[0]))
-        else:  # none at all has no logarithm: one place each, in order
+        else:  # size 0 has no logarithm: space the sizes evenly
             share = xs.index(x) / (len(xs) - 1)
         return _LEFT + 12 + share * (_WIDTH - _LEFT - _RIGHT - 24)
 
@@ -148,7 +148,7 @@ def _svg(chart: Chart) -> str:
         parts.append(_segment("axis", at_x(x), bottom, at_x(x), bottom + 4))
         text = f"{x:,.4g}" if x < 1000 else f"{x:,.0f}"
         half = 3.5 * len(text)
-        if at_x(x) - half > last_end + 4:  # the labels of sizes close together would overlap
+        if at_x(x) - half > last_end + 4:  # leave out labels that would overlap
             parts.append(_text(at_x(x), bottom + 18, text, "middle"))
             last_end = at_x(x) + half
     parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, chart.x_name, "middle", "dim"))
@@ -195,7 +195,7 @@ def _colour(line: PlotLine) -> str:
 
 
 def _mark(line: PlotLine, x: float, y: float) -> str:
-    """Another shape for each colour; empty for the slowest."""
+    """A marker. Its shape depends on the colour; it is hollow for a policy's P99."""
     fill = "var(--paper)" if line.kind == "late" else _colour(line)
     style = f'style="fill: {fill}; stroke: {_colour(line)}; stroke-width: 1.5"'
     shape = line.colour % 4
@@ -220,7 +220,7 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
 
 
 def nice_ticks(highest: float, num_ticks: int = 5) -> list[float]:
-    """From 0 to above `highest` in steps of 1, 2 or 5 times a power of ten."""
+    """Ticks from 0 to `highest` or just above, in steps of 1, 2 or 5 times a power of ten."""
     if not highest > 0:
         return [0.0, 1.0]
     raw = highest / num_ticks

@@ -1,9 +1,9 @@
-"""Hit rates without time: every request's blocks through a real ledger and policy, one by one.
+"""Hit rates without time: replay each request's blocks through a real ledger and policy.
 
-The published cache results are of this kind: one tier of so many blocks, requests in their order,
-each done before the next one comes. A block is a hit if it and all before it are held. Nothing is
-waited for, so a trace of hundreds of thousands of blocks takes seconds, and memory stays flat
-however long it is.
+Published cache results are of this kind: one tier of a fixed number of blocks, requests in order,
+each finished before the next arrives. A block is a hit if it and all blocks before it are held. No
+time passes, so a trace of hundreds of thousands of blocks takes seconds, and memory use does not
+depend on its length.
 """
 
 from __future__ import annotations
@@ -22,28 +22,31 @@ _TICK_REQUESTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a tier of so many blocks would have given. Shares are of the prompts' blocks."""
+    """The result of a replay through a tier of `capacity` blocks."""
 
     capacity: int | None  # None: unbounded
     num_requests: int
     num_blocks: int  # of all prompts
-    num_hits: int  # of these, leading ones that were held
+    num_hits: int  # leading blocks of prompts that were held
     num_written: int = 0  # blocks that entered the tier
-    num_refused: int = 0  # blocks that the policy did not want, or that found no room
+    num_refused: int = 0  # blocks that the policy did not admit, or that had no room
 
     @property
     def hit_rate(self) -> float:
         return self.num_hits / self.num_blocks if self.num_blocks else 0.0
 
 
+def check_policy(name: str) -> None:
+    """Raise ConfigError unless there is a policy of this name."""
+    if name not in POLICIES:
+        raise ConfigError(f"there is no policy {name!r}: expected one of {', '.join(POLICIES)}")
+
+
 def new_ledger(policy: str, capacity: int) -> Ledger:
-    """A tier's book under the policy of this name."""
-    if policy not in POLICIES:
-        raise ConfigError(
-            f"there is no policy {policy!r}: expected one of {', '.join(POLICIES)}; correct it"
-        )
+    """An empty ledger of `capacity` slots under the named policy."""
+    check_policy(policy)
     if capacity < 1:
-        raise ConfigError(f"a tier of {capacity} blocks holds nothing: expected 1 or more")
+        raise ConfigError(f"the capacity is {capacity} blocks: expected 1 or more")
     return Ledger(capacity, POLICIES[policy](capacity))
 
 
@@ -54,11 +57,11 @@ def replay(
     *,
     tails_first: bool = False,
 ) -> Replayed:
-    """Play requests through `ledger`. `tick` is told now and then how many are done.
+    """Replay requests through `ledger`. `tick` is called from time to time with the number done.
 
-    A request uses its blocks from the first to the last, as the tiers see it. `tails_first` turns
-    that round: a policy that knows nothing of chains then evicts a chain from its end, as the
-    device pool does, and as LRU's published figures have it.
+    A request uses its blocks from first to last, as in the tiers. `tails_first` reverses that: then
+    a policy that does not know parents evicts a prompt from its end, as the device pool does, and
+    as in published figures for LRU.
     """
     num_requests = num_blocks = num_hits = num_written = num_refused = 0
     for request in requests:
@@ -76,7 +79,7 @@ def replay(
 
 
 def num_leading(ledger: Ledger, keys: Iterable[BlockKey]) -> int:
-    """How many leading blocks are held."""
+    """The number of leading blocks that are held."""
     held, count = ledger.held, 0
     for key in keys:
         if key not in held:
@@ -86,24 +89,24 @@ def num_leading(ledger: Ledger, keys: Iterable[BlockKey]) -> int:
 
 
 def _use(ledger: Ledger, keys: tuple[BlockKey, ...], tails_first: bool) -> tuple[int, int]:
-    """A request has used and computed all these; returns how many were written, and refused."""
+    """Record that a request used all these blocks. Returns how many were written and refused."""
     held = ledger.held
     there = [key for key in keys if key in held]
-    new: dict[BlockKey, BlockKey | None] = {}  # and what each follows
+    new: dict[BlockKey, BlockKey | None] = {}  # the parent of each new block
     if len(there) < len(keys):
         previous = None
         for key in keys:
             if key not in held:
                 new.setdefault(key, previous)
             previous = key
-    # Lease before claim: what this request reads must not make room for what it writes.
+    # Lease before claim: blocks that this request reads must not be evicted for those it writes.
     leased = ledger.use_ready(there[::-1] if tails_first else there)
     wanted = [key for key in new if ledger.admits(key)][: ledger.num_claimable]
     if wanted:
         if tails_first:
             wanted.reverse()
         if ledger.claim(wanted, [new[key] for key in wanted]) is None:
-            raise BookError(f"the ledger had room for {len(wanted)} blocks and has none")
+            raise BookError(f"the ledger refused {len(wanted)} blocks that it had room for")
         ledger.commit(wanted)
     ledger.release([slot for slot in leased if slot is not None])
     return len(wanted), len(new) - len(wanted)

@@ -1,4 +1,4 @@
-"""A sweep as plain facts: what `--json` prints, what tables show and plots draw."""
+"""The results of a sweep as plain values, for `--json`, tables and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user says of a simulation: sizes by tier, in GiB or blocks, and hardware by name."""
+"""A user's settings for a simulation: tier sizes in GiB or blocks, and hardware by name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError
-from penstock.policies import POLICIES
 from penstock.shapes.sizing import ModelShape, find_shape
 from penstock.sim.compute import ComputeRates, rates_of
 from penstock.sim.instance import DISK_LINK, HOST_LINK, InstanceConfig
 from penstock.sim.links import LinkSpec
+from penstock.sim.replay import check_policy
 from penstock.sim.sweep import Point
 from penstock.sim.trace import Trace
 from penstock.types import Tier
@@ -25,14 +25,14 @@ _MAX_SIZE = 1e12
 _GB = 1e9
 
 Sizes = dict[str, float]
-"""By tier, in the unit that was asked in; 0: there is no such tier."""
+"""Sizes by tier, in the user's unit. 0 means that there is no such tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The sizes to try, by tier. All in GiB, or all in blocks."""
+    """The sizes to try for each tier, all in GiB or all in blocks."""
 
-    unit: str  # GiB or blocks
+    unit: str  # "GiB" or "blocks"
     device: tuple[float, ...]
     host: tuple[float, ...]
     disk: tuple[float, ...]
@@ -49,13 +49,12 @@ class Room:
         *,
         with_sweep: bool = False,
     ) -> Room:
-        """From lists by comma, as options give them."""
+        """Parse comma-separated lists, as given in options. Raises ConfigError."""
         gib = [f"--{tier}-gib" for tier, text in in_gib.items() if text is not None]
         blocks = [f"--{tier}-blocks" for tier, text in in_blocks.items() if text is not None]
         if gib and blocks:
             raise ConfigError(
-                f"both {gib[0]} and {blocks[0]} are given: expected all sizes in GiB, or all in "
-                "blocks"
+                f"both {gib[0]} and {blocks[0]} are given: give all sizes in GiB, or all in blocks"
             )
         unit = "blocks" if blocks else "GiB"
         given = {
@@ -64,23 +63,22 @@ class Room:
         }
         room = cls(unit, given["device"], given["host"], given["disk"])
         if not (any(room.host) or any(room.device)):
-            raise ConfigError(
-                "no size is given: expected --host-gib, --host-blocks or --device-gib"
-            )
+            raise ConfigError("no size is given: give --host-gib, --host-blocks or --device-gib")
         if any(room.disk) and not room.is_timed:
             raise ConfigError(
-                "a disk tier is given and no --device-gib: without a device pool the hit rate of "
-                "one tier alone is replayed; give the disk's size as the host's, or a device pool"
+                "a disk tier is given, but no --device-gib: without a device pool only the hit "
+                "rate of a single tier is replayed; give the disk's size as --host-gib, or add a "
+                "device pool"
             )
         if any(room.disk) and not all(room.host):
             raise ConfigError(
-                "a disk tier is given and no host tier: what goes to the disk passes through "
+                "a disk tier is given, but no host tier: KV on its way to the disk passes through "
                 "DRAM; give --host-gib too"
             )
         if not with_sweep:
             return room
         if len(room.host) != 1 or not room.host[0]:
-            raise ConfigError("--sweep widens one size of the host tier: expected one; give one")
+            raise ConfigError("--sweep widens one size of the host tier: give exactly one")
         host = room.host[0]
         widened = tuple(dict.fromkeys(_part(host, factor, unit) for factor in _SWEEP))
         return replace(room, host=widened)
@@ -94,7 +92,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHardware:
-    """What computes, and over which links; rates that are not given are those of the GPU's row."""
+    """The GPU and its links. Rates that are not given come from the GPU catalogue."""
 
     model: str
     gpu: str
@@ -104,16 +102,13 @@ class SimulatedHardware:
     disk_load_gb_per_second: float | None = None
     disk_save_gb_per_second: float | None = None
     max_batched_tokens: int = 8192
-    max_running: int = 64
+    max_num_seqs: int = 64
     max_waiting: int = 256
 
     def check(self, policies: Sequence[str], speed: float) -> None:
-        """Raise ConfigError for what cannot be simulated."""
+        """Raise ConfigError if any setting is invalid."""
         for name in policies:
-            if name not in POLICIES:
-                raise ConfigError(
-                    f"there is no policy {name!r}: expected {', '.join(POLICIES)}; correct it"
-                )
+            check_policy(name)
         if not 0 < speed < math.inf:
             raise ConfigError(f"--speed is {speed}: expected a number above 0")
         self.rates()
@@ -123,7 +118,7 @@ class SimulatedHardware:
         return find_shape(self.model)
 
     def rates(self) -> tuple[ComputeRates, LinkSpec, LinkSpec]:
-        """Computing, the link to DRAM, the link to the disk."""
+        """The rates of computing, of the link to DRAM, and of the link to the disk."""
         from penstock.shapes.catalog import find_gpu
         from penstock.shapes.gpu_rates import rates_from_table, with_prefill
 
@@ -157,7 +152,7 @@ class SimulatedHardware:
             host_link,
             disk_link,
             self.max_batched_tokens,
-            self.max_running,
+            self.max_num_seqs,
             self.max_waiting,
         )
 
@@ -186,7 +181,7 @@ class SimulatedHardware:
         }
 
 
-Hardware = SimulatedHardware  # the name until 0.1; it stays for one release
+Hardware = SimulatedHardware  # the name before 0.1; kept for one release
 
 
 def plan_points(
@@ -196,7 +191,7 @@ def plan_points(
     hardware: SimulatedHardware,
     speed: float = 1.0,
 ) -> tuple[list[Point], list[Sizes]]:
-    """Every trace under every policy at every size, and the sizes as they were asked for."""
+    """A point for every trace, policy and set of sizes, and those sizes in the user's unit."""
     points: list[Point] = []
     asked: list[Sizes] = []
     for (number, trace), policy, sizes in product(enumerate(traces), policies, room.all_sizes()):
@@ -218,7 +213,7 @@ def plan_points(
 def _numbers(option: str, text: str | None, *, whole: bool) -> tuple[float, ...]:
     if text is None:
         return (0.0,)
-    kind = "whole numbers of blocks" if whole else "numbers of GiB"
+    kind = "integer numbers of blocks" if whole else "numbers of GiB"
     found: list[float] = []
     for part in text.split(","):
         try:
@@ -226,7 +221,7 @@ def _numbers(option: str, text: str | None, *, whole: bool) -> tuple[float, ...]
         except (ValueError, OverflowError):
             number = math.nan
         if not 0 <= number <= _MAX_SIZE:
-            raise ConfigError(f"{option} is {text[:80]!r}: expected {kind}, by comma; correct it")
+            raise ConfigError(f"{option} is {text[:80]!r}: expected comma-separated {kind}")
         found.append(number)
     return tuple(dict.fromkeys(found))
 
@@ -236,8 +231,9 @@ def _num_blocks(option: str, size: float, unit: str, block_bytes: int) -> int:
         return int(size)
     if not (num_blocks := int(size * GiB // block_bytes)):
         raise ConfigError(
-            f"{option} is {size:g}: expected room for at least one block of this trace and model, "
-            f"{format_bytes(block_bytes)}; give more, or smaller --block-tokens"
+            f"{option} is {size:g}: expected room for at least one block, which has "
+            f"{format_bytes(block_bytes)} for this trace and model; raise it, or lower "
+            "--block-tokens"
         )
     return num_blocks
 
@@ -250,7 +246,7 @@ def _rate(option: str, gb_per_second: float | None) -> float | None:
     if gb_per_second is None:
         return None
     if not 0 < gb_per_second < math.inf:
-        raise ConfigError(f"{option} is {gb_per_second}: expected a number above 0; correct it")
+        raise ConfigError(f"{option} is {gb_per_second}: expected a number above 0")
     return gb_per_second * _GB
 
 

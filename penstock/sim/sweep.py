@@ -1,7 +1,8 @@
-"""Many configurations side by side: each trace, policy and set of sizes is one point, one process.
+"""Run many configurations: each combination of trace, policy and sizes is one point.
 
-A point with a device pool is simulated in time; one without is replayed, for its hit rate alone.
-Beside the points stand the limits: what no policy could have beaten with as many blocks.
+Points run in parallel processes. A point with a device pool is simulated in time; without one, only
+its hit rate is replayed. Each point also gets its limit: the best that any policy could reach with
+as many blocks.
 """
 
 from __future__ import annotations
@@ -21,46 +22,55 @@ from penstock.sim.replay import Replayed, new_ledger, replay
 from penstock.sim.simulator import simulate
 from penstock.sim.tally import Simulated
 from penstock.sim.trace import Trace, TraceRequest
+from penstock.units import counted
 
 _POLL_SECONDS = 0.2
-# LRU knows no chains: replayed as it is published, a request's tail is older than its head.
+# LRU does not know parents. As in published figures, a request's last blocks count as the oldest.
 _TAILS_FIRST = frozenset({"lru"})
 
 Tick = Callable[[str, float], None]
-"""What is being simulated, and the share of the whole that is done, 0 to 1."""
+"""Called with what is being simulated and the share of all work done, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One configuration; sizes are in blocks, and no device pool means no time."""
+    """One configuration. Sizes are in blocks."""
 
-    trace: int  # its number
+    trace: int  # index of the trace
     policy: str
     num_device_blocks: int | None
     num_host_blocks: int
     num_disk_blocks: int = 0
-    instance: InstanceConfig | None = None  # where time passes: all of it
+    instance: InstanceConfig | None = None  # None: replayed without time
     speed: float = 1.0
 
     @property
     def num_blocks(self) -> int:
-        """All tiers together: no more different blocks than that can be kept."""
+        """The blocks of all tiers together: the most different blocks that can be kept."""
         return (self.num_device_blocks or 0) + self.num_host_blocks + self.num_disk_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """For a trace and so many blocks: hit rates with the future known, and without a bound."""
+    """The best possible hit rates for a trace: with `num_blocks` blocks, and unbounded."""
 
     trace: int
     num_blocks: int
-    optimum: float  # no policy has more
+    optimum: float  # no policy has a higher hit rate
     unbounded: float
+
+
+class _LimitJob(NamedTuple):
+    trace: int
+    num_blocks: int
+
+
+_Job = Point | _LimitJob
 
 
 class _Timed(NamedTuple):
     found: Simulated
-    limit: Limit | None  # of its own, where requests were rejected
+    limit: Limit | None  # its own limit, if requests were rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +87,12 @@ def sweep(
     num_processes: int = 1,
     tick: Tick = lambda doing, share: None,
 ) -> Swept:
-    """Measure every point, and the limits beside them. The order of the results is the points'."""
+    """Run every point and compute the limits. Results are in the order of the points."""
     timed = {point.trace for point in points if point.instance is not None}
-    # Where time passes only full blocks can be kept; some traces name the rest of a prompt too.
+    # In timed points only full blocks are kept; some traces also name the partial block at the end.
     traces = [_only_full(t) if number in timed else t for number, t in enumerate(traces)]
-    sizes = sorted({(point.trace, point.num_blocks) for point in points})
-    jobs: list[Point | tuple[int, int]] = [*points, *sizes]
+    sizes = sorted({_LimitJob(point.trace, point.num_blocks) for point in points})
+    jobs: list[_Job] = [*points, *sizes]
     if num_processes > 1 and len(jobs) > 1:
         found = _side_by_side(traces, jobs, min(num_processes, len(jobs)), tick)
     else:
@@ -93,25 +103,24 @@ def sweep(
     for point, result in zip(points, found, strict=False):
         timed_result, own_limit = result if isinstance(result, _Timed) else (result, None)
         results.append(timed_result)
-        limits.append(own_limit or limit_of[point.trace, point.num_blocks])
+        limits.append(own_limit or limit_of[_LimitJob(point.trace, point.num_blocks)])
     return Swept(tuple(points), tuple(results), tuple(limits))
 
 
-def _run(traces: Sequence[Trace], job: Point | tuple[int, int], tick: Callable[[int], None]) -> Any:
-    if isinstance(job, tuple):
-        number, num_blocks = job
-        return _limit(number, num_blocks, traces[number].requests)
+def _run(traces: Sequence[Trace], job: _Job, tick: Callable[[int], None]) -> Any:
     trace = traces[job.trace]
+    if isinstance(job, _LimitJob):
+        return _limit(job.trace, job.num_blocks, trace.requests)
     if job.instance is None:
         ledger = new_ledger(job.policy, job.num_host_blocks)
         return replay(trace.requests, ledger, tick, tails_first=job.policy in _TAILS_FIRST)
     found = simulate(trace, job.instance, speed=job.speed, tick=tick)
     limit = None
-    if found.num_refused:  # hit rates are of those served, and so is what bounds them
-        seen = zip(trace.requests, found.requests, strict=True)
-        served = [request for request, told in seen if not told.refusal]
+    if found.num_refused:  # hit rates cover only served requests, so the limit must too
+        results = zip(trace.requests, found.requests, strict=True)
+        served = [request for request, result in results if not result.refusal]
         limit = _limit(job.trace, job.num_blocks, served)
-    # What each request saw is too much to hand around.
+    # The results of single requests are too large to pass between processes.
     return _Timed(replace(found, requests=()), limit)
 
 
@@ -120,12 +129,10 @@ def _limit(trace: int, num_blocks: int, requests: Sequence[TraceRequest]) -> Lim
     return Limit(trace, num_blocks, best, unbounded(requests).hit_rate)
 
 
-def _one_by_one(
-    traces: Sequence[Trace], jobs: Sequence[Point | tuple[int, int]], tick: Tick
-) -> list[Any]:
+def _one_by_one(traces: Sequence[Trace], jobs: Sequence[_Job], tick: Tick) -> list[Any]:
     found = []
     for number, job in enumerate(jobs):
-        name, num_requests = _name(job), _num_requests(traces, job)
+        name, num_requests = _name(job), len(traces[job.trace].requests)
 
         def tick_job(
             done: int, number: int = number, name: str = name, n: int = num_requests
@@ -137,21 +144,21 @@ def _one_by_one(
     return found
 
 
-# What a process of a sweep has been given at its start.
+# Set once in each worker process.
 _shared: tuple[Sequence[Trace], Any] | None = None
 
 
 class _Stopped(Exception):
-    """Nobody waits for this point any more."""
+    """The sweep was cancelled."""
 
 
 def _begin(traces: Sequence[Trace], progress: Any) -> None:
     global _shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it stops us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops us
     _shared = traces, progress
 
 
-def _work(number: int, job: Point | tuple[int, int]) -> Any:
+def _work(number: int, job: _Job) -> Any:
     assert _shared is not None
     traces, progress = _shared
 
@@ -161,17 +168,17 @@ def _work(number: int, job: Point | tuple[int, int]) -> Any:
             raise _Stopped
 
     found = _run(traces, job, tick)
-    progress[number] = _num_requests(traces, job)
+    progress[number] = len(traces[job.trace].requests)
     return found
 
 
 def _side_by_side(
-    traces: Sequence[Trace], jobs: Sequence[Point | tuple[int, int]], num_processes: int, tick: Tick
+    traces: Sequence[Trace], jobs: Sequence[_Job], num_processes: int, tick: Tick
 ) -> list[Any]:
-    # Not forked: whoever calls may have threads, of a progress bar for one.
+    # Not forked: the caller may have threads, for example for a progress bar.
     context = multiprocessing.get_context("spawn")
-    progress = context.Array("Q", len(jobs) + 1, lock=False)  # the last one says stop
-    num_all = max(1, sum(_num_requests(traces, job) for job in jobs))
+    progress = context.Array("Q", len(jobs) + 1, lock=False)  # the last element is the stop flag
+    num_all = max(1, sum(len(traces[job.trace].requests) for job in jobs))
     with ProcessPoolExecutor(
         num_processes, mp_context=context, initializer=_begin, initargs=(traces, progress)
     ) as pool:
@@ -186,8 +193,8 @@ def _side_by_side(
             return [future.result() for future in futures]
         except BrokenProcessPool:
             raise PenstockError(
-                "a process of the sweep was ended from outside, for want of memory perhaps: "
-                "expected all to run to their end; try fewer at a time with --jobs"
+                "a worker process of the sweep was killed, perhaps because memory ran out: run "
+                "fewer at a time with --jobs"
             ) from None
         except BaseException:
             progress[len(jobs)] = 1
@@ -195,15 +202,9 @@ def _side_by_side(
             raise
 
 
-def _num_requests(traces: Sequence[Trace], job: Point | tuple[int, int]) -> int:
-    number = job[0] if isinstance(job, tuple) else job.trace
-    return len(traces[number].requests)
-
-
-def _name(job: Point | tuple[int, int]) -> str:
-    if isinstance(job, tuple):
-        return f"the optimum of {job[1]:,} blocks"
-    return f"{job.policy}, {job.num_blocks:,} blocks"
+def _name(job: _Job) -> str:
+    name = "optimum" if isinstance(job, _LimitJob) else job.policy
+    return f"{name}, {counted(job.num_blocks, 'block')}"
 
 
 def _only_full(trace: Trace) -> Trace:

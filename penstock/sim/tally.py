@@ -1,4 +1,4 @@
-"""What a simulation has shown, counted: hits by tier, times, what was refused, what was moved."""
+"""The results of a simulation: hits by tier, times, refused requests, transferred bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.types import Direction, Tier
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """What one request saw. Blocks are its prompt's full ones."""
+    """The result of one request. Blocks are the full blocks of its prompt."""
 
     num_device_blocks: int
     num_loaded_blocks: int
@@ -27,7 +27,8 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Shares and rates are of what was served; blocks are the prompts' full ones."""
+    """The result of a simulation. Rates are those of served requests; blocks are full blocks of
+    their prompts."""
 
     num_requests: int
     num_served: int
@@ -38,9 +39,9 @@ class Simulated:
     num_recomputed_tokens: int
     num_input_tokens: int
     num_output_tokens: int
-    seconds: float  # from the first arrival to the last answer
-    busy_seconds: float  # in which the device computed
-    first_token_seconds: tuple[float, ...] = field(repr=False)  # in order of size
+    seconds: float  # from the first arrival to the end of the last answer
+    busy_seconds: float  # while the device computed
+    first_token_seconds: tuple[float, ...] = field(repr=False)  # sorted
     carried: dict[tuple[Tier, Direction], Carried] = field(repr=False)
     requests: tuple[SimulatedRequest, ...] = field(repr=False)
 
@@ -56,7 +57,7 @@ class Simulated:
         return sum(self.refusals.values())
 
     def first_token_percentile(self, share: float) -> float | None:
-        """The time to the first token that `share` of those served did not exceed."""
+        """The time to first token that `share` of the served requests did not exceed."""
         times = self.first_token_seconds
         if not times:
             return None
@@ -72,7 +73,7 @@ class Simulated:
 
     @property
     def flash_bytes_per_day(self) -> float:
-        """What would be written to the disk in a day of this."""
+        """Bytes written to the disk per day at this rate."""
         written = self.carried.get((Tier.DISK, Direction.SAVE), Carried()).num_bytes
         return written * DAY_SECONDS / self.seconds if self.seconds else 0.0
 
@@ -108,11 +109,11 @@ def tally(
             sorted(s.first_token - s.arrival for s in served if s.first_token is not None)
         ),
         carried={} if instance.links is None else instance.links.carried(),
-        requests=tuple(map(_told, sequences)),
+        requests=tuple(map(_result, sequences)),
     )
 
 
-def _told(sequence: Sim) -> SimulatedRequest:
+def _result(sequence: Sim) -> SimulatedRequest:
     first, end = sequence.first_token, sequence.finished
     return SimulatedRequest(
         sequence.num_device_blocks,

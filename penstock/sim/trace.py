@@ -1,4 +1,4 @@
-"""What a trace is to the simulator: who came when, and which blocks are equal. No text."""
+"""A trace as the simulator sees it: arrival times, lengths and block keys, no text."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from penstock.types import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A name stands for its block and all before it: equal names are equal prefixes."""
+    """One request. A key stands for a block and all before it: equal keys are equal prefixes."""
 
-    arrival_seconds: float  # from the trace's beginning
+    arrival_seconds: float  # since the start of the trace
     num_input_tokens: int
     num_output_tokens: int
-    prompt_blocks: tuple[BlockKey, ...]  # full ones
-    output_blocks: tuple[BlockKey, ...] = ()  # those that the answer completes, where known
-    session: str = ""  # empty: not known
+    prompt_blocks: tuple[BlockKey, ...]  # only full blocks
+    output_blocks: tuple[BlockKey, ...] = ()  # blocks that the answer completes, if known
+    session: str = ""  # empty if not known
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     name: str
     block_tokens: int
-    requests: tuple[TraceRequest, ...]  # in the order of their arrival
+    requests: tuple[TraceRequest, ...]  # in order of arrival

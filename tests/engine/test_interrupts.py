@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.engine.interrupts import Whole
+from penstock.engine.interrupts import InterruptGuard
 from penstock.errors import PenstockError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -23,8 +23,10 @@ def interrupt(times: int = 1) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def work(whole: Whole, times: int, said: list[str], error: Exception | None = None) -> None:
-    with whole.work():
+def work(
+    guard: InterruptGuard, times: int, said: list[str], error: Exception | None = None
+) -> None:
+    with guard.deferred():
         interrupt(times)
         said.append("to the end")
         if error is not None:
@@ -33,36 +35,36 @@ def work(whole: Whole, times: int, said: list[str], error: Exception | None = No
 
 
 def test_it_is_raised_at_the_end_of_the_work() -> None:
-    whole, said = Whole(), list[str]()
+    guard, said = InterruptGuard(), list[str]()
     with pytest.raises(KeyboardInterrupt):
-        work(whole, 1, said)
+        work(guard, 1, said)
     assert said == ["to the end"]
-    assert not whole.is_broken
+    assert not guard.is_broken
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_second_one_is_raised_at_once() -> None:
-    whole, said = Whole(), list[str]()
+    guard, said = InterruptGuard(), list[str]()
     with pytest.raises(KeyboardInterrupt):
-        work(whole, 2, said)
+        work(guard, 2, said)
     assert said == []
-    assert whole.is_broken
+    assert guard.is_broken
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_error_in_the_work_does_not_swallow_it() -> None:
-    whole = Whole()
+    guard = InterruptGuard()
     with pytest.raises(KeyboardInterrupt) as raised:
-        work(whole, 1, [], ValueError("the work went wrong"))
+        work(guard, 1, [], ValueError("the work went wrong"))
     assert isinstance(raised.value.__context__, ValueError)
-    assert not whole.is_broken
+    assert not guard.is_broken
 
 
 def test_who_has_another_handler_is_told_at_the_end() -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: told.append(number))
     try:
-        with Whole().work():
+        with InterruptGuard().deferred():
             interrupt()
             assert not told
         assert told == [signal.SIGINT]
@@ -74,7 +76,7 @@ def test_other_threads_work_as_ever() -> None:
     done: list[str] = []
 
     def run() -> None:
-        with Whole().work():
+        with InterruptGuard().deferred():
             done.append("work")
 
     thread = threading.Thread(target=run)

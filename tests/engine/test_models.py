@@ -193,7 +193,7 @@ def test_folder_without_config(tmp_path: Path) -> None:
 def test_hub_name_offline_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be had from the Hugging Face hub") as caught:
+    with pytest.raises(ConfigError, match="cannot be loaded from the Hugging Face hub") as caught:
         load_model("nobody/no-such-model")
     assert "\n" not in str(caught.value)
 

@@ -51,7 +51,7 @@ def test_no_room_to_compute_in(
     before = set(threading.enumerate())
     with monkeypatch.context() as patch:
         patch.setattr(engines, "TorchRunner", runner)
-        with pytest.raises(ConfigError, match=r"beside a pool of 20\.5 MiB") as refusal:
+        with pytest.raises(ConfigError, match=r"with a KV pool of 20\.5 MiB") as refusal:
             open_engine(options)
     assert "More." not in str(refusal.value)
     wait_until(lambda: before.issuperset(threading.enumerate()), "its threads end")

@@ -98,10 +98,33 @@ def test_what_cannot_be_served_is_refused_by_name(wrong: dict[str, Any]) -> None
     assert len(str(caught.value)) < 250
 
 
-def test_edges_are_inside() -> None:
-    SamplingParams(top_p=1e-9, top_k=-1, min_p=1.0, seed=2**64 - 1, logprobs=20, max_tokens=None)
-    SamplingParams(min_tokens=3, max_tokens=3, presence_penalty=-2, frequency_penalty=2)
-    SamplingParams(logprobs=0, seed=-(2**63), n=64, min_tokens=99, max_tokens=None)
+@pytest.mark.parametrize(
+    ("name", "edges"),
+    {
+        "n": (1, 16_384),
+        "temperature": (0, 5e-324, 1e308),
+        "top_p": (5e-324, 1e-9, 1),
+        "top_k": (-1, 0, 1, 10**9),
+        "min_p": (0, 1),
+        "seed": (-(2**63), 0, 2**64 - 1),
+        "max_tokens": (1, 10**9, None),
+        "min_tokens": (0, 16),
+        "logprobs": (0, 20, None),
+        "repetition_penalty": (0.01, 100),
+        "presence_penalty": (-2, 2),
+        "frequency_penalty": (-2, 2),
+    }.items(),
+    ids=str,
+)
+def test_edges_are_inside(name: str, edges: tuple[float | None, ...]) -> None:
+    assert [getattr(SamplingParams(**{name: edge}), name) for edge in edges] == list(edges)
+
+
+def test_min_tokens_may_reach_max_tokens() -> None:
+    params = SamplingParams(min_tokens=3, max_tokens=3)
+    assert (params.min_tokens, params.max_tokens) == (3, 3)
+    params = SamplingParams(min_tokens=99, max_tokens=None)
+    assert (params.min_tokens, params.max_tokens) == (99, None)
 
 
 def test_stops_are_tuples_however_given() -> None:

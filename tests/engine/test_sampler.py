@@ -269,7 +269,7 @@ def test_nothing_in_nothing_out() -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 1, 4)])
 def test_logits_must_be_a_row_each(shape: tuple[int, ...]) -> None:
-    with pytest.raises(BookError, match="for 1 rows: expected"):
+    with pytest.raises(BookError, match="for 1 row: expected"):
         sample(torch.zeros(shape), [SamplerRow(GREEDY)])
 
 

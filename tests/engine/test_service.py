@@ -182,7 +182,7 @@ def test_closing_without_grace_ends_the_streams(make: Services) -> None:
         stream = await service.submit(PROMPT, ENDLESS)
         await stream.__anext__()
         await service.close(grace_seconds=0)
-        with pytest.raises(Stopped, match="ask again"):
+        with pytest.raises(Stopped, match="send the request again"):
             async for _ in stream:
                 pass
         with pytest.raises(Stopped):

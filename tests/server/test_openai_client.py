@@ -43,7 +43,7 @@ def served(cache: Path, disk: Path) -> Iterator[Spawned]:
     for words in (
         "listening on http://127.0.0.1:",
         "loading smollm2-135m",
-        "taking memory",
+        "allocating memory",
         "stopped",
     ):
         assert words in told

@@ -87,7 +87,7 @@ def test_a_model_without_a_tokenizer_is_refused(tiny: Path, tmp_path: Path) -> N
     server = Local(bare)
     server.start(wait=False)
     server.join()
-    assert "came without a tokenizer" in str(server.failure)
+    assert "has no tokenizer" in str(server.failure)
 
 
 def _stream(client: Client, **body: Any) -> Any:

@@ -256,7 +256,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     for name in ("chat.jsonl", "chat.jsonl.gz"):
         write_trace(trace, tmp_path / name)
         assert read_trace(tmp_path / name) == trace
-    with pytest.raises(TraceError, match="blocks hold 32 tokens, and 16 were asked for"):
+    with pytest.raises(TraceError, match="block_tokens is 16, but the record's blocks have 32"):
         read_trace(tmp_path / "chat.jsonl", block_tokens=16)
 
 
@@ -303,7 +303,7 @@ BAD: dict[str, tuple[list[object], str]] = {
     "time as text": ([moon("soon")], "line 1: `timestamp` is 'soon': expected a time in milli"),
     "time that is none": (['{"timestamp": NaN, "hash_ids": []}'], "`timestamp` is nan"),
     "endless time": ([moon(10**400)], "line 1: .*timestamp"),
-    "a length in text": ([moon(num_input="9")], "`input_length` is '9': expected a whole number"),
+    "a length in text": ([moon(num_input="9")], "`input_length` is '9': expected an integer"),
     "a length as true": ([moon(num_input=True)], "`input_length` is True"),
     "half a token": ([moon(num_input=0.5)], "`input_length` is 0.5"),
     "fewer than no tokens": ([moon(num_input=-1)], "`input_length` is -1"),
@@ -315,37 +315,40 @@ BAD: dict[str, tuple[list[object], str]] = {
     "other blocks": ([moon(num_input=4000)], "2 `hash_ids` for 4000 tokens"),
     "no chat": (
         [moon(num_input=32, chat_id="a")],
-        "line 1: `chat_id` and `parent_chat_id`: expected whole",
+        "line 1: `chat_id` and `parent_chat_id`: expected integers",
     ),
     "an endless id": (
         [moon(num_input=32, ids=(1, 2**70), chat_id=1)],
         "line 1: `hash_ids`: expected",
     ),
-    "no JSON": ([moon(), "timestamp 5"], "line 2: expected one JSON object a line"),
+    "no JSON": ([moon(), "timestamp 5"], "line 2: this is not a JSON object"),
     "a list": (
         [moon(), "[1, 2]"],
-        r"line 2: expected one JSON object a line, and this is \[1, 2\]",
+        r"line 2: this is \[1, 2\]: expected one JSON object per line",
     ),
-    "deep": ([moon(), "[" * 100_000], "line 2: expected one JSON object a line"),
-    "another file": (["# A readme", "of some kind"], "line 1: this is no trace of a known format"),
-    "another object": ([{"a": 1}], "line 1: this is no trace of a known format"),
+    "deep": ([moon(), "[" * 100_000], "line 2: this is not a JSON object"),
+    "another file": (
+        ["# A readme", "of some kind"],
+        "line 1: this is not a trace in a known format",
+    ),
+    "another object": ([{"a": 1}], "line 1: this is not a trace in a known format"),
     "a short row": (
         ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-01-01,5"],
         "line 2: .*columns",
     ),
     "a bad date": (
         ["TIMESTAMP,ContextTokens,GeneratedTokens", "yesterday,5,5"],
-        "line 2: TIMESTAMP is 'yesterday'",
+        "line 2: `TIMESTAMP` is 'yesterday'",
     ),
     "a bad count": (
         ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-01-01 00:00:00,5,many"],
-        "line 2: 'many' is no number of tokens",
+        "line 2: `GeneratedTokens` is 'many': expected an integer number of tokens",
     ),
     "unsorted rows": (
         ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-01-02,5,5", "2023-01-01,5,5"],
-        "line 3: TIMESTAMP goes back by 86400.000 s",
+        "line 3: `TIMESTAMP` goes back by 86400.000 s",
     ),
-    "only a heading": (["TIMESTAMP,ContextTokens,GeneratedTokens"], "there is no request in it"),
+    "only a heading": (["TIMESTAMP,ContextTokens,GeneratedTokens"], "it contains no request"),
     "no prompt": ([GOOD_REQUEST, {"timestamp": 2}], "line 2: there is no prompt"),
     "no time": ([GOOD_REQUEST, {"prompt": "x"}], "line 2: there is no time"),
     "time back": ([GOOD_REQUEST, {"timestamp": 0, "prompt": "x"}], "line 2: `timestamp` goes back"),
@@ -359,10 +362,10 @@ BAD: dict[str, tuple[list[object], str]] = {
         [HEADING | {"a": 1}, recorded(-1)],
         "line 2: `arrival_seconds`",
     ),
-    "another version": ([HEADING | {"penstock_record": 2}], "line 1: the record is of version 2"),
+    "another version": ([HEADING | {"penstock_record": 2}], "line 1: the record has version 2"),
     "another size": (
         [HEADING, HEADING | {"block_tokens": 8}],
-        "line 2: from here on blocks hold 8",
+        "line 2: from here on blocks have 8",
     ),
     "no size": ([HEADING | {"block_tokens": 0}], "line 1: `block_tokens` is 0"),
     "a name that is none": ([HEADING, recorded(1, "xyz")], "line 2: `prompt_blocks`: expected"),
@@ -371,7 +374,7 @@ BAD: dict[str, tuple[list[object], str]] = {
         [HEADING, recorded(1, total_seconds=1, hit_tokens={"tape": 1})],
         "line 2: `hit_tokens` names 'tape'",
     ),
-    "a record of nothing": ([HEADING], "there is no request in it"),
+    "a record of nothing": ([HEADING], "it contains no request"),
 }
 
 
@@ -441,7 +444,7 @@ def test_formats_by_name(write: Callable[..., Path]) -> None:
 
 
 def test_nothing_is_recognised_twice() -> None:
-    parents: dict[str, object] = {
+    first_lines: dict[str, object] = {
         "record": HEADING,
         "mooncake": moon(),
         "bailian": moon(chat_id=1),
@@ -450,7 +453,7 @@ def test_nothing_is_recognised_twice() -> None:
         "azure": "TIMESTAMP,ContextTokens,GeneratedTokens",
         "vllm": VLLM_OLD,
     }
-    for name, head in parents.items():
+    for name, head in first_lines.items():
         text = head if isinstance(head, str) else json.dumps(head)
         found = [each for each, format in FORMATS.items() if format.recognises(text.splitlines())]
         assert found == [name]

@@ -112,5 +112,5 @@ def test_enough_room_is_as_good_as_no_bound() -> None:
 
 
 def test_no_room_is_refused() -> None:
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match="capacity is 0 blocks"):
         optimum([], 0)

@@ -88,7 +88,7 @@ def test_tails_first_evicts_a_chain_from_its_end() -> None:
 def test_unknown_policies_and_empty_tiers_are_refused() -> None:
     with pytest.raises(ConfigError, match="no policy 'fifo'"):
         new_ledger("fifo", 10)
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match="capacity is 0 blocks"):
         new_ledger("lru", 0)
 
 

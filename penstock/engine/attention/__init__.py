@@ -1,1 +1,1 @@
-"""Attention over the paged pool, one file a kernel."""
+"""Attention over the paged pool, one file per kind of kernel."""

@@ -1,9 +1,9 @@
-"""Decode attention on a CPU: reads blocks in place, by their addresses, wherever they lie.
+"""Decode attention on a CPU. It reads blocks in place, by address, in the pool or in DRAM.
 
-Each sequence is cut into parts of `_PART_TOKENS`, which the cores share; a part keeps its largest
-score, its sum of weights and its weighted values, and the parts are merged at the end. The cuts
-depend on a sequence's length alone, so what it attends to comes out the same, bit for bit, wherever
-its blocks lie and whatever else is in the batch.
+Each sequence is split into parts of `_PART_TOKENS`, which are distributed over the cores. Each part
+keeps its largest score, its sum of weights and its weighted values; the parts are merged at the
+end. The split depends only on a sequence's length, so the result is the same, bit for bit, wherever
+its blocks are and whatever else is in the batch.
 
 Compiled by numba at first use (a few seconds, then cached on disk).
 """
@@ -23,15 +23,15 @@ from torch import Tensor
 from penstock.engine.table import Places
 
 _PART_TOKENS = 128
-# Sums may be reordered, or nothing would be vectorised; infinities keep their meaning.
+# Sums may be reordered, else nothing is vectorised; infinities must keep their meaning.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "nnan"}
-# numba's own pool of threads must not be entered from two engines at once.
+# Two engines must not enter numba's thread pool at the same time.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @numba.extending.intrinsic
 def _pointer(_context: Any, address: Any) -> Any:
-    """An address as a pointer, for `carray`."""
+    """Convert an address to a pointer, for `carray`."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], numba.core.cgutils.voidptr_t)
@@ -41,7 +41,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @numba.njit(fastmath={"contract", "nsz"}, inline="always")
 def _exp(x: Any) -> Any:
-    """e to the x for x <= 0, to the last bits of a float32 (Cephes), in a form that vectorises."""
+    """exp(x) for x <= 0, accurate to the last bits of a float32 (Cephes), and vectorisable."""
     x = max(x, np.float32(-87.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     x = x - n * np.float32(0.693359375)
@@ -58,7 +58,7 @@ def _exp(x: Any) -> Any:
 
 @numba.njit(fastmath=_FAST, nogil=True, cache=True)
 def _score(query: Any, rows: Any, start: int, step: int, count: int, scores: Any) -> None:
-    """scores[j, o] = query[j] . row o, four rows at a time so that a query is read once for them"""
+    """scores[j, o] = query[j] . row o, four rows at a time to read each query only once for them"""
     group, dim = query.shape
     o = 0
     while o + 4 <= count:
@@ -89,7 +89,7 @@ def _score(query: Any, rows: Any, start: int, step: int, count: int, scores: Any
 
 @numba.njit(fastmath=_FAST, nogil=True, cache=True)
 def _weigh(scores: Any, scale: Any, count: int, largest: Any, total: Any, values: Any) -> None:
-    """Turn scores into weights relative to the largest so far, and scale what was summed before."""
+    """Turn scores into weights relative to the largest so far, and rescale the earlier sums."""
     group, dim = values.shape
     for j in range(group):
         row, value = scores[j], values[j]
@@ -136,7 +136,7 @@ def _gather(weights: Any, rows: Any, start: int, step: int, count: int, values: 
 
 @numba.njit(fastmath=_FAST, nogil=True, cache=True)
 def _widen(block: Any, start: int, count: int, wide: Any) -> None:
-    """bfloat16 to float32: the upper half of the bits."""
+    """Convert bfloat16 to float32: its bits are the upper half."""
     narrow = block[start : start + count]
     for x in range(count):
         wide[x] = np.uint32(narrow[x]) << np.uint32(16)
@@ -145,7 +145,7 @@ def _widen(block: Any, start: int, count: int, wide: Any) -> None:
 @numba.njit(fastmath=_FAST, nogil=True, cache=True)
 def _attend_part(
     query: Any,  # [heads, dim]
-    sample: Any,  # an array like those that addresses point to: uint16 where it is bfloat16
+    sample: Any,  # an array of the dtype at the addresses; uint16 stands for bfloat16
     shape: Any,  # block_tokens, kv_heads
     layer: int,
     table: Any,  # addresses of blocks
@@ -164,7 +164,7 @@ def _attend_part(
     total[:] = 0
     values[:] = 0
     scores = np.empty((group, block_tokens), np.float32)
-    size = 2 * block_tokens * step  # of a layer's keys and values in a block
+    size = 2 * block_tokens * step  # elements of one layer's keys and values in a block
     wide = np.empty(size if sample.itemsize == 2 else 0, np.uint32)
     token = begin
     while token < end:
@@ -243,12 +243,12 @@ def _decode(
 
 
 class DecodeBatch:
-    """The sequences of a step that add one token each, ready to attend in every layer."""
+    """The sequences of a step that add one token each; `attend` is called for every layer."""
 
     def __init__(
         self, pool: Tensor, tables: Sequence[Places], lengths: Sequence[int], num_heads: int
     ) -> None:
-        """Tables of addresses of blocks like the pool's.
+        """`tables` hold the addresses of blocks that are laid out like the pool's.
 
         pool [blocks, layers, 2, block_tokens, kv_heads, head_dim], float32 or bfloat16.
         """
@@ -265,7 +265,7 @@ class DecodeBatch:
         self._num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
     def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
-        """query [sequences, heads, head_dim]; each one's last token is in the pool already."""
+        """query [sequences, heads, head_dim]; their last tokens' KV must be in the pool."""
         wide = query.to(torch.float32).contiguous()
         out = torch.empty_like(wide)
         with _ONE_AT_A_TIME:

@@ -1,8 +1,8 @@
-"""Paged attention with torch's own kernels, behind transformers' AttentionInterface.
+"""Paged attention with torch's kernels, registered with transformers' AttentionInterface.
 
 The tokens of all sequences of a step are packed into one row. Each layer first writes their keys
-and values into the pool, then attends: chunks of prompts one by one, sequences that add one token
-together where there is a kernel for that.
+and values to the pool, then attends: prompt chunks one by one, and sequences that add one token
+together if there is a decode kernel.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from torch.nn.functional import scaled_dot_product_attention
 log = logging.getLogger(__name__)
 
 NAME = "penstock"
-_LONG_PAST = 1024  # tokens: from here on two passes beat one with a mask
-# cuDNN makes a plan for every new shape, in 60 ms: it gets large ones, of few lengths.
+_LONG_PAST = 1024  # tokens from which two passes are faster than one with a mask
+# cuDNN takes 60 ms to plan each new shape, so it is used only for large inputs of few lengths.
 _CUDNN_TOKENS = 1024
-_CUDNN_PAIRS = 1 << 24  # of a new token and one before it
-_without_cudnn: set[torch.device] = set()  # those that were seen to lack it
+_CUDNN_PAIRS = 1 << 24  # pairs of a new token and a token before it
+_without_cudnn: set[torch.device] = set()  # devices where cuDNN's attention failed
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
-    """One sequence's share of a packed row."""
+    """One sequence's part of a packed row."""
 
-    begin: int  # in the row
+    begin: int  # offset in the row
     num_new: int
-    num_past: int  # tokens before them, whose KV is there
-    blocks: Any  # the sequence's blocks, in order, as the step's `KvMemory` names them
+    num_past: int  # earlier tokens, whose KV is stored
+    blocks: Any  # the sequence's blocks in order, in the form that the step's `KvMemory` takes
 
 
 class DecodeKernel(Protocol):
     def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
-        """[sequences, heads, head_dim] in and out."""
+        """Attend with queries [sequences, heads, head_dim]. The result has the same shape."""
         ...
 
 
 class KvMemory(Protocol):
-    """Where a step's KV goes, and where that of earlier steps lies."""
+    """Stores a step's KV and reads that of earlier steps."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """[row, kv_heads, head_dim] both: what is new."""
+        """Store the step's new keys and values, both [row, kv_heads, head_dim]."""
         ...
 
     def history(self, layer: int, blocks: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens in these blocks, [tokens, kv_heads, head_dim] both."""
+        """Keys and values of all tokens in these blocks, both [tokens, kv_heads, head_dim]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What every layer of one forward pass needs to know."""
+    """What every layer of one forward pass needs."""
 
     memory: KvMemory
-    spans: Sequence[SequenceSpan]  # but for those below
-    decode: DecodeKernel | None = None  # sequences of one new token, at the row's beginning
+    spans: Sequence[SequenceSpan]  # all sequences except those of `decode`
+    decode: DecodeKernel | None = None  # sequences with one new token, at the row's start
     num_decode: int = 0
     between_layers: Callable[[], None] = lambda: None
 
@@ -77,7 +77,10 @@ def paged_attention(
     penstock: AttentionStep,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, row, head_dim]; key and value [1, kv_heads, row, head_dim]."""
+    """Attention as transformers calls it.
+
+    query [1, heads, row, head_dim]; key and value [1, kv_heads, row, head_dim].
+    """
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     penstock.memory.write(module.layer_idx, keys, values)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -89,7 +92,10 @@ def paged_attention(
 def attend(
     step: AttentionStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """query [row, heads, head_dim], key and value [row, kv_heads, head_dim]; the query's shape."""
+    """Attend in one layer. The result has the query's shape.
+
+    query [row, heads, head_dim]; key and value [row, kv_heads, head_dim].
+    """
     step.between_layers()
     if step.decode is not None and not step.spans:
         return step.decode.attend(query, layer, scale)
@@ -104,7 +110,7 @@ def attend(
             k, v = k[:num_tokens], v[:num_tokens]
         else:
             k, v = key[new], value[new]
-        # [1, heads, tokens, head_dim], as torch wants it
+        # [1, heads, tokens, head_dim], as torch expects
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[new], k, v))
         out[new] = _attend(q, k, v, span, scale)[0].transpose(0, 1)
     return out
@@ -133,13 +139,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: SequenceSpan, scale
 def _is_better_in_two(query: Tensor, span: SequenceSpan) -> bool:
     if query.device.type == "cpu":
         return span.num_past >= _LONG_PAST
-    return query.dtype is not torch.float32  # with a mask, a GPU's fast kernel cannot be used
+    return query.dtype is not torch.float32  # a GPU's fast kernel does not support masks
 
 
 def _attend_in_two(
     query: Tensor, key: Tensor, value: Tensor, num_past: int, scale: float
 ) -> Tensor:
-    """History without a mask, the chunk itself causally, then merged: masks cost time."""
+    """Attend to history and chunk separately, then merge: a single pass needs a slow mask."""
     past, past_sum = _flash(query, key[:, :, :num_past], value[:, :, :num_past], False, scale)
     own, own_sum = _flash(query, key[:, :, num_past:], value[:, :, num_past:], True, scale)
     both = torch.logaddexp(past_sum, own_sum)
@@ -151,7 +157,7 @@ def _attend_in_two(
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What is attended to, and the logarithm of the sum of weights."""
+    """The attention output, and the log of the sum of weights."""
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, logsum = kernel(query, key, value, is_causal=is_causal, scale=scale)
@@ -166,7 +172,7 @@ def _flash(
 
 
 def _suits_cudnn(query: Tensor, key: Tensor) -> bool:
-    """Whether cuDNN's kernel can be had and is worth it: on an H200 it takes half the time."""
+    """Whether cuDNN's kernel is available and worth using: on an H200 it takes half the time."""
     return (
         query.is_cuda
         and query.dtype is not torch.float32
@@ -179,14 +185,14 @@ def _suits_cudnn(query: Tensor, key: Tensor) -> bool:
 
 
 def _has_cudnn(device: torch.device) -> bool:
-    cuda: Any = torch.backends.cuda  # carries no types
+    cuda: Any = torch.backends.cuda  # untyped
     if device in _without_cudnn:
         return False
     return bool(cuda.cudnn_sdp_enabled()) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def prepare(num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
-    """Have the kernels for long prompts ready: the first of a kind takes most of a second."""
+    """Warm up the kernels for long prompts: the first call of each takes most of a second."""
     tokens = int(_CUDNN_PAIRS**0.5)
     query = like.new_zeros((1, num_heads, tokens, head_dim))
     key = like.new_zeros((1, num_kv_heads, tokens, head_dim))
@@ -195,12 +201,12 @@ def prepare(num_heads: int, num_kv_heads: int, head_dim: int, like: Tensor) -> N
             for is_causal in (True, False):
                 _flash(query, key, key, is_causal, 1.0)
         except RuntimeError as error:
-            log.info("cuDNN's attention cannot be had, torch's own is used: %s", error)
+            log.info("cuDNN's attention is not available, using torch's own: %s", error)
             _without_cudnn.add(like.device)
 
 
 def register() -> None:
-    """Make the implementation known to transformers under `NAME`."""
+    """Register this implementation with transformers under `NAME`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)

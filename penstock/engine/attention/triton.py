@@ -1,12 +1,12 @@
-"""Attention on a GPU over blocks named by their addresses, in its memory or in pinned DRAM.
+"""Attention on a GPU over blocks given by address, in GPU memory or in pinned DRAM.
 
-Decode: each sequence is cut into parts of `PART_TOKENS`, which programs share; a part keeps its
-largest score, its sum of weights and its weighted values, and the parts are merged at the end. The
-cuts depend on a sequence's length alone, so what it attends to comes out the same, bit for bit,
-wherever its blocks lie and whatever else is in the batch. All heads of a group share each read.
+Decode: each sequence is split into parts of `PART_TOKENS`, which are distributed over programs.
+Each part keeps its largest score, its sum of weights and its weighted values; the parts are merged
+at the end. The split depends only on a sequence's length, so the result is the same, bit for bit,
+wherever its blocks are and whatever else is in the batch. All heads of a group share each read.
 
-A kernel takes what changes between steps from tensors that stay where they are: a captured graph
-replays whatever has moved.
+Kernels read everything that changes between steps from tensors at fixed addresses, because a
+captured graph always replays with the same addresses.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _attend_parts(
     query,  # [sequences, heads, DIM]
-    table,  # addresses of blocks, one sequence behind the other; ~n: the n-th in `fetched`
-    starts,  # where each sequence begins in it
+    table,  # addresses of blocks, all sequences in a row; ~n stands for block n in `fetched`
+    starts,  # where each sequence begins in `table`
     lengths,
-    item_sequences,  # the parts of all sequences, one behind the other
+    item_sequences,  # the parts of all sequences in a row
     item_parts,
     num_items,
     sums,  # [items, heads, DIM]
     largest,  # [items, heads]
     totals,  # [items, heads]
     layer_bytes,
-    fetched,  # where blocks lie that were brought here, this layer of them; see `table`
+    fetched,  # address of this layer of the blocks that were fetched; see `table`
     scale,
     num_programs,
     row_stride,
@@ -81,7 +81,7 @@ def _attend_parts(
             address = tl.load(places + tokens // BLOCK_TOKENS, mask=inside, other=0)
             here = fetched + (-1 - address) * fetched_bytes
             keys = tl.where(address < 0, here, address + layer_bytes).to(tl.pointer_type(kind))
-            # Not known from an address: without it every element is read by itself.
+            # The compiler cannot know the alignment; without it, elements are read one by one.
             keys = tl.multiple_of(keys, [ALIGN])
             keys += (tokens % BLOCK_TOKENS * KV_HEADS + head) * DIM
             there = inside[:, None] & is_dim[None, :]
@@ -150,7 +150,7 @@ def _merge_parts(
 def _store_tokens(
     key,  # [rows, kv_heads, DIM], both
     value,
-    addresses,  # of each row's keys in the first layer; 0: it is there already
+    addresses,  # of each row's keys in the first layer; 0 if they are stored already
     key_row,
     key_head,
     value_row,
@@ -181,7 +181,7 @@ def _store_tokens(
 @triton.jit
 def _fetch_layer(
     sources,  # addresses of blocks
-    first,  # of those that are fetched; the others have been
+    first,  # the first block to fetch; those before it were fetched already
     num_sources,
     out,  # [blocks, SIZE]
     layer_bytes,
@@ -236,7 +236,7 @@ def _pull_part(source, target, begin, size, num_programs, WIDTH: tl.constexpr): 
 
 @triton.jit
 def _pull_plan(
-    staged,  # its address in pinned DRAM
+    staged,  # the plan's address in pinned DRAM
     sent,
     small_end,
     sequences,
@@ -264,7 +264,7 @@ def _push_numbers(numbers, target, count, WIDTH: tl.constexpr):  # noqa: N803
 
 
 def aligned_bytes(heads: Any) -> int:
-    """What the address of every head's vector is a multiple of: [..., dim] of one kind."""
+    """The alignment in bytes of every head's vector; `heads` is [..., dim]."""
     return math.gcd(16, heads.shape[-1] * heads.element_size())
 
 
@@ -279,10 +279,10 @@ def attend(
     num_programs: int,
     fetched: int = 0,
 ) -> Any:
-    """query [sequences, heads, dim] over what `plan` (see `DecodePlan`) names; the same out.
+    """Attend with query [sequences, heads, dim] to the blocks of `plan` (see `DecodePlan`).
 
-    `room` (see `PartRoom`) is scratch memory; `fetched` the address of what `fetch_layer` brought.
-    Nothing here looks at a tensor's content.
+    `room` (see `PartRoom`) is scratch memory; `fetched` is the address of the blocks that
+    `fetch_layer` copied. This function never reads a tensor's content. Returns the query's shape.
     """
     heads, dim = query.shape[1:]
     group = heads // kv_heads
@@ -336,7 +336,7 @@ def attend(
 
 
 def store_tokens(key: Any, value: Any, addresses: Any, layer_bytes: int, block_tokens: int) -> None:
-    """Put each row's [kv_heads, dim] where its address says, or nowhere if that is 0."""
+    """Store each row's [kv_heads, dim] at its address; address 0 skips the row."""
     rows, kv_heads, dim = key.shape
     _store_tokens[(rows,)](
         key,
@@ -360,9 +360,9 @@ def store_tokens(key: Any, value: Any, addresses: Any, layer_bytes: int, block_t
 def fetch_layer(
     sources: Any, first: Any, num_sources: Any, layer_bytes: int, out: Any, num_programs: int
 ) -> None:
-    """Bring a layer of the blocks at the addresses `sources`, from the `first`: out [blocks, ...].
+    """Copy one layer of the blocks at `sources`, from number `first` on, to out [blocks, ...].
 
-    `first` and `num_sources` are tensors of one number.
+    `first` and `num_sources` are tensors with one number.
     """
     size = out[0].numel()
     _fetch_layer[(num_programs,)](
@@ -380,7 +380,7 @@ def fetch_layer(
 
 
 def copy_layer(table: Any, layer_bytes: int, out: Any) -> None:
-    """Bring one layer of the blocks together: out [2, blocks, block_tokens, kv_heads, dim].
+    """Gather one layer of the blocks into out [2, blocks, block_tokens, kv_heads, dim].
 
     Each byte of a cold block crosses the link once.
     """
@@ -398,15 +398,15 @@ def copy_layer(table: Any, layer_bytes: int, out: Any) -> None:
 
 
 def pull_plan(staged: int, sent: Any, small_end: int, begins: Any) -> None:
-    """Bring a step's plan from pinned DRAM (see `DecodePlan`), as much of it as is filled.
+    """Read the filled part of a step's plan (see `DecodePlan`) from pinned DRAM.
 
-    A copy would wait behind what is being loaded: a GPU's copy engines take turns.
+    A kernel does it because a copy would wait for running loads: a GPU's copy engines take turns.
     """
     num_programs = 32
     _pull_plan[(num_programs,)](staged, sent, small_end, *begins, num_programs, WIDTH=256)
 
 
 def push_numbers(numbers: Any, target: int) -> None:
-    """Put 64-bit numbers into pinned DRAM, past the copy engines."""
+    """Write 64-bit numbers to pinned DRAM without the copy engines."""
     count, width = numbers.numel(), 128
     _push_numbers[(triton.cdiv(count, width),)](numbers, target, count, WIDTH=width)

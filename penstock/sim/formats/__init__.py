@@ -1,4 +1,4 @@
-"""Traces from files: Mooncake's, Azure's, request logs of vLLM and SGLang, and our own record."""
+"""Read trace files: Mooncake, Azure, Bailian, request logs of vLLM and SGLang, and our record."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.sim.formats import azure, bailian, mooncake, record, requests, sglang, vllm
+from penstock.sim.formats.entries import MAX_BLOCK_TOKENS
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.record import RecordedRequest, TraceRecord, read_record, write_trace
 from penstock.sim.trace import Trace
 
 __all__ = ["FORMATS", "RecordedRequest", "TraceRecord", "read_record", "read_trace", "write_trace"]
 
-_MAX_BLOCK_TOKENS = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Format:
     description: str
-    recognises: Callable[[list[str]], bool]  # by the first lines
+    recognises: Callable[[list[str]], bool]  # given the file's first lines
     read: Callable[[TraceFile, int | None], Trace]
 
 
 def _by_fields(recognises: Callable[[dict[str, Any]], bool]) -> Callable[[list[str]], bool]:
-    """By the first line, where that is a JSON object."""
+    """A check of the first line, which must be a JSON object."""
 
     def look(head: list[str]) -> bool:
         try:
@@ -39,33 +38,33 @@ def _by_fields(recognises: Callable[[dict[str, Any]], bool]) -> Callable[[list[s
     return look
 
 
-# In the order in which they are tried.
+# Tried in this order.
 FORMATS: dict[str, Format] = {
     "record": Format(
         "what `penstock serve --record` writes", _by_fields(record.recognises), record.read
     ),
     "mooncake": Format(
-        "Mooncake's JSON lines: hash_ids of 512 tokens, milliseconds",
+        "Mooncake's JSON lines: hash_ids of 512 tokens, times in milliseconds",
         _by_fields(mooncake.recognises),
         mooncake.read,
     ),
     "bailian": Format(
-        "Alibaba's Bailian JSON lines: hash_ids of 16 tokens, seconds",
+        "Alibaba's Bailian JSON lines: hash_ids of 16 tokens, times in seconds",
         _by_fields(bailian.recognises),
         bailian.read,
     ),
     "sglang": Format(
-        "SGLang's request log in JSON, or its per-request metrics",
+        "SGLang's request log in JSON, or its per-request metrics file",
         _by_fields(sglang.recognises),
         sglang.read,
     ),
     "requests": Format(
-        "JSON lines with a time and token ids or text",
+        "JSON lines with a time and either token ids or text",
         _by_fields(requests.recognises),
         requests.read,
     ),
     "azure": Format(
-        "Azure's CSV: times and lengths, no content: nothing is ever found again",
+        "Azure's CSV: times and lengths but no content, so there are no hits",
         azure.recognises,
         azure.read,
     ),
@@ -74,23 +73,23 @@ FORMATS: dict[str, Format] = {
 
 
 def read_trace(path: Path, *, format: str | None = None, block_tokens: int | None = None) -> Trace:
-    """Read a trace, plain or in gzip; its format is told by its content, unless it is named.
+    """Read a trace, plain or gzipped. Unless `format` is given, it is detected from the content.
 
-    `block_tokens` overrules what is usual for the format. Raises TraceError, with file and line,
-    where the file is not what it should be.
+    `block_tokens` overrides the format's default. Raises TraceError with file and line if the file
+    is not valid.
     """
     if format is not None and format not in FORMATS:
         raise ConfigError(f"there is no trace format {format!r}: expected {', '.join(FORMATS)}.")
-    if block_tokens is not None and not 1 <= block_tokens <= _MAX_BLOCK_TOKENS:
-        raise ConfigError(f"block_tokens is {block_tokens}: expected 1 to {_MAX_BLOCK_TOKENS}.")
+    if block_tokens is not None and not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+        raise ConfigError(f"block_tokens is {block_tokens}: expected 1 to {MAX_BLOCK_TOKENS}.")
     file = TraceFile(Path(path))
     head = file.head()
     if not head:
-        raise file.fault_of_all("it is empty; expected at least one request.")
+        raise file.fault_of_all("it is empty: expected at least one request.")
     chosen = FORMATS[format] if format is not None else _recognise(file, head)
     trace = chosen.read(file, block_tokens)
     if not trace.requests:
-        raise file.fault_of_all("there is no request in it; expected at least one.")
+        raise file.fault_of_all("it contains no request: expected at least one.")
     return trace
 
 
@@ -100,6 +99,6 @@ def _recognise(file: TraceFile, head: list[str]) -> Format:
             return format
     raise file.fault(
         1,
-        f"this is no trace of a known format: expected one of {', '.join(FORMATS)}; name the one "
-        "it is, to see what is wrong with it.",
+        f"this is not a trace in a known format: expected one of {', '.join(FORMATS)}; give the "
+        "format to see what is wrong.",
     )

@@ -1,10 +1,10 @@
-"""Azure's LLM inference traces, 2023 and 2024: when, and how long; not what.
+"""Azure's LLM inference traces of 2023 and 2024: arrival times and lengths, no content.
 
     TIMESTAMP,ContextTokens,GeneratedTokens
     2023-11-16 18:17:03.9799600,4808,10
 
-They tell nothing of content, so every request's blocks are its own and nothing is ever found: such
-a trace shows load, queueing and how many sessions fit, never what a cache is worth.
+Because the content is unknown, every request gets unique blocks and there are no hits. Such a trace
+shows load, queueing and how many sessions fit, but not the benefit of a cache.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 
-from penstock.sim.formats.entries import MAX_TOKENS, parse_moment
+from penstock.sim.formats.entries import Arrivals, Entry
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import own_names
 from penstock.sim.trace import Trace, TraceRequest
+from penstock.units import counted
 
-BLOCK_TOKENS = 128  # any would do: no two blocks are equal
+BLOCK_TOKENS = 128  # any value works: no two blocks are equal
 _COLUMNS = (
     ("timestamp",),
     ("contexttokens", "prompttokens", "inputtokens"),
@@ -33,54 +34,35 @@ def recognises(head: list[str]) -> bool:
 def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or BLOCK_TOKENS
     requests: list[TraceRequest] = []
-    first = latest = None
-    for number, moment, num_input, num_output in _rows(file):
-        if first is None or latest is None:
-            first = latest = moment
-        if moment < latest:
-            raise file.fault(
-                number,
-                f"TIMESTAMP goes back by {latest - moment:.3f} s: expected requests in the order "
-                "of their arrival; sort the file.",
-            )
-        latest = moment
+    arrivals = Arrivals()
+    for entry in _rows(file):
+        arrival = arrivals.add(entry, "TIMESTAMP", entry.moment("TIMESTAMP"))
+        num_input, num_output = entry.count("ContextTokens"), entry.count("GeneratedTokens")
         num_prompt = num_input // block_tokens
         num_blocks = max(num_prompt, (num_input + num_output - 1) // block_tokens)
-        names = own_names("azure", number, num_blocks)
+        names = own_names("azure", entry.number, num_blocks)
         requests.append(
-            TraceRequest(
-                moment - first, num_input, num_output, names[:num_prompt], names[num_prompt:]
-            )
+            TraceRequest(arrival, num_input, num_output, names[:num_prompt], names[num_prompt:])
         )
     return Trace(file.name, block_tokens, tuple(requests))
 
 
-def _rows(file: TraceFile) -> Iterator[tuple[int, float, int, int]]:
+def _rows(file: TraceFile) -> Iterator[Entry]:
     places: tuple[int, ...] | None = None
     for line in file.lines():
         cells = _split(line.text)
         if places is None:
             places = _places(cells)
             if places is None:
-                raise file.fault(line.number, f"expected a heading with the columns {_EXPECTED}.")
+                raise file.fault(line.number, f"expected a header with the columns {_EXPECTED}.")
             continue
         if len(cells) <= max(places):
-            why = "the last line is cut off" if line.is_cut else f"only {len(cells)} columns"
+            columns = f"only {counted(len(cells), 'column')}"
+            why = "the last line is cut off" if line.is_cut else columns
             raise file.fault(line.number, f"{why}: expected {_EXPECTED}.")
         when, num_input, num_output = (cells[place] for place in places)
-        try:
-            moment = parse_moment(when)
-        except ValueError:
-            raise file.fault(
-                line.number,
-                f"TIMESTAMP is {when[:40]!r}: expected a date such as 2023-11-16 18:17:03.97996.",
-            ) from None
-        yield (
-            line.number,
-            moment,
-            _count(file, line.number, num_input),
-            _count(file, line.number, num_output),
-        )
+        tokens = {"ContextTokens": _number(num_input), "GeneratedTokens": _number(num_output)}
+        yield Entry(file, line.number, {"TIMESTAMP": when, **tokens})
 
 
 def _split(text: str) -> list[str]:
@@ -88,7 +70,7 @@ def _split(text: str) -> list[str]:
 
 
 def _places(cells: list[str]) -> tuple[int, ...] | None:
-    """Where the columns are; None if one is missing."""
+    """The positions of the columns; None if one is missing."""
     known = ["".join(cell.split()).replace("_", "").lower() for cell in cells]
     found = [
         next((known.index(name) for name in names if name in known), None) for names in _COLUMNS
@@ -97,14 +79,8 @@ def _places(cells: list[str]) -> tuple[int, ...] | None:
     return places if len(places) == len(_COLUMNS) else None
 
 
-def _count(file: TraceFile, number: int, cell: str) -> int:
+def _number(cell: str) -> int | str:
     try:
-        value = int(cell)
+        return int(cell)
     except ValueError:
-        value = -1
-    if not 0 <= value <= MAX_TOKENS:
-        raise file.fault(
-            number,
-            f"{cell[:40]!r} is no number of tokens: expected a whole one, 0 to {MAX_TOKENS}.",
-        )
-    return value
+        return cell

@@ -1,19 +1,19 @@
-"""The traces of Alibaba's Bailian (KVCache Cache in the Wild, ATC'25): as Mooncake's, with turns.
+"""Traces of Alibaba's Bailian (KVCache Cache in the Wild, ATC'25): like Mooncake's, with turns.
 
     {"chat_id": 159, "parent_chat_id": 55, "timestamp": 61.114, "input_length": 521, "turn": 2,
      "output_length": 132, "type": "text", "hash_ids": [1089, 1090, 1091]}
 
-Seconds, blocks of 16 tokens. An id stands for its block alone, so that ids are chained here. A
-conversation's session is the chat it began with; a chat without a parent has -1.
+Times are in seconds, blocks have 16 tokens. An id stands for its block alone, not for the prefix,
+so ids are chained here. A conversation's session is its first chat; `parent_chat_id` is -1 there.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.sim.formats.entries import Entry, entries
+from penstock.sim.formats.entries import Arrivals, Entry, entries
 from penstock.sim.formats.lines import TraceFile
-from penstock.sim.formats.mooncake import block_ids, check_order
+from penstock.sim.formats.mooncake import block_ids
 from penstock.sim.formats.naming import ChainNames
 from penstock.sim.trace import Trace, TraceRequest
 
@@ -26,24 +26,20 @@ def recognises(fields: dict[str, Any]) -> bool:
 
 def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or BLOCK_TOKENS
-    names = ChainNames(1)  # an id takes the place of a block's tokens
-    roots: dict[int, int] = {}  # by chat, the one it began with
+    names = ChainNames(1)  # one id stands for all tokens of a block
+    roots: dict[int, int] = {}  # the first chat of each chat's conversation
     requests: list[TraceRequest] = []
-    first = latest = None
+    arrivals = Arrivals()
     for entry in entries(file):
-        moment = entry.seconds("timestamp")
-        if first is None or latest is None:
-            first = latest = moment
-        check_order(entry, latest, moment)
-        latest = moment
+        arrival = arrivals.add(entry, "timestamp", entry.seconds("timestamp"))
         ids = block_ids(entry, block_tokens)
         try:
             prompt_blocks, _ = names.of(ids)
         except ValueError:
-            raise entry.fault("`hash_ids`: expected whole numbers from 0 to 4294967295.") from None
+            raise entry.fault("`hash_ids`: expected integers from 0 to 4294967295.") from None
         requests.append(
             TraceRequest(
-                moment - first,
+                arrival,
                 entry.count("input_length"),
                 entry.count("output_length"),
                 prompt_blocks,
@@ -56,6 +52,6 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
 def _root(entry: Entry, roots: dict[int, int]) -> int:
     chat, parent = entry.fields.get("chat_id"), entry.fields.get("parent_chat_id", -1)
     if type(chat) is not int or type(parent) is not int:
-        raise entry.fault("`chat_id` and `parent_chat_id`: expected whole numbers.")
+        raise entry.fault("`chat_id` and `parent_chat_id`: expected integers.")
     roots[chat] = roots.get(parent, chat if parent < 0 else parent)
     return roots[chat]

@@ -1,8 +1,9 @@
-"""One line as a JSON object, read with care: a wrong field becomes a sentence with its line."""
+"""One line of a trace as a JSON object. A wrong field raises a TraceError with the line number."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from penstock.errors import TraceError
 from penstock.sim.formats.lines import TraceFile, TraceLine
 
-MAX_TOKENS = 1 << 24  # of one request; nothing reads more, and a slip of the pen takes no memory
+MAX_TOKENS = 1 << 24  # per request: more than any model reads, so that a typo cannot fill memory
+MAX_BLOCK_TOKENS = 1 << 20
 _MAX_SECONDS = 1e11  # thousands of years
 
 
@@ -26,7 +28,7 @@ class Entry:
         return self.file.fault(self.number, sentence)
 
     def first_of(self, *names: str) -> str | None:
-        """The first of these fields that says something."""
+        """The first of these fields that is present and not null."""
         for name in names:
             if self.fields.get(name) is not None:
                 return name
@@ -47,11 +49,11 @@ class Entry:
     def duration(self, name: str) -> float:
         value = self.seconds(name)
         if value < 0:
-            raise self.fault(f"`{name}` is {value}: expected seconds, not fewer than 0.")
+            raise self.fault(f"`{name}` is {value}: expected seconds, 0 or more.")
         return value
 
     def moment(self, name: str) -> float:
-        """A time as a number of seconds, or as a date in ISO 8601."""
+        """A time, given in seconds or as an ISO 8601 date."""
         value = self.require(name, "a time")
         if not isinstance(value, str):
             return self.seconds(name)
@@ -68,17 +70,18 @@ class Entry:
         value = self.require(name, "a number of tokens")
         if type(value) is not int or not 0 <= value <= MAX_TOKENS:
             raise self.fault(
-                f"`{name}` is {_show(value)}: expected a whole number of tokens, 0 to {MAX_TOKENS}."
+                f"`{name}` is {_show(value)}: expected an integer number of tokens, 0 to "
+                f"{MAX_TOKENS}."
             )
         return value
 
     def ids(self, name: str, *, what: str = "ids") -> list[int]:
-        """A list of whole numbers."""
+        """A list of integers."""
         value = self.require(name, f"a list of {what}")
         if type(value) is not list or not set(map(type, value)) <= {int}:
-            cut = ' (a "..." in it means that the log was cut: log whole prompts)'
+            cut = ' ("..." means that the log was cut: log complete prompts)'
             raise self.fault(
-                f"`{name}` is {_show(value)}: expected a list of {what}, all whole numbers"
+                f"`{name}` is {_show(value)}: expected a list of {what}, all integers"
                 f"{cut if type(value) is list and '...' in value else ''}."
             )
         return value
@@ -96,6 +99,24 @@ class Entry:
         return Entry(self.file, self.number, value)
 
 
+class Arrivals:
+    """Arrival times relative to the first request. They must not decrease."""
+
+    def __init__(self) -> None:
+        self._first = self._latest = -math.inf
+
+    def add(self, entry: Entry, name: str, moment: float) -> float:
+        """The seconds since the first request; `moment` is the entry's field `name`."""
+        if moment < self._latest:
+            raise entry.fault(
+                f"`{name}` goes back by {self._latest - moment:.3f} s: expected requests in order "
+                "of arrival; sort the file."
+            )
+        self._first = moment if self._first == -math.inf else self._first
+        self._latest = moment
+        return moment - self._first
+
+
 def entries(file: TraceFile) -> Iterator[Entry]:
     for line in file.lines():
         yield Entry(file, line.number, parse_object(file, line))
@@ -108,25 +129,20 @@ def parse_object(file: TraceFile, line: TraceLine) -> dict[str, Any]:
         if line.is_cut:
             raise file.fault(
                 line.number,
-                "the last line is cut off: expected a whole JSON object; copy the file again, or "
-                "remove this line.",
+                "the last line is cut off: expected a complete JSON object; copy the file again, "
+                "or remove this line.",
             ) from None
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "it cannot be read"
         raise file.fault(
-            line.number, f"expected one JSON object a line, and this is none ({reason})."
+            line.number, f"this is not a JSON object: expected one per line ({reason})."
         ) from None
     if not isinstance(value, dict):
-        raise file.fault(
-            line.number, f"expected one JSON object a line, and this is {_show(value)}."
-        )
+        raise file.fault(line.number, f"this is {_show(value)}: expected one JSON object per line.")
     return value
 
 
 def parse_moment(text: str) -> float:
-    """Seconds since 1970 of a date in ISO 8601; without a zone it is taken for UTC.
-
-    Raises ValueError.
-    """
+    """Seconds since 1970 of an ISO 8601 date; UTC if it has no time zone. Raises ValueError."""
     moment = datetime.fromisoformat(text.strip())
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""A trace's file, line by line: plain or gzip, of bounded memory, every fault with its line."""
+"""Read a trace file line by line, plain or gzipped, with bounded memory."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ _HEAD_BYTES = 1 * MiB
 
 class TraceLine(NamedTuple):
     number: int  # from 1
-    text: str  # without its end
-    is_cut: bool  # the file ends without ending the line
+    text: str  # without the line break
+    is_cut: bool  # the file ends without a line break here
 
 
 class TraceFile:
+    """A trace file. Its errors name the file and the line."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def name(self) -> str:
-        """What a trace from here is called."""
+        """The trace's name: the file name without .gz and its extension."""
         return self.path.name.removesuffix(".gz").rpartition(".")[0] or self.path.name
 
     def fault(self, number: int, sentence: str) -> TraceError:
-        """What is wrong with a line."""
+        """An error about one line."""
         return TraceError(f"{self.path}, line {number}: {sentence}")
 
     def fault_of_all(self, sentence: str) -> TraceError:
+        """An error about the whole file."""
         return TraceError(f"{self.path}: {sentence}")
 
     def lines(self) -> Iterator[TraceLine]:
-        """All that are not blank."""
+        """All lines that are not blank. Raises TraceError."""
         number = 0
         with self._open() as file:
             while True:
@@ -54,12 +57,12 @@ class TraceFile:
                     text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError:
                     raise self.fault(
-                        number, "the bytes are not UTF-8; expected text, or text in gzip."
+                        number, "the bytes are not UTF-8: expected text, or gzipped text."
                     ) from None
                 yield TraceLine(number, text.rstrip("\r\n"), not raw.endswith(b"\n"))
 
     def head(self) -> list[str]:
-        """The first lines: enough to tell what kind of file it is."""
+        """The first lines: enough to recognise the format."""
         found: list[str] = []
         num_bytes = 0
         for line in self.lines():
@@ -78,11 +81,11 @@ class TraceFile:
             return self.path.open("rb")
         except IsADirectoryError:
             raise self.fault_of_all(
-                "this is a folder; expected the file of a trace, name it."
+                "this is a folder: expected a trace file; give its path."
             ) from None
         except FileNotFoundError:
             raise self.fault_of_all(
-                "there is no such file; expected a trace, check the path."
+                "there is no such file: expected a trace; check the path."
             ) from None
         except OSError as error:
             raise self.fault_of_all(f"it cannot be opened ({error.strerror or error}).") from None
@@ -99,7 +102,7 @@ class TraceFile:
         if len(raw) > MAX_LINE_BYTES:
             raise self.fault(
                 number,
-                f"longer than {MAX_LINE_BYTES // MiB} MiB: expected one request a line; is this a "
-                "trace, and has it line ends?",
+                f"longer than {MAX_LINE_BYTES // MiB} MiB: expected one request per line; check "
+                "that this is a trace and has line breaks.",
             )
         return raw

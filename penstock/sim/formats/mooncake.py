@@ -1,17 +1,17 @@
-"""Mooncake's traces (FAST'25): blocks by number.
+"""Mooncake's traces (FAST'25): blocks identified by number.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-Milliseconds, blocks of 512 tokens; equal ids mean an equal prefix up to that block. The last id
-stands for what is left of a prompt, a part of a block; hit rates are published over all ids, so it
-is kept as if it were a full one.
+Times are in milliseconds, blocks have 512 tokens. Equal ids mean an equal prefix up to that block.
+The last id stands for the rest of the prompt, a partial block. Published hit rates count all ids,
+so it is treated as a full block.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.sim.formats.entries import Entry, entries
+from penstock.sim.formats.entries import Arrivals, Entry, entries
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import NumberNames
 from penstock.sim.trace import Trace, TraceRequest
@@ -27,17 +27,14 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or BLOCK_TOKENS
     names = NumberNames("mooncake")
     requests: list[TraceRequest] = []
-    first = latest = None
+    arrivals = Arrivals()
     for entry in entries(file):
         moment = entry.seconds("timestamp", ticks_per_second=1000)
-        if first is None or latest is None:
-            first = latest = moment
-        check_order(entry, latest, moment)
-        latest = moment
+        arrival = arrivals.add(entry, "timestamp", moment)
         ids = block_ids(entry, block_tokens)
         requests.append(
             TraceRequest(
-                moment - first,
+                arrival,
                 entry.count("input_length"),
                 entry.count("output_length"),
                 tuple([names[number] for number in ids]),
@@ -46,20 +43,12 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     return Trace(file.name, block_tokens, tuple(requests))
 
 
-def check_order(entry: Entry, latest: float, moment: float) -> None:
-    if moment < latest:
-        raise entry.fault(
-            f"`timestamp` goes back by {latest - moment:.3f} s: expected requests in the order of "
-            "their arrival; sort the file."
-        )
-
-
 def block_ids(entry: Entry, block_tokens: int) -> list[int]:
-    """As many as the prompt's length says, with or without one for what is left."""
+    """The ids of the prompt's blocks, with or without one for a partial block at the end."""
     num_input, ids = entry.count("input_length"), entry.ids("hash_ids")
     if not num_input // block_tokens <= len(ids) <= -(-num_input // block_tokens):
         raise entry.fault(
             f"{len(ids)} `hash_ids` for {num_input} tokens: expected one for every {block_tokens}; "
-            "if the trace has other blocks, say how many tokens they hold."
+            "if the trace has blocks of another size, give it as block_tokens."
         )
     return ids

@@ -1,4 +1,4 @@
-"""Names for a trace's blocks: 32 bytes that look like the server's, equal ones kept once."""
+"""Keys for a trace's blocks: 32 bytes, like the server's. Equal keys share one object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE = re.compile(r"\w{1,8}|[^\w\s]")
 
 
 class NumberNames(dict[int, BlockKey]):
-    """The name of a block that a trace knows by number; `names[number]` makes it at first use."""
+    """Keys of blocks that a trace identifies by number; `names[number]` makes one on first use."""
 
     def __init__(self, space: str) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class NumberNames(dict[int, BlockKey]):
 
 
 class ChainNames:
-    """The names of token ids or texts, chained as the server's: an equal prefix, equal names."""
+    """Keys of token ids, chained like the server's: equal prefixes have equal keys."""
 
     def __init__(self, block_tokens: int) -> None:
         self._namespace = Namespace("trace", "", "", "", block_tokens)
@@ -38,10 +38,10 @@ class ChainNames:
     def of(
         self, prompt: Sequence[int], output: Sequence[int] = ()
     ) -> tuple[tuple[BlockKey, ...], tuple[BlockKey, ...]]:
-        """The prompt's full blocks, and those that the answer completes.
+        """Keys of the prompt's full blocks, and of those that the answer completes.
 
-        The last token of an answer is never read, so that its KV is never computed. Raises
-        ValueError for ids that are none.
+        An answer's last token is never read, so its KV is never computed. Raises ValueError for
+        invalid ids.
         """
         chain = KeyChain(self._namespace, prompt)
         num_prompt = len(chain.keys)
@@ -52,7 +52,7 @@ class ChainNames:
 
 
 def own_names(space: str, number: int, count: int) -> tuple[BlockKey, ...]:
-    """Names that nobody else has."""
+    """Keys that no other block has."""
     data = blake3(f"penstock trace {space} {number}".encode()).digest(length=KEY_BYTES * count)
     return tuple(
         BlockKey(data[start : start + KEY_BYTES]) for start in range(0, len(data), KEY_BYTES)
@@ -60,8 +60,9 @@ def own_names(space: str, number: int, count: int) -> tuple[BlockKey, ...]:
 
 
 def pseudo_tokens(text: str) -> list[int]:
-    """Stand-ins for the tokens of a text: words, long ones in pieces, and punctuation.
+    """Stand-ins for the tokens of a text: words, with long ones split, and punctuation.
 
-    A tokenizer would cut otherwise, and about as often. Equal beginnings stay equal.
+    A tokenizer would split the text differently, but into about as many tokens. Texts with an
+    equal prefix have an equal prefix of tokens.
     """
     return [zlib.crc32(piece.encode()) for piece in _PIECE.findall(text)]

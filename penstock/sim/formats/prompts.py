@@ -1,4 +1,4 @@
-"""What a request log says of prompts and answers: token ids, or text, or only how many."""
+"""Prompts and answers in a request log: token ids, text, or only their number."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.sim.trace import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt and its answer. Ids of texts are stand-ins (see `pseudo_tokens`)."""
+    """A prompt and its answer. For texts, the ids are stand-ins (see `pseudo_tokens`)."""
 
     prompt: Sequence[int]
-    output: Sequence[int] = ()  # empty: not known
-    num_output: int = 1  # every answer has one token; the count where no more is known
+    output: Sequence[int] = ()  # empty if not known
+    num_output: int = 1  # number of output tokens, if `output` is not known; at least 1
 
     def request(
         self, entry: Entry, names: ChainNames, arrival_seconds: float, session: str = ""
@@ -41,7 +41,7 @@ def tokens_of(entry: Entry, name: str, *, is_text: bool) -> Sequence[int]:
 
 
 def messages_text(entry: Entry, name: str) -> str:
-    """A conversation as one text: an earlier one is the beginning of a later one."""
+    """A conversation as one text. After more turns, the text starts with this one."""
     messages = entry.require(name, "a list of messages")
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise entry.fault(f"`{name}`: expected a list of messages with `role` and `content`.")
@@ -50,7 +50,7 @@ def messages_text(entry: Entry, name: str) -> str:
 
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content")
-    if isinstance(content, list):  # parts, as OpenAI writes them
+    if isinstance(content, list):  # content parts, as in OpenAI's API
         parts = (part.get("text") for part in content if isinstance(part, dict))
         content = " ".join(part for part in parts if isinstance(part, str))
     return content if isinstance(content, str) else ""

@@ -1,4 +1,4 @@
-"""Our own record: what `penstock serve --record` writes, and what `write_trace` makes of any trace.
+"""Our own record: written by `penstock serve --record`, or by `write_trace` from any trace.
 
     {"penstock_record": 1, "block_tokens": 64, "model": "smollm2-135m", "started_seconds":
      1754308301.02, "settings": {…}}
@@ -6,9 +6,9 @@
      ["9f…", "07…"], "output_blocks": ["c4…"], "session": "51d0…", "hit_tokens": {"device": 64},
      "first_token_seconds": 0.03, "total_seconds": 0.81, "finish_reason": "stop"}
 
-A name is 32 hexadecimal digits, or 64 where nothing was cut off. Requests are written as they end,
-so they are sorted here. A server that goes on with the file writes a heading again: from there on
-times count from its own start, and no name equals one from before.
+A block's name has 32 hexadecimal digits, or 64 if it is not shortened. Requests are written when
+they end, so they are sorted here. A server that appends to the file writes another header: from
+there on, times count from that server's start, and no name equals an earlier one.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from typing import IO, Any, cast
 from blake3 import blake3
 
 from penstock.errors import TraceError
-from penstock.sim.formats.entries import Entry, entries
+from penstock.sim.formats.entries import MAX_BLOCK_TOKENS, Entry, entries
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.trace import Trace, TraceRequest
 from penstock.types import KEY_BYTES, BlockKey, Tier
 
 VERSION = 1
-NAME_BYTES = 16  # of a name in the record of a server
-_MAX_BLOCK_TOKENS = 1 << 20
+NAME_BYTES = 16  # of a name that a server writes
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """A request, and what became of it in truth; a trace from elsewhere knows nothing of that."""
+    """A request and its measured outcome, which only a server's record has."""
 
     request: TraceRequest
-    hit_tokens: Mapping[Tier, int] = field(default_factory=dict)  # of the prompt, by where found
-    first_token_seconds: float | None = None  # since it came
+    hit_tokens: Mapping[Tier, int] = field(default_factory=dict)  # prompt tokens found in each tier
+    first_token_seconds: float | None = None  # since its arrival
     total_seconds: float | None = None
     finish_reason: str = ""
 
@@ -49,8 +48,8 @@ class TraceRecord:
     name: str
     block_tokens: int
     model: str
-    settings: Mapping[str, Any]  # of the server, as it named them
-    requests: tuple[RecordedRequest, ...]  # in the order of their arrival
+    settings: Mapping[str, Any]  # the server's, under its own names
+    requests: tuple[RecordedRequest, ...]  # in order of arrival
 
     @property
     def trace(self) -> Trace:
@@ -65,17 +64,17 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     trace = _read(file).trace
     if block_tokens not in (None, trace.block_tokens):
         raise file.fault_of_all(
-            f"the record's blocks hold {trace.block_tokens} tokens, and {block_tokens} were asked "
-            "for: expected the same, its names cannot be cut anew; leave it out."
+            f"block_tokens is {block_tokens}, but the record's blocks have {trace.block_tokens} "
+            "tokens and cannot be split differently: leave block_tokens out."
         )
     return trace
 
 
 def read_record(path: Path) -> TraceRecord:
-    """With what became of each request. Raises TraceError."""
+    """Read a record with the outcome of each request. Raises TraceError."""
     record = _read(TraceFile(path))
     if not record.requests:
-        raise TraceError(f"{path}: there is no request in it; expected at least one.")
+        raise TraceError(f"{path}: it contains no request: expected at least one.")
     return record
 
 
@@ -95,7 +94,7 @@ def heading(
 def request_line(
     recorded: RecordedRequest, names: Iterable[str] | None = None, output_names: Iterable[str] = ()
 ) -> str:
-    """`names` stand in for the blocks' own, where those are not to be written."""
+    """One request as a line. `names` are written instead of the blocks' own keys, if given."""
     request = recorded.request
     if names is None:
         names = map(bytes.hex, request.prompt_blocks)
@@ -118,7 +117,7 @@ def request_line(
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """As a record; in gzip, if the name ends in .gz. What was there is replaced."""
+    """Write a trace as a record, gzipped if the name ends in .gz. An existing file is replaced."""
     with cast("IO[bytes]", gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")) as f:
         f.write(heading(trace.block_tokens, model=trace.name).encode())
         for request in trace.requests:
@@ -126,7 +125,7 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 class _Names(dict[str, BlockKey]):
-    """Names as bytes, equal ones once; raises ValueError for what is none."""
+    """Keys by name; equal names share one key. Raises ValueError for an invalid name."""
 
     def __missing__(self, text: str) -> BlockKey:
         raw = bytes.fromhex(text)
@@ -148,15 +147,15 @@ def _read(file: TraceFile) -> TraceRecord:
         if "penstock_record" not in entry.fields:
             if not block_tokens:
                 raise entry.fault(
-                    "expected a heading before the first request, with `penstock_record`."
+                    "expected a header with `penstock_record` before the first request."
                 )
             found.append(_request(entry, names, offset))
             continue
         again = _block_tokens(entry)
         if block_tokens and again != block_tokens:
             raise entry.fault(
-                f"from here on blocks hold {again} tokens, before {block_tokens}: expected one "
-                "size in a file; split it here."
+                f"from here on blocks have {again} tokens, before {block_tokens}: expected one "
+                "size per file; split the file here."
             )
         begin = entry.duration("started_seconds")
         if not block_tokens:
@@ -171,11 +170,12 @@ def _block_tokens(entry: Entry) -> int:
     version = entry.fields["penstock_record"]
     if version != VERSION:
         raise entry.fault(
-            f"the record is of version {version!r}: expected {VERSION}; use its Penstock."
+            f"the record has version {version!r}: expected {VERSION}; read it with the version of "
+            "Penstock that wrote it."
         )
     block_tokens = entry.count("block_tokens")
-    if not 1 <= block_tokens <= _MAX_BLOCK_TOKENS:
-        raise entry.fault(f"`block_tokens` is {block_tokens}: expected 1 to {_MAX_BLOCK_TOKENS}.")
+    if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+        raise entry.fault(f"`block_tokens` is {block_tokens}: expected 1 to {MAX_BLOCK_TOKENS}.")
     return block_tokens
 
 

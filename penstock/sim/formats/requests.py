@@ -1,18 +1,18 @@
-"""Requests as JSON lines, as a gateway or a script of one's own may log them.
+"""Requests as JSON lines, as a gateway or a script may log them.
 
     {"timestamp": 12.5, "prompt_token_ids": [1, 15, 9], "output_token_ids": [4, 2]}
     {"timestamp": "2025-01-31T12:00:00Z", "prompt": "Once upon", "output_length": 64}
     {"arrival_time": 3, "messages": [{"role": "user", "content": "Hi"}], "session_id": "a"}
 
-Token ids are hashed in blocks, as the server would. Of a text its words take the place of tokens:
-equal prefixes are found, counts are estimates. Times are seconds or dates, and must not go back.
+Token ids are hashed in blocks, as the server does. In a text, words stand for tokens: equal
+prefixes are found, and token counts are estimates. Times are seconds or dates, in order of arrival.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.sim.formats.entries import Entry, entries
+from penstock.sim.formats.entries import Arrivals, Entry, entries
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import DEFAULT_BLOCK_TOKENS, ChainNames, pseudo_tokens
 from penstock.sim.formats.prompts import Exchange, messages_text, tokens_of
@@ -36,24 +36,16 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or DEFAULT_BLOCK_TOKENS
     names = ChainNames(block_tokens)
     requests: list[TraceRequest] = []
-    first = latest = None
+    arrivals = Arrivals()
     for entry in entries(file):
         name = entry.first_of(*_TIMES)
         if name is None:
             raise entry.fault(f"there is no time: expected one of {', '.join(_TIMES)}.")
-        moment = entry.moment(name)
-        if first is None or latest is None:
-            first = latest = moment
-        if moment < latest:
-            raise entry.fault(
-                f"`{name}` goes back by {latest - moment:.3f} s: expected requests in the order of "
-                "their arrival; sort the file."
-            )
-        latest = moment
+        arrival = arrivals.add(entry, name, entry.moment(name))
         named = entry.first_of(*_SESSIONS)
         session = "" if named is None else str(entry.fields[named])
         exchange = Exchange(_prompt(entry), *_output(entry))
-        requests.append(exchange.request(entry, names, moment - first, session))
+        requests.append(exchange.request(entry, names, arrival, session))
     return Trace(file.name, block_tokens, tuple(requests))
 
 
@@ -71,7 +63,7 @@ def _prompt(entry: Entry) -> Any:
 
 
 def _output(entry: Entry) -> tuple[Any, int]:
-    """The answer's tokens, where they are known, and how many it has."""
+    """The answer's tokens, if known, and their number."""
     if name := entry.first_of(*_OUTPUT_IDS):
         ids = entry.ids(name, what="token ids")
         return ids, len(ids)

@@ -8,25 +8,26 @@
      "e2e_latency": 2.3, "request_received_ts": 1754308301.02, …}
 
 The first two come from `--log-requests --log-requests-level 3 --log-requests-format json`, the
-third from `--export-metrics-to-file`. Requests are written as they end, so they are sorted here.
-Its dumps are pickles, which run code when they are read, and are therefore not.
+third from `--export-metrics-to-file`. Requests are written when they end, so they are sorted here.
+SGLang's dumps are not supported: they are pickles, which can run code when they are read.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.sim.formats.entries import Entry, entries
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import DEFAULT_BLOCK_TOKENS, ChainNames, pseudo_tokens
 from penstock.sim.formats.prompts import Exchange
-from penstock.sim.trace import Trace, TraceRequest
+from penstock.sim.trace import Trace
 
 _ADVICE = (
-    "expected input_ids or text: log with --log-requests-level 3, which leaves nothing out and "
-    "cuts nothing off."
+    "expected input_ids or text; log with --log-requests-level 3, which omits and truncates "
+    "nothing."
 )
 
 
@@ -50,11 +51,12 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     ]
     requests.sort(key=lambda request: request.arrival_seconds)
     first = requests[0].arrival_seconds if requests else 0.0
-    return Trace(file.name, block_tokens, tuple(_since(first, each) for each in requests))
+    since_first = (replace(r, arrival_seconds=r.arrival_seconds - first) for r in requests)
+    return Trace(file.name, block_tokens, tuple(since_first))
 
 
 def _found(file: TraceFile) -> Iterator[_Found]:
-    open_requests: dict[str, _Found] = {}  # received, and not yet known to have ended
+    open_requests: dict[str, _Found] = {}  # received, but no end logged yet
     for entry in entries(file):
         if "request_parameters" in entry.fields:
             if not _is_health_check(entry.fields.get("request_parameters")):
@@ -62,7 +64,7 @@ def _found(file: TraceFile) -> Iterator[_Found]:
             continue
         event, rid = entry.fields.get("event"), entry.fields.get("rid")
         if not isinstance(rid, str) or _is_health_check(rid):
-            continue  # a batch: its members are logged one by one as they end
+            continue  # a batch: its requests are logged one by one when they end
         if event == "request.received":
             moment = entry.moment("timestamp")
             open_requests[rid] = _from_event(entry, moment, with_output=False)
@@ -85,7 +87,7 @@ def _from_event(entry: Entry, moment: float, *, with_output: bool) -> _Found:
         if meta is not None and meta.first_of("completion_tokens"):
             num_output = meta.count("completion_tokens")
     prompt, is_text = _prompt(sent)
-    # Ids of an answer do not go on from a prompt's words.
+    # The answer's ids cannot continue a prompt that is known only as text.
     exchange = Exchange(prompt, () if is_text else output, max(num_output, len(output)))
     return _Found(moment, entry, exchange, _session(sent))
 
@@ -112,7 +114,7 @@ def _prompt(sent: Entry) -> tuple[list[int], bool]:
 
 
 def _start_of(entry: Entry) -> float:
-    """When a request came of which only the end was logged."""
+    """The arrival time of a request of which only the end was logged."""
     out = entry.inner("out").inner("meta_info")
     if out.first_of("request_received_ts"):
         return out.moment("request_received_ts")
@@ -127,14 +129,3 @@ def _session(sent: Entry) -> str:
 
 def _is_health_check(text: object) -> bool:
     return isinstance(text, str) and "HEALTH_CHECK" in text
-
-
-def _since(first: float, request: TraceRequest) -> TraceRequest:
-    return TraceRequest(
-        request.arrival_seconds - first,
-        request.num_input_tokens,
-        request.num_output_tokens,
-        request.prompt_blocks,
-        request.output_blocks,
-        request.session,
-    )

@@ -1,4 +1,4 @@
-"""vLLM's own log, as it prints it, or inside JSON lines with a `message`.
+"""vLLM's log as it is printed, or as JSON lines with a `message`.
 
     DEBUG 02-13 11:33:33 [logger.py:41] Request a-1 details: prompt: 'Hi', prompt_token_ids: [1,
     15], prompt_embeds shape: None.                                      (one line; after 0.11.0)
@@ -7,8 +7,9 @@
     INFO 02-13 11:33:35 [logger.py:70] Generated response a-1: output: 'Ho', output_token_ids: [9],
     finish_reason: stop                                                                 (one line)
 
-It wants `--enable-log-requests --enable-log-outputs`, after 0.11.0 `VLLM_LOGGING_LEVEL=DEBUG` too,
-and no `--max-log-len`. Its times are whole seconds. An answer that is not logged has one token.
+It needs `--enable-log-requests --enable-log-outputs`, after 0.11.0 also `VLLM_LOGGING_LEVEL=DEBUG`,
+and no `--max-log-len`. Its times are in whole seconds. An answer that is not logged counts as one
+token.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _OUTPUT = re.compile(r"Generated response (?P<id>\S+?)(?: \(streaming (?:delta|c
 _OUTPUT_IDS = re.compile(r", output_token_ids: (\[[0-9, ]*\]|None), finish_reason: ")
 _TIME = re.compile(r"\b[A-Z]+ (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))? ")
 _JSON_TIMES = ("timestamp", "asctime", "time", "@timestamp", "ts", "created")
-_YEAR = 2024  # the log names none; in a leap year every day exists
-_NEW_YEAR_SECONDS = 180 * 86400  # back by more than this, and a year has ended
+_YEAR = 2024  # the log has no year; in a leap year every date is valid
+_YEAR_SECONDS = 366 * 86400.0
+_NEW_YEAR_SECONDS = 180 * 86400  # if time goes back by more than this, a new year has begun
 
 _ADVICE = (
     "expected lines with the prompts' token ids: run vLLM with --enable-log-requests "
@@ -66,13 +68,12 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
         if found := _PROMPT.search(message):
             moment = _moment(file, line, stamp, message[: found.start()]) + years
             if moment < latest - _NEW_YEAR_SECONDS and stamp is None:
-                year = _year_seconds()
-                years, moment = years + year, moment + year
+                years, moment = years + _YEAR_SECONDS, moment + _YEAR_SECONDS
             if moment < latest:
                 raise file.fault(
                     line.number,
                     f"the time goes back by {latest - moment:.0f} s: expected the log of one "
-                    "server, as it was written; sort its lines by time.",
+                    "server in its original order; sort the lines by time.",
                 )
             latest = moment
             prompt = _prompt(file, line, message)
@@ -81,9 +82,9 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
             request = logged.get(found["id"])
             ids = _last_ids(_OUTPUT_IDS, message)
             if request is not None and ids is not None:
-                request.output += ids  # of a stream, what each step added
+                request.output += ids  # a streamed response is logged in several parts
     if not logged:
-        raise file.fault_of_all(f"no request is in this log of vLLM: {_ADVICE}")
+        raise file.fault_of_all(f"this vLLM log contains no request: {_ADVICE}")
     names = ChainNames(block_tokens)
     first = next(iter(logged.values())).moment
     requests = [
@@ -96,7 +97,7 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
 
 
 def _unwrap(line: TraceLine) -> tuple[Any, str]:
-    """A line's own time, where it is JSON, and what it says."""
+    """The time in a JSON line, if any, and the log message."""
     if line.text.startswith("{"):
         try:
             fields = json.loads(line.text)
@@ -116,19 +117,17 @@ def _moment(file: TraceFile, line: TraceLine, stamp: Any, before: str) -> float:
             return parse_moment(stamp.replace(",", "."))
         except ValueError:
             raise file.fault(
-                line.number, f"the time {stamp[:40]!r} is none: expected ISO 8601."
+                line.number, f"the time {stamp[:40]!r} is not valid: expected ISO 8601."
             ) from None
     found = _TIME.search(before)
     if found is None:
-        raise file.fault(
-            line.number, "there is no time: expected vLLM's, such as INFO 02-13 11:33:33."
-        )
+        raise file.fault(line.number, "there is no time: expected one such as INFO 02-13 11:33:33.")
     month, day, hour, minute, second = map(int, found.groups()[:5])
     try:
         moment = datetime(_YEAR, month, day, hour, minute, second, tzinfo=UTC)
     except ValueError:
         raise file.fault(
-            line.number, f"the time {found[0].strip()!r} is none: expected month-day."
+            line.number, f"the time {found[0].strip()!r} is not valid: expected month-day."
         ) from None
     return moment.timestamp() + float(f"0.{found[6] or 0}")
 
@@ -140,18 +139,14 @@ def _prompt(file: TraceFile, line: TraceLine, message: str) -> list[int]:
     found = _PROMPT_TEXT.search(message)
     text = ast.literal_eval(found["text"]) if found is not None else None
     if not isinstance(text, str):
-        raise file.fault(line.number, f"the request has neither token ids nor a text: {_ADVICE}")
+        raise file.fault(line.number, f"the request has neither token ids nor text: {_ADVICE}")
     return pseudo_tokens(text)
 
 
 def _last_ids(pattern: re.Pattern[str], message: str) -> list[int] | None:
-    """The last match: a prompt may quote a log."""
+    """The ids of the last match: a prompt may itself quote a log."""
     found = pattern.findall(message)
     if not found or found[-1] == "None":
         return None
     ids: list[int] = json.loads(found[-1])
     return ids
-
-
-def _year_seconds() -> float:
-    return 366 * 86400.0

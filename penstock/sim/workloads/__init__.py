@@ -1,5 +1,5 @@
-"""Traffic made up by rule and seed, where there is no trace yet: each workload says what it models
-and where its numbers come from. Equal arguments give equal traces."""
+"""Generated traffic, for when there is no trace. Each workload documents what it models and where
+its numbers come from. Equal arguments give equal traces."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from penstock.sim.workloads.world import World, in_order
 
 __all__ = ["WORKLOADS", "generate", "knobs_of"]
 
-_Workload = ChatWorkload | Rag | Code | Agents | Batch
-_KINDS: dict[str, type[_Workload]] = {
+_KINDS: dict[str, type[ChatWorkload | Rag | Code | Agents | Batch]] = {
     "chat": ChatWorkload,
     "rag": Rag,
     "code": Code,
@@ -28,11 +27,11 @@ _KINDS: dict[str, type[_Workload]] = {
     "batch": Batch,
 }
 WORKLOADS: dict[str, str] = {
-    "chat": "conversations of some turns, with time to think and shared system prompts",
-    "rag": "questions over documents of which few are popular",
-    "code": "code completion in bursts: a shared outline, open files that are edited",
+    "chat": "conversations of a few turns, with thinking time and shared system prompts",
+    "rag": "questions about documents, a few of which are popular",
+    "code": "bursts of code completions: a shared outline and open files that are edited",
     "agents": "agents that call tools and grow their context, with pauses and subagents",
-    "batch": "prompts that never come again, one instruction, all at once",
+    "batch": "one instruction with many different documents, all sent at once",
 }
 DEFAULT_BLOCK_TOKENS = 64
 _MAX_KNOB = 1e9
@@ -48,7 +47,7 @@ def generate(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     **knobs: float,
 ) -> Trace:
-    """The first requests of a workload. Raises ConfigError for names and numbers that are wrong."""
+    """The first requests of a workload. Raises ConfigError for unknown names and bad values."""
     _check_name(name)
     if num_requests < 1:
         raise ConfigError(f"num_requests is {num_requests}: expected at least 1.")
@@ -61,7 +60,7 @@ def generate(
 
 
 def knobs_of(name: str) -> dict[str, float]:
-    """What can be set of a workload, and what it is otherwise."""
+    """A workload's parameters and their defaults."""
     _check_name(name)
     return asdict(_KINDS[name]())
 
@@ -76,11 +75,11 @@ def _check(workload: str, knob: str, value: float) -> float:
     if knob not in known:
         close = difflib.get_close_matches(knob, known, n=1)
         advice = f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}."
-        raise ConfigError(f"the workload {workload} has no {knob!r}: {advice}")
+        raise ConfigError(f"the workload {workload} has no parameter {knob!r}: {advice}")
     whole = isinstance(known[knob], int)
     low = 0 if knob in _MAY_BE_ZERO else 1 if whole else 1e-9
     high = 1.0 if knob in _SHARES else _MAX_KNOB
     if not math.isfinite(value) or not low <= value <= high or (whole and value != int(value)):
-        kind = "a whole number" if whole else "a number"
+        kind = "an integer" if whole else "a number"
         raise ConfigError(f"{knob} is {value}: expected {kind} from {low:g} to {high:g}.")
     return int(value) if whole else value

@@ -1,5 +1,5 @@
-"""Agents that call tools: a context that only grows, pauses of milliseconds to minutes between its
-calls, and now and then subagents that go on from it side by side."""
+"""Agents that call tools: the context only grows, calls are milliseconds to minutes apart, and
+sometimes several subagents continue from the same context."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from penstock.sim.workloads.world import TOKEN_SECONDS, Chance, World, starts
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Steps are TraceLab's (Zhu et al., 2026: a session of coding agents has a median of 15 calls
-    that a tool's result caused), answers Mooncake's tool and agent trace's (FAST'25: a mean of 182
+    """Steps follow TraceLab (Zhu et al., 2026: in a coding agent's session, a median of 15 calls
+    follow a tool's result), answers follow Mooncake's tool and agent trace (FAST'25: a mean of 182
     tokens). Tools, their results and subagents are assumptions."""
 
     tasks_per_second: float = 0.1
     mean_steps: float = 20.0
-    system_tokens: int = 4000  # instructions and the tools' descriptions, the same for all
+    system_tokens: int = 4000  # instructions and tool descriptions, the same for all agents
     task_tokens: float = 500.0
     result_tokens: float = 700.0
     output_tokens: float = 182.0
     min_tool_seconds: float = 0.05
     max_tool_seconds: float = 180.0
-    subagent_share: float = 0.05  # of the steps
+    subagent_share: float = 0.05  # share of steps that start subagents
     num_subagents: int = 3
     mean_subagent_steps: float = 4.0
-    max_context_tokens: int = 65536  # a task ends before it
+    max_context_tokens: int = 65536  # a task ends once its context is longer
 
     def sessions(self, world: World) -> Iterator[Iterator[TraceRequest]]:
         for number, start in starts(world.chance("starts"), self.tasks_per_second):
@@ -57,7 +57,7 @@ class Agents:
     def _subagents(
         self, chance: Chance, label: str, session: str, now: float, context: Context
     ) -> list[TraceRequest]:
-        """All that they ask, in the order of arrival; they share the context up to here."""
+        """All requests of the subagents, in order of arrival; they share the context so far."""
         asked = []
         for number in range(self.num_subagents):
             own = f"{label} subagent {number}"
@@ -70,7 +70,7 @@ class Agents:
     def _call(
         self, chance: Chance, session: str, label: str, now: float, context: Context
     ) -> tuple[TraceRequest, float]:
-        """One call and the tool's result; and when the next call can come."""
+        """Make one call and add the tool's result. Returns the request and the next call's time."""
         num_output = chance.tokens(self.output_tokens)
         request = context.ask(now, num_output, session, f"{label} answer")
         context.add(f"{label} result", chance.tokens(self.result_tokens))

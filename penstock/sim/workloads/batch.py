@@ -1,4 +1,4 @@
-"""A batch job: many prompts that never come again, one instruction, all at once."""
+"""A batch job: one instruction with many different documents, all sent at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from penstock.sim.workloads.world import World
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All numbers are assumptions: documents to be classified or summed up by one instruction. What
-    a cache can gain is the instruction; it should not lose more than that on the rest."""
+    """All numbers are assumptions: documents that are classified or summarised. Only the
+    instruction can be a hit, so the documents' blocks should cost a cache as little as possible."""
 
     instruction_tokens: int = 600
     document_tokens: float = 2000.0
     output_tokens: float = 100.0
-    seconds_between: float = 0.0  # two prompts; 0: all at once
+    seconds_between: float = 0.0  # between two prompts; 0: all at once
 
     def sessions(self, world: World) -> Iterator[Iterator[TraceRequest]]:
         chance = world.chance("batch")

@@ -1,4 +1,4 @@
-"""Conversations with an assistant: each turn repeats all before it, after a while of thinking."""
+"""Conversations with an assistant. Each turn repeats all turns before it, after some thinking."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from penstock.sim.workloads.world import TOKEN_SECONDS, World, Zipf, starts
 
 @dataclass(frozen=True, slots=True)
 class ChatWorkload:
-    """Turns and lengths are WildChat's means (Zhao et al., ICLR'24: 2.54 turns, 296 tokens asked
-    and 441 answered). Rates, thinking and system prompts are assumptions."""
+    """Turns and lengths are WildChat's means (Zhao et al., ICLR'24: 2.54 turns, 296 tokens per
+    question and 441 per answer). Rates, thinking times and system prompts are assumptions."""
 
     sessions_per_second: float = 0.5
     mean_turns: float = 2.54
     user_tokens: float = 296.0
     output_tokens: float = 441.0
-    num_system_prompts: int = 4  # of assistants, the first one the most popular
+    num_system_prompts: int = 4  # one per assistant; the first is the most popular
     system_tokens: int = 512
-    think_seconds: float = 60.0  # mean, between an answer and the next question
-    max_context_tokens: int = 32768  # a conversation ends before it
+    think_seconds: float = 60.0  # mean time between an answer and the next question
+    max_context_tokens: int = 32768  # a conversation ends before it gets longer
 
     def sessions(self, world: World) -> Iterator[Iterator[TraceRequest]]:
         popularity = Zipf(self.num_system_prompts, 1.0)

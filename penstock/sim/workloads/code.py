@@ -1,4 +1,4 @@
-"""Code assistance: a repository's outline and open files before the cursor; edits in the middle."""
+"""Code completion: a repository's outline, open files that are edited, then the cursor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.sim.workloads.world import TOKEN_SECONDS, Chance, World, Zipf, sta
 class _File:
     label: str
     num_tokens: int
-    edited_from: int  # what lies before is as in the repository
-    version: str = ""  # whose edit, and which
+    edited_from: int  # tokens before this are as in the repository
+    version: str = ""  # identifies the latest edit and its author
 
     def write_to(self, context: Context) -> None:
         context.add(self.label, self.edited_from)
@@ -24,11 +24,11 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A developer works in bursts: short completions follow each other, each after an edit that
-    changes one open file from somewhere on, and with it all that follows it in the prompt.
+    """A developer works in bursts of short completions, many of which follow an edit. An edit
+    changes one open file from some token on, and so the rest of the prompt.
 
-    Answers are short as in Azure's code trace (Splitwise, ISCA'24: a median of 13 tokens). The
-    outline that all who work on a repository share, files, edits and bursts are assumptions.
+    Answers are short, as in Azure's code trace (Splitwise, ISCA'24: a median of 13 tokens). The
+    outline (shared by all developers of a repository), files, edits and bursts are assumptions.
     """
 
     developers_per_second: float = 0.05
@@ -40,9 +40,9 @@ class Code:
     output_tokens: float = 30.0
     mean_bursts: float = 6.0
     mean_burst_requests: float = 12.0
-    key_seconds: float = 4.0  # mean, between the completions of a burst
-    pause_seconds: float = 300.0  # mean, between bursts
-    edit_share: float = 0.5  # of the completions that follow an edit of an open file
+    key_seconds: float = 4.0  # mean time between the completions of a burst
+    pause_seconds: float = 300.0  # mean time between bursts
+    edit_share: float = 0.5  # share of completions that follow an edit of an open file
 
     def sessions(self, world: World) -> Iterator[Iterator[TraceRequest]]:
         popularity = Zipf(self.num_repositories, 1.0)
@@ -77,6 +77,6 @@ class Code:
                 now += num_output * TOKEN_SECONDS + chance.around(self.key_seconds)
 
     def _file(self, world: World, chance: Chance, repository: str) -> _File:
-        label = f"{repository} file {int(50 * chance.random() ** 2)}"  # some are opened often
+        label = f"{repository} file {int(50 * chance.random() ** 2)}"  # some are popular
         num_tokens = world.chance(label).tokens(self.file_tokens, 0.7)
         return _File(label, num_tokens, num_tokens)

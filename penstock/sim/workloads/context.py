@@ -1,6 +1,6 @@
-"""A prompt as generators see it: labelled pieces of so many tokens, and the names of its blocks.
+"""A generated prompt: labelled pieces with their numbers of tokens, and the keys of its blocks.
 
-Equal labels in equal order are equal text. Nothing else of a text matters to a cache.
+Equal labels in equal order mean equal text. Nothing else about a text matters to a cache.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from penstock.types import BlockKey
 
 
 class Context:
-    """Grows at its end; `fork` it where two go on in different ways."""
+    """A prompt that grows at its end. `fork` it to continue it in different ways."""
 
     __slots__ = ("_block_tokens", "_num_pending", "_parent", "_pending", "keys", "num_tokens")
 
     def __init__(self, root: bytes, block_tokens: int) -> None:
-        self.keys: list[BlockKey] = []  # of the full blocks
+        self.keys: list[BlockKey] = []  # of full blocks
         self.num_tokens = 0
         self._block_tokens = block_tokens
         self._parent = root
-        self._pending = b""  # what the last, unfinished block holds
+        self._pending = b""  # content of the last, partial block
         self._num_pending = 0
 
     def fork(self) -> Context:
@@ -50,10 +50,10 @@ class Context:
     def ask(
         self, arrival_seconds: float, num_output: int, session: str, answer: str
     ) -> TraceRequest:
-        """A request with this context as its prompt; the answer becomes part of it."""
+        """A request with this context as its prompt. The answer is appended to the context."""
         num_input, prompt_blocks = self.num_tokens, tuple(self.keys)
         self.add(answer, num_output)
-        # The last token of an answer is never read, so that its KV is not there yet.
+        # An answer's last token has not been read yet, so its KV does not exist.
         num_blocks = (self.num_tokens - 1) // self._block_tokens
         output_blocks = tuple(self.keys[len(prompt_blocks) : num_blocks])
         return TraceRequest(

@@ -1,4 +1,4 @@
-"""Questions over documents: instructions, the documents found, the question; few are popular."""
+"""Questions about documents: instructions, the documents found, the question. Few are popular."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.sim.workloads.world import World, Zipf, starts
 
 @dataclass(frozen=True, slots=True)
 class Rag:
-    """The skew follows RAGCache (Jin et al., 2024: 3% of the documents draw 60% of the requests),
-    and so do a question of about 100 tokens and documents of 1,000. The rest are assumptions."""
+    """From RAGCache (Jin et al., 2024): 3% of the documents get 60% of the requests, a question has
+    about 100 tokens, a document 1,000. The other numbers are assumptions."""
 
     questions_per_second: float = 2.0
     num_documents: int = 1000
-    popularity_exponent: float = 1.1  # of Zipf's law: the first 3% of 1,000 draw 62%
+    popularity_exponent: float = 1.1  # of Zipf's law: the first 3% of 1,000 get 62%
     documents_per_question: int = 2
     document_tokens: float = 1000.0
     question_tokens: float = 100.0
@@ -32,7 +32,7 @@ class Rag:
         name = f"question {number}"
         chance = world.chance(name)
         context = world.context().add("system", self.system_tokens)
-        # Drawn twice it is read once; the order is that of the search, and part of the prefix.
+        # A document drawn twice is read once. The order is that of the search results.
         drawn = [popularity.draw(chance) for _ in range(self.documents_per_question)]
         for document in dict.fromkeys(drawn):
             label = f"document {document}"

@@ -1,4 +1,4 @@
-"""What all generators share: seeded chance, contexts, and sessions put in the order of arrival."""
+"""What all generators share: seeded random numbers, contexts, and sessions merged by arrival."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blake3 import blake3
 from penstock.sim.trace import TraceRequest
 from penstock.sim.workloads.context import Context
 
-TOKEN_SECONDS = 0.02  # how long a token of an answer takes: what comes after waits for the last
+TOKEN_SECONDS = 0.02  # per token of an answer; the session's next request comes after the last one
 
 
 class World:
@@ -24,7 +24,7 @@ class World:
         self._root = blake3(f"{self._name} {block_tokens}".encode()).digest()
 
     def chance(self, label: str) -> Chance:
-        """Of its own: what one part draws changes nothing for another."""
+        """Random numbers for one part of the trace, independent of all other parts."""
         return Chance(f"{self._name} {label}")
 
     def context(self) -> Context:
@@ -33,7 +33,7 @@ class World:
 
 class Chance(Random):
     def around(self, mean: float, spread: float = 1.0) -> float:
-        """From a log-normal distribution: many small ones, few large. `spread` is its sigma."""
+        """From a log-normal distribution: many small values, few large. `spread` is its sigma."""
         return self.lognormvariate(math.log(mean) - spread * spread / 2, spread)
 
     def tokens(self, mean: float, spread: float = 1.0) -> int:
@@ -46,12 +46,12 @@ class Chance(Random):
         return 1 + int(math.log(1 - self.random()) / math.log(1 - 1 / mean))
 
     def seconds_between(self, low: float, high: float) -> float:
-        """Every order of magnitude as likely as any other."""
+        """From a log-uniform distribution: every order of magnitude is equally likely."""
         return low * math.exp(self.random() * math.log(high / low))
 
 
 class Zipf:
-    """Ranks from 0; the n-th is drawn n**exponent times less often than the first."""
+    """Draws ranks from 0. The n-th is drawn n**exponent times less often than the first."""
 
     def __init__(self, num_ranks: int, exponent: float) -> None:
         self._weights = list(accumulate((rank + 1) ** -exponent for rank in range(num_ranks)))
@@ -62,7 +62,7 @@ class Zipf:
 
 
 def starts(chance: Random, per_second: float) -> Iterator[tuple[int, float]]:
-    """Numbered arrivals of people who do not know of each other (a Poisson process)."""
+    """Numbered, independent arrivals (a Poisson process)."""
     now = 0.0
     for number in count():
         yield number, now
@@ -72,8 +72,8 @@ def starts(chance: Random, per_second: float) -> Iterator[tuple[int, float]]:
 def in_order(
     sessions: Iterable[Iterable[TraceRequest]], num_requests: int
 ) -> tuple[TraceRequest, ...]:
-    """The first requests of all sessions. Each session, and the sessions by their first request,
-    are in the order of their arrival."""
+    """The first requests of all sessions, in order of arrival. The requests of each session, and
+    the sessions by their first request, must be in order of arrival."""
     found: list[TraceRequest] = []
     open_sessions: list[tuple[float, int, TraceRequest, Iterator[TraceRequest]]] = []
     coming = (
