@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,19 +22,31 @@ OPTIONS_TYPED = {setting: f"--{option.replace('_', '-')}" for setting, option in
 EXAMPLE = "Example: penstock config --config penstock.toml --set host.size=8GiB"
 
 
+def file_option(panel: str | None = None) -> Any:
+    return typer.Option(
+        "--config",
+        metavar="FILE",
+        help="TOML file with settings. Defaults to the file named by PENSTOCK_CONFIG.",
+        rich_help_panel=panel,
+    )
+
+
+def set_option(panel: str | None = None) -> Any:
+    return typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting, such as host.size=8GiB. Overrides all other sources. May be repeated.",
+        rich_help_panel=panel,
+    )
+
+
+ConfigFile = Annotated[Path | None, file_option()]
+Settings = Annotated[list[str] | None, set_option()]
+
+
 def config(
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="A TOML file; else the one PENSTOCK_CONFIG names."
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Overrules file and environment; may be repeated."
-        ),
-    ] = None,
+    file: ConfigFile = None,
+    settings: Settings = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the settings in effect, after checking that the tiers could be opened here.

@@ -16,14 +16,12 @@ from penstock.commands import (
     progress_bar,
     stdout_console,
 )
-from penstock.commands.config import OPTIONS_TYPED
+from penstock.commands.config import OPTIONS_TYPED, ConfigFile, Settings
 from penstock.commands.vllm_config import (
-    ConfigFile,
     DiskPath,
     DiskSize,
     KvOffloadingSize,
     Remote,
-    Settings,
     read_settings,
 )
 from penstock.config.options import OPTIONS

@@ -105,7 +105,7 @@ def open_llm(model: str, engine: EngineArguments) -> LLM:
     tell("starting the engine")
     from penstock.engine.llm import LLM
 
-    llm = LLM(model, config=tiers, progress=tell, **engine.given())
+    llm = LLM(model, config=tiers, progress=tell, **engine.given)
     if tiers is not None and tiers.disk.path is not None and llm.engine.offloader is not None:
         tell(f"reading the index of {tiers.disk.path}")
         llm.engine.offloader.recover()

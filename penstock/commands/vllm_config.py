@@ -8,12 +8,19 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.commands import print_json
-from penstock.commands.config import OPTIONS_TYPED, options_as_typed, parse_settings
+from penstock.commands.config import (
+    OPTIONS_TYPED,
+    ConfigFile,
+    Settings,
+    options_as_typed,
+    parse_settings,
+)
+from penstock.commands.engine_arguments import cli_option
 from penstock.config import Config, describe
 from penstock.config.options import OPTIONS
 from penstock.config.urls import may_hold_secret
@@ -27,40 +34,16 @@ EXAMPLE = (
     "--disk-size 500"
 )
 
-# Without bounds: the settings judge their numbers, in vLLM as here.
-KvOffloadingSize = Annotated[
-    float | None,
-    typer.Option(
-        metavar="GiB",
-        help="DRAM for KV, for all workers together. By default host.size of the settings.",
-    ),
-]
-DiskPath = Annotated[
-    str | None, typer.Option(metavar="DIR", help="A folder for KV that survives a restart.")
-]
-DiskSize = Annotated[float | None, typer.Option(metavar="GiB", help="The most that folder takes.")]
-Remote = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="A store that instances share: redis://host, s3://bucket/prefix, mooncake://host. "
-        "A password is better kept out of it: set PENSTOCK_REMOTE_URL where vLLM runs.",
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="A TOML file of settings; else the one PENSTOCK_CONFIG names.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="A setting that overrules all others; may be repeated."
-    ),
-]
+
+def _option(name: str) -> Any:
+    """Return an option without bounds: `VllmSettings` checks the values, here and in vLLM."""
+    return cli_option(VllmSettings, name, is_bounded=False)
+
+
+KvOffloadingSize = Annotated[float | None, _option("kv_offloading_size")]
+DiskPath = Annotated[str | None, _option("disk_path")]
+DiskSize = Annotated[float | None, _option("disk_size")]
+Remote = Annotated[str | None, _option("remote")]
 
 
 def vllm_config(
@@ -70,15 +53,8 @@ def vllm_config(
     remote: Remote = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    always_load: Annotated[
-        bool, typer.Option("--always-load", help="Load also what would be computed sooner.")
-    ] = False,
-    allow_untested_vllm: Annotated[
-        bool,
-        typer.Option(
-            "--allow-untested-vllm", help="Start in a vLLM that Penstock was never tested with."
-        ),
-    ] = False,
+    always_load: Annotated[bool, _option("always_load")] = False,
+    allow_untested_vllm: Annotated[bool, _option("allow_untested_vllm")] = False,
     no_check: Annotated[
         bool,
         typer.Option(

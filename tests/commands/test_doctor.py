@@ -222,7 +222,7 @@ def test_locked_memory(
 @pytest.mark.parametrize(
     ("argv", "failed", "words"),
     [
-        (["--kv-offloading-size", "0"], "settings", "expected more than 0 GiB"),
+        (["--kv-offloading-size", "0"], "settings", "expected a number of GiB above 0"),
         (["--set", "host.sise=1GiB"], "settings", "did you mean host.size?"),
         (["--set", "host.size"], "settings", "is not a setting"),
         (["--config", "/nowhere.toml"], "settings", "there is no file"),

@@ -61,7 +61,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         (["--kv-offloading-size", "0", "--disk-path", "kv"], "passes through DRAM"),
         (["--disk-path", "/dev/null/kv"], "--disk-path /dev/null/kv lies below the file /dev/null"),
         (["--disk-path", "/proc/x"], "--disk-path /proc/x cannot be made"),
-        (["--disk-size", "4"], "--disk-size is given and --disk-path is not"),
+        (["--disk-size", "4"], "--disk-size is given without --disk-path"),
         (["--remote", "http://foo"], "--remote is 'http://foo': expected one that begins with"),
         (["--set", "host.size=1"], "host.size is 1 B, less than one block"),
         (["--host", "no.such.host.invalid"], "has no address"),
