@@ -70,7 +70,7 @@ def cli_option(cls: Any, name: str, panel: str | None = None, *, is_bounded: boo
     """Return the Typer option for a field of a dataclass, described by its `Option`."""
     described = next(each for each in fields(cls) if each.name == name)
     found: Option = described.metadata["option"]
-    # A flag that is off by default needs no --no-... beside it.
+    # A flag that is off by default does not need a --no-... variant.
     flags = [f"--{name.replace('_', '-')}"] if described.default is False else []
     return typer.Option(
         *flags,
@@ -83,6 +83,9 @@ def cli_option(cls: Any, name: str, panel: str | None = None, *, is_bounded: boo
 
 
 Model = Annotated[str, cli_option(EngineOptions, "model")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help=cli_option(EngineOptions, "model").help)
+]
 
 
 def with_engine(command: Callable[..., None]) -> Callable[..., None]:
@@ -112,16 +115,14 @@ def with_engine(command: Callable[..., None]) -> Callable[..., None]:
 
 def _engine_parameters() -> list[inspect.Parameter]:
     kinds = get_type_hints(EngineOptions)
-    defaults = {each.name: each.default for each in fields(EngineOptions)}
-    tiers = "KV tiers"
     annotations: dict[str, Any] = {
-        "config": Annotated[Path | None, file_option(tiers)],
-        "set": Annotated[list[str] | None, set_option(tiers)],
+        "config": Annotated[Path | None, file_option("KV tiers")],
+        "set": Annotated[list[str] | None, set_option("KV tiers")],
     }
     for panel, names in _PANELS.items():
-        for name in names:
-            if name in kinds:
-                annotations[name] = Annotated[kinds[name], cli_option(EngineOptions, name, panel)]
+        for name in kinds.keys() & names:
+            annotations[name] = Annotated[kinds[name], cli_option(EngineOptions, name, panel)]
+    defaults = {each.name: each.default for each in fields(EngineOptions)}
     return [
         inspect.Parameter(
             name,

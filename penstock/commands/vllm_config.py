@@ -1,4 +1,4 @@
-"""`penstock vllm-config`: the `--kv-transfer-config` with which vLLM uses Penstock."""
+"""`penstock vllm-config`: print the `--kv-transfer-config` that makes vLLM use Penstock."""
 
 from __future__ import annotations
 
@@ -58,19 +58,20 @@ def vllm_config(
     no_check: Annotated[
         bool,
         typer.Option(
-            "--no-check", help="For another machine: do not warn of what this one cannot hold."
+            "--no-check",
+            help="Do not warn if the settings do not fit this machine. For use on another one.",
         ),
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Also the settings in force and the whole command, indented."),
+        typer.Option("--json", help="Also print the settings in effect and the full vllm command."),
     ] = False,
 ) -> None:
-    """Print what vLLM wants as --kv-transfer-config, on one line.
+    """Print the value for vLLM's --kv-transfer-config, on one line.
 
-    FILE and the environment (PENSTOCK_HOST_SIZE=8GiB) are not copied into it: vLLM reads them
-    where it runs. Paths become absolute, since that may be in another folder. What this machine
-    cannot hold is a warning: it may be for another.
+    The settings file and environment variables (PENSTOCK_HOST_SIZE=8GiB) are not copied: vLLM
+    reads them where it runs. Relative paths become absolute. If the settings do not fit this
+    machine, the command prints a warning, because vLLM may run on another one.
     """
     chosen = read_settings(
         kv_offloading_size,
@@ -82,7 +83,7 @@ def vllm_config(
         always_load=always_load,
         allow_untested_vllm=allow_untested_vllm,
     )
-    # Here, because it needs what `penstock doctor` may find missing.
+    # Imported here because `penstock doctor` must work if its dependencies are missing.
     from penstock.stores.preflight import check_anywhere, check_delegated
 
     transfer, tiers = transfer_config(chosen, OPTIONS_TYPED), chosen.tiers(OPTIONS_TYPED)
@@ -112,11 +113,11 @@ def _warn(tiers: Config, remote: str | None) -> None:
         check_here(tiers)
     except PenstockError as error:
         text = str(error).rstrip(".")
-        sentences.insert(0, f"{text}. Unless vLLM is to run elsewhere, it will not start like this")
+        sentences.insert(0, f"{text}. vLLM will not start on this machine with these settings")
     if remote is not None and may_hold_secret(remote):
         sentences.append(
-            "--remote has a login or an option that may be a secret, and it is printed here; "
-            "leave it out, and set PENSTOCK_REMOTE_URL where vLLM runs"
+            "the output contains --remote, which may hold a secret (a login or an option); leave "
+            "it out, and set PENSTOCK_REMOTE_URL where vLLM runs instead"
         )
     for sentence in sentences:
         typer.echo(f"penstock: warning: {' '.join(sentence.split())}", err=True)
@@ -133,7 +134,7 @@ def read_settings(
     always_load: bool = False,
     allow_untested_vllm: bool = False,
 ) -> VllmSettings:
-    """As the options above give them, with absolute paths. Raises ConfigError."""
+    """Return the settings from the options above, with absolute paths. Raises ConfigError."""
     overrides = parse_settings(settings)
     folder = overrides.get("disk.path")
     if isinstance(folder, str) and folder.strip().lower() != "none":
@@ -152,10 +153,10 @@ def read_settings(
 
 
 def _absolute(path: str) -> str:
-    # An empty path would become the working folder; whoever reads it shall refuse it.
+    # An empty path would become the working folder. Keep it, so that it is rejected later.
     return os.path.abspath(os.path.expanduser(path)) if path.strip() else path
 
 
 def _plain(size: float | None) -> float | None:
-    """32, not 32.0, as a person would write it."""
+    """Return 32 instead of 32.0."""
     return int(size) if size is not None and size.is_integer() else size

@@ -106,7 +106,10 @@ def test_a_shell_hands_it_over_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--kv-offloading-size", "0"], "--kv-offloading-size is 0: expected a number of GiB above 0"),
+        (
+            ["--kv-offloading-size", "0"],
+            "--kv-offloading-size is 0: expected a number of GiB above 0",
+        ),
         (["--kv-offloading-size", "-1"], "expected a number of GiB above 0"),
         (["--kv-offloading-size", "nan"], "expected a number of GiB above 0"),
         (["--kv-offloading-size", "inf"], "expected a number of GiB above 0"),
@@ -145,7 +148,7 @@ def test_what_does_not_fit_is_for_another_machine(
     assert warned.stderr.startswith("penstock: warning: --")
     assert warned.stderr.count("\n") == 1
     assert words in warned.stderr
-    assert "Unless vLLM is to run elsewhere" in warned.stderr
+    assert "vLLM will not start on this machine" in warned.stderr
     assert os.listdir(tmp_path) == []
 
 
