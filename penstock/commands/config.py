@@ -52,7 +52,7 @@ def config(
     """Print the settings in effect, and check that they work on this machine.
 
     Fails if a server could not start with them, for example if there is not enough memory, another
-    process uses the disk folder, or a URL is invalid. Writes nothing and connects to no store.
+    process writes to the disk folder, or a URL is invalid. Writes nothing and connects to no store.
 
     Later sources win: defaults, the TOML file, the environment (PENSTOCK_HOST_SIZE=8GiB), --set.
     """

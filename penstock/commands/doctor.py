@@ -112,8 +112,8 @@ def _check_all(examined: Examined, names: Mapping[str, str], tick: Tick) -> list
 
     settings = examined.settings
     tick("looking for vLLM", 0.0)
-    insist = settings is not None and settings.allow_untested_vllm
-    checks = [vllm_checks.check_vllm(insist=insist)]
+    allow_untested = settings is not None and settings.allow_untested_vllm
+    checks = [vllm_checks.check_vllm(allow_untested=allow_untested)]
     tick("importing the connector", 0.1)
     checks.append(vllm_checks.check_connector())
     tick("checking shared memory", 0.8)

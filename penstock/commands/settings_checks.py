@@ -175,7 +175,7 @@ def check_disk(disk: DiskConfig, *, has_room: bool) -> Check | None:
     if not directory.is_dir():
         return None
     try:
-        return Check(name, Status.OK, _look_into(directory, disk))
+        return Check(name, Status.OK, _inspect(directory, disk))
     except PenstockError as error:
         return Check(name, Status.FAILED, str(error))
     except OSError as error:
@@ -186,7 +186,7 @@ def check_disk(disk: DiskConfig, *, has_room: bool) -> Check | None:
         return Check(name, Status.FAILED, message)
 
 
-def _look_into(directory: Path, disk: DiskConfig) -> str:
+def _inspect(directory: Path, disk: DiskConfig) -> str:
     """Describe the store. Raises PenstockError or OSError if vLLM could not start with it."""
     # Imported here because they need xxhash, which may be missing.
     from penstock.commands import audit

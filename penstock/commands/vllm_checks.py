@@ -43,8 +43,8 @@ class Check(NamedTuple):
     message: str  # what was found, and how to fix it if something is wrong
 
 
-def check_vllm(*, insist: bool) -> Check:
-    """Check that a tested version is installed; with `insist`, any version."""
+def check_vllm(*, allow_untested: bool) -> Check:
+    """Check that a tested version is installed; or, with `allow_untested`, any version."""
     name = "vLLM"
     found = _find_vllm()
     if found is None:
@@ -59,7 +59,7 @@ def check_vllm(*, insist: bool) -> Check:
     try:
         check_version(version)
     except ConfigError as error:
-        if not insist:
+        if not allow_untested:
             return Check(name, Status.FAILED, str(error))
         message = (
             f"{distribution} {version} has not been tested with Penstock (tested: {span}), but "

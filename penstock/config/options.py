@@ -114,8 +114,8 @@ class EngineOptions:
     )
     device_kv_gib: float | None = option(
         None,
-        "KV pool on the device. Defaults to 1 on a CPU; on a GPU, to the memory that the weights "
-        "and activations leave.",
+        "KV pool on the device. Defaults to 1 on a CPU; on a GPU, to the memory left by weights "
+        "and activations.",
         "GiB",
         low=0,
         is_above=True,

@@ -87,7 +87,7 @@ def _seconds(most: int, *, optional: bool = False) -> SettingKind:
 
 def _one_of(words: tuple[str, ...]) -> SettingKind:
     return SettingKind(
-        " or ".join(f'"{word}"' for word in words),
+        "one of " + ", ".join(f'"{word}"' for word in words),
         accepts=lambda value: value in words,
         from_text=str.strip,
     )
@@ -135,7 +135,7 @@ class HostConfig:
     size_bytes: int = field(default=4 * GiB, metadata=_setting(_SIZE, "size"))
     numa_node: int | None = field(default=None, metadata=_setting(_whole(0, 1023, optional=True)))
     huge_pages: bool = field(default=True, metadata=_setting(_FLAG))
-    verify: bool = field(default=False, metadata=_setting(_FLAG))  # checksums of DRAM loads
+    verify: bool = field(default=False, metadata=_setting(_FLAG))  # verify checksums on load
     policy: str = field(default="reuse", metadata=_setting(_POLICY))
     # Share of DRAM that hints may protect from eviction.
     retain_share: float = field(default=0.25, metadata=_setting(_RETAIN_SHARE))
@@ -155,7 +155,7 @@ class DiskConfig:
     policy: str = field(default="reuse", metadata=_setting(_POLICY))
     threads: int = field(default=4, metadata=_setting(_THREADS))
     admit: str = field(default="always", metadata=_setting(_ADMISSION))
-    # Maximum bytes written in any 24 hours, to limit flash wear. Not counted across restarts.
+    # Maximum bytes written in any 24 hours, to limit flash wear. A restart resets the count.
     write_per_day_bytes: int | None = field(
         default=None, metadata=_setting(_OPTIONAL_SIZE, "write_per_day")
     )

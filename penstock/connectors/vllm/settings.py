@@ -41,7 +41,7 @@ class VllmSettings:
     remote: str | None = option(
         None,
         "URL of a KV store shared by several instances: redis://host, s3://bucket/prefix, "
-        "mooncake://host. If it has a password, set PENSTOCK_REMOTE_URL where vLLM runs instead.",
+        "mooncake://host. If it has a password, set PENSTOCK_REMOTE_URL for vLLM instead.",
         "URL",
         shown=False,
     )
