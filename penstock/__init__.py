@@ -16,7 +16,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine when it is first used: most commands do without torch."""
+    """Import the engine on first use: most commands do not need torch."""
     if name == "LLM":
         from penstock.install import ENGINE, require
 

@@ -1,4 +1,4 @@
-"""`python -m penstock` is the command line."""
+"""Run the command line with `python -m penstock`."""
 
 from __future__ import annotations
 

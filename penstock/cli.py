@@ -1,8 +1,8 @@
-"""The command line: every command by name, and the one place where an error becomes a sentence.
+"""The command line: registers every command, and turns errors into one line on stderr.
 
-0    done
-1    `store check` found damage, `doctor` a fault, or a question was answered with no
-2    wrong usage, or what was asked cannot be done; stderr says why in one sentence
+0    success
+1    `store check` found damage, `doctor` found a problem, or a prompt was answered with no
+2    wrong usage, or the command failed; stderr has one line that says why
 130  interrupted
 """
 
@@ -36,7 +36,7 @@ from penstock.errors import PenstockError
 from penstock.install import VERSION
 
 app = typer.Typer(
-    help="Tiered KV-cache offloading for LLM inference: GPU, pinned memory, disk, remote.",
+    help="Tiered KV-cache offloading for LLM inference: GPU, DRAM, disk and remote stores.",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -80,9 +80,9 @@ app.add_typer(store.app, name="store")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. `argv` is without the program's name."""
+    """Run one command and return its exit code. `argv` does not include the program's name."""
     for stream in (sys.stdout, sys.stderr):
-        # A path need not be text, and a terminal need not know "µ": neither is worth a traceback.
+        # A path may not be valid UTF-8, and a terminal may not support "µ". Do not fail for that.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
@@ -93,33 +93,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except typer.Abort as abort:
-        # Typer puts this in place of Ctrl-C and of the end of input at a question.
+        # Typer raises this for Ctrl-C, and for the end of input at a prompt.
         if isinstance(abort.__context__, KeyboardInterrupt):
             return _fail("interrupted", 130)
         return _fail("nothing was done", 1)
     except BrokenPipeError:
-        # Whoever read our output has enough of it; the interpreter must not flush the rest.
+        # The reader closed the pipe. Keep the interpreter from flushing the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "penstock":
-            raise  # a fault of ours, not of the installation
+            raise  # a bug in Penstock, not in the installation
         return _fail(
-            f"{error.name} is not installed, which this command needs; run `pip install` for it, "
-            "or install Penstock again"
+            f"this command needs {error.name}, which is not installed: run `pip install "
+            f"{error.name}`, or reinstall Penstock"
         )
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
         return _fail(f"{where}{error.strerror or error}")
     except Exception as error:
-        # Wrong usage. Which class it is depends on Typer's version: it once used click's own.
+        # Wrong usage. The class depends on Typer's version: older ones raise click's.
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "penstock"
         return _fail(f"{format_message().rstrip('.')} (see {path} --help)")
-    if code == 130:  # newer versions of Typer answer Ctrl-C themselves
+    if code == 130:  # newer versions of Typer handle Ctrl-C themselves
         return _fail("interrupted", 130)
     return code if isinstance(code, int) else 0
 

@@ -1,4 +1,4 @@
-"""The page of the command line: every command with its options, from the Typer app itself."""
+"""Generate the command-line page from the Typer app: every command with its options."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock import cli
 
 _HEAD = """# The command line
 
-Every command of `penstock`, from the program itself; `penstock COMMAND --help` says the same in a
-terminal. Most commands take `--json`: then stdout holds JSON and nothing else.
+Every command of `penstock` with its options, generated from the program. `penstock COMMAND --help`
+prints the same in a terminal. With `--json`, most commands print only JSON on stdout.
 
 """
 
@@ -34,7 +34,7 @@ def page() -> str:
 
 
 def _commands(group: Any, name: str, parent: Any = None) -> Iterator[tuple[str, Any, Any]]:
-    """Every command that does something, under its full name, in the order of `--help`."""
+    """Yield every command that is not a group, by its full name, in the order of `--help`."""
     context = group.context_class(group, info_name=name, parent=parent)
     for word, command in group.commands.items():
         if command.hidden:
@@ -69,7 +69,7 @@ def _command(command: Any, context: Any) -> list[str]:
 
 
 def _row(names: str, text: str, *, is_argument: bool) -> tuple[str, str, str]:
-    """Typer writes what is beyond the help text as `[default: 8000; 0<=x<=65535]` behind it."""
+    """Split off what Typer appends to the help text: `[default: 8000; 0<=x<=65535]`."""
     match = re.fullmatch(r"(.*?)(?:\s*\[([^\[\]]*(?:\[[^\]]*\])?[^\[\]]*)\])?", text, re.DOTALL)
     help_text, extra = (match[1], match[2] or "") if match else (text, "")
     if is_argument:
@@ -91,7 +91,7 @@ def _limit(part: str) -> str:
 
 def _exit_codes() -> list[str]:
     rows = re.findall(r"^(\d+)\s+(.*)$", cli.__doc__ or "", re.MULTILINE)
-    assert rows, "penstock/cli.py tells its exit codes no more"
+    assert rows, "the docstring of penstock/cli.py no longer lists the exit codes"
     return markup.table(("exit code", ""), [(code, markup.cell(text)) for code, text in rows])
 
 

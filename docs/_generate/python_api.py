@@ -253,11 +253,21 @@ def _default(value: ast.expr | None) -> str:
         value = given.get("default")
         if "default_factory" in given:
             return markup.code(f"{ast.unparse(given['default_factory'])}()")
+    if option := _option(value):
+        value = option.args[0]
     return "" if value is None else markup.code(ast.unparse(value))
 
 
+def _option(value: ast.expr | None) -> ast.Call | None:
+    """Return the call if the field is made by `penstock.config.options.option(default, help)`."""
+    is_option = isinstance(value, ast.Call) and ast.unparse(value.func) == "option"
+    return value if is_option else None
+
+
 def _comment(node: ast.stmt, lines: list[str]) -> str:
-    """What stands behind the field, or in the lines above it that hold nothing else."""
+    """Return a field's help text, or the comment after it or in the lines above it."""
+    if option := _option(getattr(node, "value", None)):
+        return ast.literal_eval(option.args[1])
     if behind := re.search(r"\s{2}# (.*)$", lines[(node.end_lineno or node.lineno) - 1]):
         return behind[1]
     above: list[str] = []

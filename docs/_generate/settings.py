@@ -1,4 +1,4 @@
-"""docs/configuration.md as a reference: its words on each setting, and the code's facts."""
+"""Turn the tables of docs/configuration.md into a reference with types and limits from the code."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from penstock import config
-from penstock.units import format_bytes
+from penstock.config.settings import ENV_NAMES, SETTINGS
+from penstock.units import format_bytes, parse_bytes
 
 _ROW = re.compile(r"^\| `(?P<key>\w+)` \| (?P<default>.*?) \| (?P<meaning>.*) \|$")
 
@@ -26,13 +26,13 @@ class Setting(NamedTuple):
 
 
 def all_settings() -> dict[str, Setting]:
-    """Every setting that the loader knows, by its dotted name."""
-    environment = {dotted: name for name, dotted in config._ENV_NAMES.items()}
+    """Return every setting of the loader by its dotted name."""
+    environment = {dotted: name for name, dotted in ENV_NAMES.items()}
     found = {}
-    for dotted, (section, field) in config._SETTINGS.items():
+    for dotted, (section, field) in SETTINGS.items():
         kind = field.metadata["kind"]
         key = dotted.partition(".")[2]
-        default = _default(field.default, is_size=kind.from_text is config.parse_bytes)
+        default = _default(field.default, is_size=kind.from_text is parse_bytes)
         found[dotted] = Setting(
             section, key, default, kind.expected, environment[dotted], kind.optional
         )
@@ -40,7 +40,7 @@ def all_settings() -> dict[str, Setting]:
 
 
 def documented(markdown: str) -> Iterator[tuple[str, str, str]]:
-    """(dotted name, default, meaning) of every row of the page's tables."""
+    """Yield (dotted name, default, meaning) for every row of the page's tables."""
     section = ""
     for line in markdown.splitlines():
         if heading := re.match(r"^## `\[(\w+)\]`", line):
@@ -50,7 +50,7 @@ def documented(markdown: str) -> Iterator[tuple[str, str, str]]:
 
 
 def expanded(markdown: str) -> str:
-    """Each table becomes an entry a setting, with a place to link to."""
+    """Replace each table with one entry per setting, each with an anchor."""
     known = all_settings()
     lines: list[str] = []
     section = ""

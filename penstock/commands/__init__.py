@@ -1,6 +1,6 @@
-"""One file a command; here, what they share: JSON or a table on stdout, progress on stderr.
+"""The commands, one file each. This file has what they share: output as JSON or tables, progress.
 
-Rich is imported where something is drawn, so that a command that draws nothing starts faster.
+Rich is imported only where it is used, because importing it slows the start of a command.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-JsonFlag = Annotated[
-    bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")
-]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")]
 
 Tick = Callable[[str, float], None]
-"""What is going on, and the share of the whole that is done, 0 to 1."""
+"""Called with the current activity and the completed share, 0 to 1."""
 
 
 def print_json(value: object) -> None:
@@ -32,12 +30,12 @@ def print_json(value: object) -> None:
 def stdout_console() -> Console:
     from rich.console import Console
 
-    # Values are names, paths and numbers: nothing in them is markup, and none wants colouring.
+    # Values are names, paths and numbers, which must not be read as markup or coloured.
     return Console(highlight=False, markup=False)
 
 
 def new_table(*headers: str, title: str | None = None) -> Table:
-    """A table in the house style; the first column is the name of the row."""
+    """Return a table in our style. The first column has the name of the row."""
     from rich import box
     from rich.table import Table
 
@@ -50,7 +48,7 @@ def new_table(*headers: str, title: str | None = None) -> Table:
 
 
 def print_fields(title: str, rows: Iterable[tuple[str, RenderableType]]) -> None:
-    """A title, and below it a line a field: its name and its value."""
+    """Print a title, then one line per field with its name and value."""
     from rich.table import Table
     from rich.text import Text
 
@@ -66,7 +64,7 @@ def print_fields(title: str, rows: Iterable[tuple[str, RenderableType]]) -> None
 
 @contextmanager
 def progress_bar() -> Iterator[Tick]:
-    """A bar on stderr while the block runs, gone after it; nothing where stderr is no terminal."""
+    """Show a progress bar on stderr while the block runs, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _doing, _share: None
         return

@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal."""
+"""`penstock chat`: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.commands.engine_arguments import (
-    EngineArguments,
-    with_engine,
-)
+from penstock.commands.engine_arguments import EngineArguments, with_engine
 from penstock.commands.generate import MaxTokens, Seed, Temperature, check_text, open_llm, tell
 from penstock.commands.speakers import Embedded, Figures, Remote, Speaker, Wishes
 from penstock.config import ENV_API_KEY
@@ -24,7 +21,7 @@ from penstock.units import counted
 EXAMPLE = (
     "Example: penstock chat --disk-path kv\n\nExample: penstock chat --url http://127.0.0.1:8000"
 )
-_HELP = "/clear begins anew, /quit or Ctrl-D ends; Ctrl-C stops an answer."
+_HELP = "/clear starts a new chat, /quit or Ctrl-D exits, Ctrl-C stops an answer."
 
 
 @with_engine
@@ -33,42 +30,40 @@ def chat(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Talk to this server, Penstock's or another of OpenAI's API, and load nothing.",
+            help="Use this OpenAI-compatible server instead of loading a model.",
             show_default=False,
         ),
     ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar=ENV_API_KEY, metavar="KEY", help="The server's key.", show_default=False
+            envvar=ENV_API_KEY, metavar="KEY", help="API key of the server.", show_default=False
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help=f"What to load, {EMBEDDED} by default; with --url, the server's name for it.",
+            help=f"Model to load, by default {EMBEDDED}. With --url, the model name on the server.",
             show_default=False,
         ),
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT", help="What the model is told before all else.", show_default=False
-        ),
+        typer.Option(metavar="TEXT", help="System prompt.", show_default=False),
     ] = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
     seed: Seed = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a line of JSON an answer, and nothing else.")
+        bool, typer.Option("--json", help="Print one line of JSON per answer, and nothing else.")
     ] = False,
     *,
     engine: EngineArguments,
 ) -> None:
-    """Talk to a model, embedded or behind a URL. One line of input is one message.
+    """Chat with an embedded model, or with a server. Each line of input is one message.
 
-    /clear begins anew, /quit or Ctrl-D ends; Ctrl-C stops an answer.
+    /clear starts a new chat, /quit or Ctrl-D exits, Ctrl-C stops an answer.
     """
     wishes = Wishes(max_tokens, temperature, seed)
     with ExitStack() as stack:
@@ -80,8 +75,8 @@ def chat(
             speaker = Embedded(llm)
         if sys.stdin.isatty():
             with suppress(ImportError):
-                import readline  # noqa: F401  # edits the line and remembers it
-            tell(f"talking to {speaker.name}. {_HELP}")
+                import readline  # noqa: F401  # line editing and history
+            tell(f"chatting with {speaker.name}. {_HELP}")
         _Conversation(speaker, wishes, system, as_json).run()
 
 
@@ -103,9 +98,9 @@ class _Conversation:
                     return
                 case "/clear":
                     self._messages = list(self._start)
-                    tell("a new conversation")
+                    tell("started a new chat")
                 case _ if command.startswith("/"):
-                    tell(f"there is no {command.split()[0]}. {_HELP}")
+                    tell(f"unknown command {command.split()[0]}. {_HELP}")
                 case _:
                     self._turn(line)
 
@@ -124,11 +119,11 @@ class _Conversation:
         try:
             figures = self._speaker.answer(self._messages, self._wishes, hear)
         except KeyboardInterrupt:
-            pass  # what was said so far is the answer
+            pass  # keep the text so far as the answer
         except PenstockError as error:
             if not sys.stdin.isatty():
                 raise
-            self._messages.pop()  # so that it can be asked again, or otherwise
+            self._messages.pop()  # so the user can try again
             tell(str(error))
             return
         self._messages.append({"role": "assistant", "content": "".join(said)})
@@ -158,10 +153,10 @@ class _Conversation:
 
 
 def _read_line() -> str | None:
-    """The next message; None at the end of input, or at Ctrl-C where one is awaited."""
+    """Return the next message; None at the end of input, or at Ctrl-C."""
     try:
         return check_text(input("> " if sys.stdin.isatty() else ""))
     except (EOFError, KeyboardInterrupt):
         return None
     except UnicodeDecodeError:
-        raise ConfigError("the input is not text: expected UTF-8; convert it") from None
+        raise ConfigError("the input is not valid text: expected UTF-8; convert it") from None

@@ -1,4 +1,4 @@
-"""`penstock config`: the settings as Penstock will use them, checked against this machine."""
+"""`penstock config`: print the settings in effect, checked on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,30 +17,42 @@ from penstock.config.urls import shown_value
 from penstock.errors import ConfigError, PenstockError
 from penstock.units import format_bytes
 
-# Settings that have an option of their own in other commands, as it is typed there.
+# Settings that also have a command-line option in other commands, with that option.
 OPTIONS_TYPED = {setting: f"--{option.replace('_', '-')}" for setting, option in OPTIONS.items()}
 EXAMPLE = "Example: penstock config --config penstock.toml --set host.size=8GiB"
 
 
+def file_option(panel: str | None = None) -> Any:
+    return typer.Option(
+        "--config",
+        metavar="FILE",
+        help="TOML file with settings. Defaults to the file named by PENSTOCK_CONFIG.",
+        rich_help_panel=panel,
+    )
+
+
+def set_option(panel: str | None = None) -> Any:
+    return typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting, such as host.size=8GiB. Overrides all other sources. May be repeated.",
+        rich_help_panel=panel,
+    )
+
+
+ConfigFile = Annotated[Path | None, file_option()]
+Settings = Annotated[list[str] | None, set_option()]
+
+
 def config(
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="FILE", help="A TOML file; else the one PENSTOCK_CONFIG names."
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Overrules file and environment; may be repeated."
-        ),
-    ] = None,
+    file: ConfigFile = None,
+    settings: Settings = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print the settings in effect, after checking that the tiers could be opened here.
+    """Print the settings in effect, and check that they work on this machine.
 
-    What a server would refuse is refused here: too much memory, a folder that another process
-    writes, a URL that no store has. Nothing is left behind, and no store is connected to.
+    Fails if a server could not start with them, for example if there is not enough memory, another
+    process writes to the disk folder, or a URL is invalid. Writes nothing and connects to no store.
 
     Later sources win: defaults, the TOML file, the environment (PENSTOCK_HOST_SIZE=8GiB), --set.
     """
@@ -71,14 +83,14 @@ def config(
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, object]:
-    """ "host.size=8GiB" to a name and a value; of several for one name, the last."""
+    """Parse settings such as "host.size=8GiB". If a name repeats, the last one wins."""
     parsed: dict[str, object] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not (equals and name.strip()):
             raise ConfigError(
-                f"--set {shown_value(setting)} is not a setting: expected a name, '=' and a value; "
-                "write it like --set host.size=8GiB"
+                f"--set {shown_value(setting)} is not a setting: expected NAME=VALUE, such as "
+                "--set host.size=8GiB"
             )
         parsed[name.strip()] = value
     return parsed
@@ -86,8 +98,8 @@ def parse_settings(settings: Iterable[str]) -> dict[str, object]:
 
 @contextmanager
 def options_as_typed(names: Iterable[str]) -> Iterator[None]:
-    """Errors from within name options as Python does: here they are typed with dashes."""
-    # Those of one word are left alone: they may be just that.
+    """Make errors name options as they are typed: --disk-path instead of disk_path."""
+    # Names of one word are not replaced: they may be ordinary words.
     options = "|".join(name for name in names if "_" in name)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`penstock doctor`: whether another engine can use Penstock here, and if not, what to do."""
+"""`penstock doctor`: check whether an inference engine can use Penstock here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from penstock.commands import (
     progress_bar,
     stdout_console,
 )
-from penstock.commands.config import OPTIONS_TYPED
+from penstock.commands.config import OPTIONS_TYPED, ConfigFile, Settings
 from penstock.commands.vllm_config import (
-    ConfigFile,
     DiskPath,
     DiskSize,
     KvOffloadingSize,
     Remote,
-    Settings,
     read_settings,
 )
 from penstock.config.options import OPTIONS
@@ -45,7 +43,7 @@ app = typer.Typer()
 
 @app.callback(invoke_without_command=True)
 def _doctor(context: typer.Context) -> None:
-    """Check an installation, and say what to do where something is wrong."""
+    """Check an installation, and explain how to fix problems."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -60,14 +58,17 @@ def check_vllm_installation(
     settings: Settings = None,
     kv_transfer_config: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help="In place of the options above: what vLLM is given."),
+        typer.Option(
+            metavar="JSON",
+            help="Check this value of vLLM's --kv-transfer-config instead of the options above.",
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check that vLLM, in this Python and on this machine, can use Penstock.
+    """Check that vLLM can use Penstock with this Python, on this machine.
 
-    Exits with 0 if nothing failed, 1 if something did. Imports vLLM, which takes a while; starts
-    no engine, and leaves nothing behind.
+    The exit code is 0 if all checks passed, 1 if one failed. The command imports vLLM, which takes
+    a while, but starts no engine and leaves no files behind.
     """
     from penstock.commands.settings_checks import examine_options, examine_transfer_config
     from penstock.commands.vllm_checks import Status
@@ -82,8 +83,8 @@ def check_vllm_installation(
         )
     elif any(option is not None for option in options):
         raise ConfigError(
-            "both --kv-transfer-config and single settings are given: expected one or the other; "
-            "leave out one"
+            "both --kv-transfer-config and single settings are given: expected only one of them; "
+            "leave out the other"
         )
     else:
         examined = examine_transfer_config(kv_transfer_config)
@@ -105,29 +106,29 @@ def check_vllm_installation(
 
 
 def _check_all(examined: Examined, names: Mapping[str, str], tick: Tick) -> list[Check]:
-    """Every check, but those that mean nothing because an earlier one failed."""
+    """Run all checks, except those that depend on one that failed."""
     from penstock.commands import settings_checks, vllm_checks
     from penstock.commands.vllm_checks import Status
 
     settings = examined.settings
     tick("looking for vLLM", 0.0)
-    insist = settings is not None and settings.allow_untested_vllm
-    checks = [vllm_checks.check_vllm(insist=insist)]
+    allow_untested = settings is not None and settings.allow_untested_vllm
+    checks = [vllm_checks.check_vllm(allow_untested=allow_untested)]
     tick("importing the connector", 0.1)
     checks.append(vllm_checks.check_connector())
-    tick("sharing memory", 0.8)
+    tick("checking shared memory", 0.8)
     hashes = vllm_checks.check_hashes()
     checks += [hashes, vllm_checks.check_shared_memory(), *examined.checks]
     if settings is None:
         return checks
-    tick("looking at memory and disk", 0.9)
+    tick("checking memory and disk", 0.9)
     check, tiers = settings_checks.check_tiers(settings, names)
     checks.append(check)
     if tiers is None:
         return checks
     room = settings_checks.check_room(tiers)
     checks += [room, vllm_checks.check_locked_memory(tiers.host.size_bytes)]
-    if hashes.status is Status.OK:  # a store cannot be read without
+    if hashes.status is Status.OK:  # needed to read a store
         refusal = settings_checks.check_anywhere(tiers)
         store = settings_checks.check_disk(tiers.disk, has_room=room.status is Status.OK)
         remote = settings_checks.check_remote(tiers.remote)
@@ -151,4 +152,4 @@ def _draw(checks: Sequence[Check], num_failed: int) -> None:
         total = counted(len(checks), "check")
         console.print(f"{num_failed} of {total} failed: vLLM cannot use Penstock yet.")
     else:
-        console.print("Nothing failed: vLLM can use Penstock.")
+        console.print("No check failed: vLLM can use Penstock.")

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.commands import JsonFlag, print_json
-from penstock.commands.engine_arguments import (
-    EngineArguments,
-    Model,
-    with_engine,
-)
+from penstock.commands.engine_arguments import EngineArguments, Model, with_engine
 from penstock.config.options import EMBEDDED
 from penstock.errors import ConfigError
 from penstock.install import ENGINE, require
@@ -27,14 +23,22 @@ EXAMPLE = (
     "Example: penstock generate - --disk-path kv < story.txt"
 )
 
-MaxTokens = Annotated[int, typer.Option(min=1, metavar="N", help="The most tokens to add.")]
-Temperature = Annotated[
-    float, typer.Option(min=0, max=2, metavar="T", help="0 always takes the likeliest token.")
+MaxTokens = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Maximum number of output tokens.")
 ]
-Seed = Annotated[int | None, typer.Option(metavar="SEED", help="The same seed, the same answer.")]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        min=0, max=2, metavar="T", help="Sampling temperature. 0 always picks the likeliest token."
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(metavar="SEED", help="Random seed. The same seed gives the same output."),
+]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="End before this text; may be repeated."),
+    typer.Option(metavar="TEXT", help="Stop before this text. May be repeated."),
 ]
 
 
@@ -42,7 +46,7 @@ Stop = Annotated[
 def generate(
     prompt: Annotated[
         str,
-        typer.Argument(metavar="PROMPT", help='The text to go on from; "-" reads it from stdin.'),
+        typer.Argument(metavar="PROMPT", help='The prompt text; "-" reads it from stdin.'),
     ],
     model: Model = EMBEDDED,
     max_tokens: MaxTokens = 128,
@@ -53,9 +57,9 @@ def generate(
     *,
     engine: EngineArguments,
 ) -> None:
-    """Complete a prompt, and write the text as it comes. Figures go to stderr.
+    """Complete a prompt. The output streams to stdout; statistics go to stderr.
 
-    With --disk-path the prompt's KV is kept: the next time it is loaded instead of computed.
+    With --disk-path, the KV of the prompt is kept and loaded next time instead of recomputed.
     """
     from penstock.engine.params import SamplingParams
 
@@ -64,7 +68,7 @@ def generate(
     )
     text = check_text(_read_stdin() if prompt == "-" else prompt)
     if not text:
-        raise ConfigError("the prompt is empty: expected some text; give it")
+        raise ConfigError("the prompt is empty: expected some text")
 
     def write(_: int, new: str) -> None:
         sys.stdout.write(new)
@@ -92,20 +96,20 @@ def generate(
     sys.stdout.write("\n")
     tell(
         f"{counted(len(completion.token_ids), 'token')} in {seconds:.2f} s "
-        f"({len(completion.token_ids) / max(seconds, 1e-9):.1f}/s), the first after "
+        f"({len(completion.token_ids) / max(seconds, 1e-9):.1f} tokens/s), first token after "
         f"{first or 0.0:.2f} s; {output.num_cached_tokens:,} of "
         f"{counted(len(output.prompt_token_ids), 'prompt token')} from the cache"
     )
 
 
 def open_llm(model: str, engine: EngineArguments) -> LLM:
-    """The embedded engine, with every block from before at hand."""
+    """Open the embedded engine, with the index of the disk tier loaded."""
     require("engine", ENGINE)
     tiers = engine.tiers(model)
     tell("starting the engine")
     from penstock.engine.llm import LLM
 
-    llm = LLM(model, config=tiers, progress=tell, **engine.given())
+    llm = LLM(model, config=tiers, progress=tell, **engine.given)
     if tiers is not None and tiers.disk.path is not None and llm.engine.offloader is not None:
         tell(f"reading the index of {tiers.disk.path}")
         llm.engine.offloader.recover()
@@ -113,11 +117,11 @@ def open_llm(model: str, engine: EngineArguments) -> LLM:
 
 
 def check_text(text: str) -> str:
-    """Arguments and lines that were no text carry their bytes as lone surrogates: refuse those."""
+    """Raise ConfigError if text is not valid UTF-8: Python then has lone surrogates in it."""
     try:
         text.encode()
     except UnicodeError:
-        raise ConfigError("the prompt is not text: expected UTF-8; convert it") from None
+        raise ConfigError("the prompt is not valid text: expected UTF-8; convert it") from None
     return text
 
 

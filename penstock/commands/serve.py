@@ -1,4 +1,4 @@
-"""`penstock serve`: OpenAI's API over the embedded engine."""
+"""`penstock serve`: an OpenAI-compatible server for the embedded engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.commands.engine_arguments import (
-    EngineArguments,
-    with_engine,
-)
+from penstock.commands.engine_arguments import EngineArguments, ModelArgument, with_engine
 from penstock.commands.until_stopped import (
     AllowedHosts,
     check_key,
@@ -39,7 +36,7 @@ EXAMPLE = (
 )
 
 
-EXIT_LOST = 70  # the engine failed and could not recover: whoever supervises starts another
+EXIT_LOST = 70  # the engine failed and could not recover: a supervisor should restart the server
 
 
 class TenantFrom(StrEnum):
@@ -56,25 +53,21 @@ class LogLevel(StrEnum):
 
 @with_engine
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A folder, a .gguf file, a name on the Hugging Face hub, or smollm2-135m.",
-        ),
-    ] = EMBEDDED,
-    host: Annotated[
-        str, typer.Option(metavar="HOST", help="The address to listen on.")
-    ] = "127.0.0.1",
+    model: ModelArgument = EMBEDDED,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="0 takes a free one.")
+        int,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Port to listen on. 0 picks a free port."
+        ),
     ] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar=ENV_API_KEY,
             metavar="KEY",
-            help="Wanted of every request to /v1. Safer in the environment: others see options.",
+            help="Required for requests to /v1. Prefer the environment variable: other users can "
+            "see command-line arguments.",
             show_default=False,
         ),
     ] = None,
@@ -82,38 +75,44 @@ def serve(
     tenant_from: Annotated[
         TenantFrom,
         typer.Option(
-            help="What names the tenant, whose KV no other finds: the header X-Penstock-Tenant, or "
-            "else (user) OpenAI's field user."
+            help="Where a request names its tenant. Tenants never share KV. header: the header "
+            "X-Penstock-Tenant; user: that header or, without it, the request field `user`."
         ),
     ] = TenantFrom.HEADER,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="What clients call the model; may be repeated.", show_default=False
+            metavar="NAME",
+            help="Model name in the API. Defaults to the model's own name. May be repeated.",
+            show_default=False,
         ),
     ] = None,
     chat_template: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="A Jinja template for chats, or the template itself; by default the model's own.",
+            help="Jinja chat template: a file, or the template itself. Defaults to the model's.",
             show_default=False,
         ),
     ] = None,
     max_body_bytes: Annotated[
-        int, typer.Option(min=1024, metavar="BYTES", help="Larger requests are refused.")
+        int, typer.Option(min=1024, metavar="BYTES", help="Maximum size of a request body.")
     ] = 32 << 20,
     grace_seconds: Annotated[
         float,
         typer.Option(
-            min=0, max=86400, metavar="S", help="How long running requests may finish at the end."
+            min=0,
+            max=86400,
+            metavar="S",
+            help="Time for running requests to finish when the server stops.",
         ),
     ] = 30.0,
     record: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write a line for each request, for `penstock sim`; no text, no token.",
+            help="Write one line per request to this file, without text or tokens, for `penstock "
+            "sim`.",
             show_default=False,
         ),
     ] = None,
@@ -121,29 +120,30 @@ def serve(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Send each request's spans to this OpenTelemetry collector, over HTTP: its "
-            "/v1/traces, or what that lies below. By default as OTEL_EXPORTER_OTLP_ENDPOINT says.",
+            help="Send traces to this OpenTelemetry collector over HTTP: its base URL, or its "
+            "/v1/traces endpoint. Defaults to OTEL_EXPORTER_OTLP_ENDPOINT.",
             show_default=False,
         ),
     ] = None,
     log_level: Annotated[
         LogLevel,
         typer.Option(
-            help="info: a line for each request, and the throughput; debug: also probes, and each "
-            "request's story."
+            help="info: one line per request, and the throughput; debug: also health checks, and "
+            "the steps of each request."
         ),
     ] = LogLevel.INFO,
     as_json: Annotated[
-        bool, typer.Option("--json", help="When ready, print one line of JSON on stdout.")
+        bool,
+        typer.Option("--json", help="Print one line of JSON on stdout when the server is ready."),
     ] = False,
     *,
     engine: EngineArguments,
 ) -> None:
-    """Serve a model over HTTP in OpenAI's format, with KV in tiers.
+    """Serve a model over an OpenAI-compatible HTTP API, with KV offloading.
 
-    /health answers from the start, /ready once the model is loaded. Stop it with Ctrl-C or
-    SIGTERM: running requests finish, KV on disk is complete; a second time it stops at once.
-    An engine that fails and cannot recover ends it with 70: have it started again.
+    /health responds immediately, /ready once the model is loaded. Stop the server with Ctrl-C or
+    SIGTERM: running requests finish, and pending KV is written to disk. A second signal stops it at
+    once. If the engine fails and cannot recover, the exit code is 70: restart the server.
     """
     require("server", SERVER)
     require("engine", ENGINE)
@@ -151,7 +151,9 @@ def serve(
     check_key(api_key)
     names = tuple(served_model_name or ())
     if not all(name.strip() for name in names):
-        raise ConfigError("a --served-model-name is empty; clients need something to call it.")
+        raise ConfigError(
+            "--served-model-name is empty: expected a name; give one, or leave it out."
+        )
     hosts = names_of(host, allowed_host)
     template = None if chat_template is None else _read_template(chat_template)
     _set_logging(log_level)
@@ -173,8 +175,7 @@ def serve(
     tell(f"listening on {url}")
     if api_key is None and not listens_on_loopback(listener):
         tell(
-            f"warning: everybody who reaches {url} may use it; give an --api-key, or listen on "
-            "127.0.0.1"
+            f"warning: anyone who can reach {url} can use it; set --api-key, or listen on 127.0.0.1"
         )
     backend = Backend(Metrics())
 
@@ -204,12 +205,12 @@ def serve(
     process = Process(listener, backend, load, settings, announce)
     with stop_on_signals(
         process.stop,
-        first="stopping: running requests may finish; ask again to stop at once",
-        second="stopped at once; requests that were running are cut off",
+        first="stopping: waiting for running requests; signal again to stop at once",
+        second="stopped at once; running requests were aborted",
     ):
         was_loaded = asyncio.run(process.run())
     if not was_loaded:
-        # The loader cannot be interrupted, and has written nothing that a crash could spoil.
+        # The loader cannot be interrupted. It has written nothing that exiting could damage.
         sys.stdout.flush()
         os._exit(0)
     if recorder is not None:
@@ -217,16 +218,16 @@ def serve(
     if tracer is not None:
         tracer.close()
     if backend.phase is BackendPhase.FAILED:
-        tell("the engine failed and could not recover; start the server again")
+        tell("the engine failed and could not recover; restart the server")
         sys.stdout.flush()
-        os._exit(EXIT_LOST)  # at once: a device that is gone may hold up an orderly end for ever
+        os._exit(EXIT_LOST)  # a lost device could block a clean exit forever
     tell("stopped")
 
 
 def _read_template(given: str) -> str:
-    """A file's content, or what is given if that can be no file's name, as vLLM tells them apart.
+    """Return the content of a file, or the text itself if it looks like a template, as in vLLM.
 
-    Raises ConfigError for a file that cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     try:
         return Path(given).expanduser().read_text(encoding="utf-8")
@@ -235,17 +236,17 @@ def _read_template(given: str) -> str:
             return given
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--chat-template {given[:200]!r} cannot be read ({reason}): expected a Jinja template "
-            "in a file, in UTF-8; name one."
+            f"--chat-template {given[:200]!r} cannot be read ({reason}): expected a UTF-8 file "
+            "with a Jinja template; correct the path."
         ) from None
 
 
 def _open_tracer(option: str | None) -> Tracer | None:
-    """None if nobody wants spans. Raises ConfigError if they are wanted and cannot be sent."""
+    """Return None if tracing is off. Raises ConfigError if traces cannot be sent."""
     from penstock.server.collector import ENV_DISABLED, find_collector, is_disabled
 
     if option is not None and is_disabled(os.environ):
-        tell(f"{ENV_DISABLED} is true: no spans are sent")
+        tell(f"{ENV_DISABLED} is true: traces are not sent")
     collector = find_collector(option, os.environ)
     if collector is None:
         return None
@@ -253,11 +254,11 @@ def _open_tracer(option: str | None) -> Tracer | None:
         from penstock.server.tracing import Tracer
     except ModuleNotFoundError as error:
         raise NotInstalled(
-            f"{collector.source} asks for spans, and {error.name} is not installed; "
-            f"{how_to_install('otel')}, or set {ENV_DISABLED}=true."
+            f"{collector.source} is set, but tracing needs {error.name}, which is not installed; "
+            f"{how_to_install('otel')}, or set {ENV_DISABLED}=true to disable tracing."
         ) from None
     tracer = Tracer(collector.url)
-    tell(f"spans of requests go to {collector.url}")
+    tell(f"sending traces to {collector.url}")
     return tracer
 
 
@@ -275,6 +276,6 @@ def _set_logging(level: LogLevel) -> None:
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("penstock").setLevel(level.value.upper())
-    # It tells of every connection that comes and goes.
+    # It logs every connection.
     quiet = logging.INFO if level is LogLevel.DEBUG else logging.WARNING
     logging.getLogger("uvicorn").setLevel(quiet)

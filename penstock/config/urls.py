@@ -1,8 +1,8 @@
-"""URLs as they may be shown: where something is, and nothing that could be a secret.
+"""How URLs are shown in errors and logs: the location, without anything that could be a secret.
 
-A password is most often wrong where it is least expected: with a "?" or a "/" that was not
-percent-encoded, in front of a missing "@", under an option nobody thought of. So this room does not
-look for secrets in order to hide them. It shows what is known to be none, and hides the rest.
+Passwords turn up in unexpected places: with a "?" or "/" that was not percent-encoded, before a
+missing "@", in an unknown option. So this module does not search for secrets to hide. It shows only
+the parts that are known to be harmless, and hides everything else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HOST = r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?"
 _HOSTS = re.compile(rf"(?:{_HOST}(?:,{_HOST})*)?")
 _PATH = re.compile(r"[^:=&;]*")
 _VALUE = re.compile(r"[\w.:/,+~-]*")
-# Options whose values are no secrets; all others may be.
+# Options whose values are never secrets. The value of any other option is hidden.
 _SHOWN_OPTIONS = frozenset(
     {
         *("db", "ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile"),
@@ -45,10 +45,10 @@ class _Parts(NamedTuple):
 
 
 def without_password(url: str) -> str:
-    """As it may be shown: the scheme and, where nothing in it can be misread, where that is."""
+    """Return a URL that is safe to show: the scheme, and the location if it can be parsed."""
     scheme, separator, _ = url.partition("://")
     parts = _split(url)
-    # What stands before "://" may be the beginning of a password with that in it.
+    # The text before "://" may be part of a password that contains "://".
     is_known = separator and _KNOWN_SCHEME.fullmatch(scheme)
     if not is_known and (parts is None or parts.has_login):
         return HIDDEN
@@ -61,52 +61,51 @@ def without_password(url: str) -> str:
 
 
 def may_hold_secret(url: str) -> bool:
-    """Whether something of it would not be shown."""
+    """Return whether `without_password` would hide a part of this URL."""
     return HIDDEN in without_password(url)
 
 
 def check_url(url: str, name: str = "remote.url") -> None:
-    """Raise ConfigError for a URL that different readers would take apart differently."""
+    """Raise ConfigError if the URL is ambiguous, so that parsers would disagree about it."""
     if _split(url) is None:
         raise ConfigError(
-            f"{name} is {without_password(url)!r}: it cannot be read as a URL; expected "
-            "scheme://user:password@host:port/path?option=value. In a user or password write "
-            "what is neither letter nor digit percent-encoded: %2F for /, %3F for ?, %23 for #, "
-            "%40 for @."
+            f"{name} is {without_password(url)!r}, which is not a valid URL: expected "
+            "scheme://user:password@host:port/path?option=value. Special characters in the user "
+            "name or password must be percent-encoded: %2F for /, %3F for ?, %23 for #, %40 for @."
         )
 
 
 def shown_value(value: object) -> str:
-    """A value that somebody gave, cut short, for an error to quote; URLs without passwords."""
+    """Return a value for use in an error: shortened, and without passwords in URLs."""
     if isinstance(value, bool):
         return str(value).lower()
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     if isinstance(value, str) and "://" in value:
         return short.repr(without_password(value))
-    # What is no URL and has an "@" may have been meant as one. Asked of the whole: in a long value
-    # just that may be cut out, and the password before it not.
+    # A value with an "@" may be a mistyped URL. Check the whole value, because shortening it might
+    # remove the "@" and keep the password before it.
     whole = repr(value)
     return HIDDEN if "://" in whole or "@" in whole else short.repr(value)
 
 
 def shown_option(name: str) -> str:
-    """An option's name. A long or unusual one may be a secret, pasted in the wrong place."""
+    """Return an option's name, hidden if it is long or unusual: it may be a misplaced secret."""
     return name if re.fullmatch(r"[a-z_]{1,32}", name) else HIDDEN
 
 
 def _split(url: str) -> _Parts | None:
-    """None where it is not clear what is login, what host and what path."""
+    """Split a URL. Returns None if login, host and path cannot be told apart."""
     scheme, separator, rest = url.partition("://")
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     after = rest[len(authority) :]
-    # An "@" further on, or a "#", is most likely part of a password that was not encoded.
+    # A later "@", or a "#", is probably part of a password that was not percent-encoded.
     if not separator or not _SCHEME.fullmatch(scheme) or "@" in after or "#" in after:
         return None
     _, at, hosts = authority.rpartition("@")
     try:
         urlsplit(url)
-    except ValueError:  # brackets of an IPv6 address where there is none
+    except ValueError:  # brackets without an IPv6 address in them
         return None
     if not _HOSTS.fullmatch(hosts):
         return None

@@ -93,7 +93,7 @@ def test_a_server_that_refuses(chat: Callable[..., Any], server: Local) -> None:
     long = chat("word " * 600 + "\n", *where).refusal
     assert "the server answers 400: This model's maximum context length is 512 tokens" in long
     assert "404: there is no model 'gpt-5'" in chat("x\n", *where, "--model", "gpt-5").refusal
-    assert "not text" in chat("bad \udcff\n", *where).refusal
+    assert "not valid text" in chat("bad \udcff\n", *where).refusal
 
 
 def test_urls_with_and_without_their_path(server: Local) -> None:

@@ -79,11 +79,11 @@ def test_a_sound_installation(run: Run) -> None:
     checks = checks_of(run("doctor", "vllm", "--json"))
     assert list(checks) == ALL
     assert statuses(checks) == {}
-    assert checks["vLLM"][1] == "vllm 0.32.0; tested are 0.26 to 0.32"
+    assert checks["vLLM"][1] == "vllm 0.32.0 (tested: 0.26 to 0.32)"
     assert checks["settings"][1] == "4.0 GiB of DRAM, no disk"
     drawn = run("doctor", "vllm")
     assert (drawn.code, drawn.stderr) == (0, "")
-    assert "Nothing failed" in drawn.stdout
+    assert "No check failed" in drawn.stdout
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -122,9 +122,9 @@ def test_a_vllm_that_cannot_be_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "seconds", "words"),
     [
-        ("import os; os.kill(os.getpid(), 9)", 60, "it was ended by signal 9"),
-        ("raise SystemExit(3)", 60, "it ended with 3"),
-        ("import time; time.sleep(600)", 0.5, "it did not end within 0.5 s"),
+        ("import os; os.kill(os.getpid(), 9)", 60, "killed by signal 9"),
+        ("raise SystemExit(3)", 60, "exit code 3"),
+        ("import time; time.sleep(600)", 0.5, "timed out after 0.5 s"),
     ],
 )
 @pytest.mark.usefixtures("installed")
@@ -222,7 +222,7 @@ def test_locked_memory(
 @pytest.mark.parametrize(
     ("argv", "failed", "words"),
     [
-        (["--kv-offloading-size", "0"], "settings", "expected more than 0 GiB"),
+        (["--kv-offloading-size", "0"], "settings", "expected a number of GiB above 0"),
         (["--set", "host.sise=1GiB"], "settings", "did you mean host.size?"),
         (["--set", "host.size"], "settings", "is not a setting"),
         (["--config", "/nowhere.toml"], "settings", "there is no file"),
@@ -258,12 +258,12 @@ def disk_check(run: Run, directory: Path, *settings: str) -> tuple[str, str]:
 @pytest.mark.usefixtures("installed")
 def test_a_folder_without_a_store(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
-    assert disk_check(run, folder) == ("ok", f"{folder} does not exist yet, and will be made")
+    assert disk_check(run, folder) == ("ok", f"{folder} does not exist yet, and will be created")
     assert not folder.exists()
     folder.mkdir()
-    assert disk_check(run, folder) == ("ok", f"a store will be made in {folder}")
+    assert disk_check(run, folder) == ("ok", f"a store will be created in {folder}")
     status, message = disk_check(run, folder, "disk.read_only=true")
-    assert (status, "holds no store to read" in message) == ("failed", True)
+    assert (status, "does not contain a store" in message) == ("failed", True)
     assert os.listdir(folder) == []
     (folder / "index").write_text("mine")
     status, message = disk_check(run, folder)
@@ -345,16 +345,16 @@ def test_the_transfer_config_that_we_print(run: Run, store_dir: Path) -> None:
     assert statuses(checks) == {}
     assert checks["settings"][1] == f"1.0 GiB of DRAM, 1.0 MiB in {store_dir}"
     assert checks["kv_connector_extra_config"][1] == "kv_offloading_size, disk_path, set"
-    assert "holds KV for" in checks["disk store"][1]
-    assert "Nothing failed" in run("doctor", "vllm", "--kv-transfer-config", line).stdout
+    assert "contains KV for" in checks["disk store"][1]
+    assert "No check failed" in run("doctor", "vllm", "--kv-transfer-config", line).stdout
 
 
 @pytest.mark.parametrize(
     ("line", "name", "status", "words"),
     [
-        ("{'kv_role': 1}", "--kv-transfer-config", "failed", "it is not JSON"),
-        ("", "--kv-transfer-config", "failed", "it is not JSON"),
-        ("[" * 100_000, "--kv-transfer-config", "failed", "it is not JSON"),
+        ("{'kv_role': 1}", "--kv-transfer-config", "failed", "it is not valid JSON"),
+        ("", "--kv-transfer-config", "failed", "it is not valid JSON"),
+        ("[" * 100_000, "--kv-transfer-config", "failed", "it is not valid JSON"),
         ("[1]", "--kv-transfer-config", "failed", "it is [1]: expected an object"),
         (transfer(kv_connector="LMCache"), "kv_connector", "failed", 'it is "LMCache"'),
         (transfer(kv_connector=None), "kv_connector", "failed", "it is null"),

@@ -58,7 +58,7 @@ def test_the_next_run_finds_the_prompt_on_disk(
     ("arguments", "words"),
     [
         ([""], "the prompt is empty"),
-        (["bad \udcff"], "not text: expected UTF-8"),
+        (["bad \udcff"], "not valid text: expected UTF-8"),
         (["x", "--stop", ""], "stop"),
         (["x", "--seed", str(2**70)], "seed"),
         (["x", "--max-tokens", "0"], "--max-tokens"),

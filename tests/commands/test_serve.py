@@ -61,7 +61,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         (["--kv-offloading-size", "0", "--disk-path", "kv"], "passes through DRAM"),
         (["--disk-path", "/dev/null/kv"], "--disk-path /dev/null/kv is below the file /dev/null"),
         (["--disk-path", "/proc/x"], "--disk-path /proc/x cannot be created"),
-        (["--disk-size", "4"], "--disk-size is given and --disk-path is not"),
+        (["--disk-size", "4"], "--disk-size is given without --disk-path"),
         (["--remote", "http://foo"], "--remote is 'http://foo': expected one that begins with"),
         (["--set", "host.size=1"], "host.size is 1 B, less than one block"),
         (["--host", "no.such.host.invalid"], "has no address"),
@@ -70,8 +70,8 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         (["--tenant-from", "cookie"], "--tenant-from"),
         (["--max-model-len", "1"], "--max-model-len"),
         (["--chat-template", "/nowhere.jinja"], "--chat-template '/nowhere.jinja' cannot be read"),
-        (["--api-key", "a\nb"], "no header can carry"),
-        (["--served-model-name", ""], "something to call it"),
+        (["--api-key", "a\nb"], "an HTTP header cannot contain"),
+        (["--served-model-name", ""], "--served-model-name is empty"),
         (["--otlp-traces-endpoint", "localhost:4318"], "--otlp-traces-endpoint 'localhost:4318'"),
         (["--log-level", "loud"], "--log-level"),
         (["--prot", "1"], "--prot"),
@@ -107,9 +107,9 @@ def test_a_model_that_is_cut_off(serve: Callable[..., str], tmp_path: Path) -> N
 
 
 def test_whoever_listens_to_all_without_a_key_is_warned(serve: Callable[..., str]) -> None:
-    assert "everybody who reaches http://0.0.0.0:" in serve("/no/model", "--host", "0.0.0.0")
-    assert "everybody" not in serve("/no/model", "--host", "0.0.0.0", "--api-key", "s3cret")
-    assert "everybody" not in serve("/no/model", "--host", "localhost")
+    assert "anyone who can reach http://0.0.0.0:" in serve("/no/model", "--host", "0.0.0.0")
+    assert "anyone" not in serve("/no/model", "--host", "0.0.0.0", "--api-key", "s3cret")
+    assert "anyone" not in serve("/no/model", "--host", "localhost")
 
 
 def test_parts_that_are_not_installed_are_named(
@@ -131,8 +131,8 @@ def test_spans_without_their_extra(
     if not by_option:
         monkeypatch.setenv(name, url)
     said = serve(*(("--otlp-traces-endpoint", url) if by_option else ()))
-    assert said.startswith("--otlp-traces-endpoint asks" if by_option else f"{name} asks")
-    assert "opentelemetry.exporter.otlp.proto.http.trace_exporter is not installed" in said
+    assert said.startswith("--otlp-traces-endpoint is set" if by_option else f"{name} is set")
+    assert "opentelemetry.exporter.otlp.proto.http.trace_exporter, which is not installed" in said
     assert "pip install '.[otel]'" in said
 
 
@@ -149,7 +149,7 @@ def test_the_key_in_the_environment_is_no_setting(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_API_KEY", "s3cret")
     said = serve("/no/model", "--host", "0.0.0.0")
-    assert "everybody" not in said
+    assert "anyone" not in said
     assert "s3cret" not in said
 
 
@@ -190,7 +190,7 @@ def test_asked_twice_it_stops_at_once(spawn: Callable[..., Spawned], cache: Path
         lines = stream.iter_lines()
         next(lines)
         spawned.process.send_signal(signal.SIGINT)
-        wait_until(lambda: "stopping: running requests may finish" in spawned.stderr, "it hears")
+        wait_until(lambda: "stopping: waiting for running requests" in spawned.stderr, "it hears")
         assert spawned.end(signal.SIGINT) == 130
     assert "stopped at once" in spawned.stderr
     assert "first token after" in spawned.stderr  # the engine's story, with --log-level debug

@@ -343,7 +343,7 @@ def test_nobody_there(run: Run) -> None:
     [
         (["ftp://host"], "the URL is"),
         (["http://h", "--interval", "0"], "--interval"),
-        (["http://h", "--api-key", "a\nb"], "no header can carry"),
+        (["http://h", "--api-key", "a\nb"], "an HTTP header cannot contain"),
     ],
 )
 def test_what_cannot_be(run: Run, argv: list[str], words: str) -> None:

@@ -106,17 +106,20 @@ def test_a_shell_hands_it_over_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--kv-offloading-size", "0"], "--kv-offloading-size is 0: expected more than 0 GiB"),
-        (["--kv-offloading-size", "-1"], "expected more than 0 GiB"),
-        (["--kv-offloading-size", "nan"], "expected more than 0 GiB"),
-        (["--kv-offloading-size", "inf"], "expected more than 0 GiB"),
+        (
+            ["--kv-offloading-size", "0"],
+            "--kv-offloading-size is 0: expected a number of GiB above 0",
+        ),
+        (["--kv-offloading-size", "-1"], "expected a number of GiB above 0"),
+        (["--kv-offloading-size", "nan"], "expected a number of GiB above 0"),
+        (["--kv-offloading-size", "inf"], "expected a number of GiB above 0"),
         (["--disk-size", "0"], "--disk-size is 0"),
         (["--disk-path", " "], "--disk-path is ' ': expected a path"),
         (["--config", "/nowhere.toml"], "there is no file /nowhere.toml"),
         (["--set", "host.sise=8GiB"], "did you mean host.size?"),
         (["--set", "host.size"], "--set 'host.size' is not a setting"),
         (["--kv-offloading-size", "much"], "--kv-offloading-size"),
-        (["--disk-size", "4"], "--disk-size is given and --disk-path is not"),
+        (["--disk-size", "4"], "--disk-size is given without --disk-path"),
         (["--remote", "http://foo"], "--remote is 'http://foo': expected one that begins with"),
         (["--set", "host.verify=true"], "where other processes write"),
         (["--set", "host.size=1"], "host.size is 1 B, less than one block"),
@@ -145,7 +148,7 @@ def test_what_does_not_fit_is_for_another_machine(
     assert warned.stderr.startswith("penstock: warning: --")
     assert warned.stderr.count("\n") == 1
     assert words in warned.stderr
-    assert "Unless vLLM is to run elsewhere" in warned.stderr
+    assert "vLLM will not start on this machine" in warned.stderr
     assert os.listdir(tmp_path) == []
 
 

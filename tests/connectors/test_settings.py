@@ -45,7 +45,7 @@ def test_a_key_like_no_other_is_refused_with_all_there_are() -> None:
     "value", [0, -1, True, "8", "8GiB", float("nan"), float("inf"), 1 << 34, [8]]
 )
 def test_a_size_that_is_none_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} is .* expected more than 0 GiB"):
+    with pytest.raises(ConfigError, match=rf"{name} is .* expected a number of GiB above 0"):
         VllmSettings.read({name: value})
 
 

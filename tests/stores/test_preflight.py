@@ -165,7 +165,7 @@ def test_errors_name_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_disk_size_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="disk_size is given and disk_path is not"):
+    with pytest.raises(ConfigError, match="disk_size is given without disk_path"):
         tiers_config(EngineOptions(disk_size=4))
     with pytest.raises(ConfigError, match="passes through DRAM"):
         tiers_config(EngineOptions(kv_offloading_size=0, disk_size=4))

@@ -1,18 +1,17 @@
-"""What `kv_connector_extra_config` may hold, and the whole `--kv-transfer-config` made of it."""
+"""The settings in vLLM's `kv_connector_extra_config`, and the whole `--kv-transfer-config`."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from penstock.config import Config
-from penstock.config.options import OPTIONS, load_tiers
+from penstock.config.options import OPTIONS, check_numbers, load_tiers, option
 from penstock.config.urls import shown_value
 from penstock.errors import ConfigError
-from penstock.units import GiB
 
 CONNECTOR = "PenstockConnector"
 MODULE = "penstock.connectors.vllm"
@@ -21,30 +20,49 @@ POLICY = "recompute"
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """The names of `penstock serve`. Sizes are in GiB."""
+    """Settings of the connector, named as the options of `penstock serve`. Sizes are in GiB."""
 
-    kv_offloading_size: float | None = None  # DRAM, for all workers together
-    disk_path: str | None = None
-    disk_size: float | None = None
-    remote: str | None = field(default=None, repr=False)  # the URL of a store that instances share
-    config: str | None = None  # a TOML file of settings
-    # Single settings, which overrule all others.
-    set: Mapping[str, object] | None = field(default=None, repr=False)
-    always_load: bool = False  # also what would be computed sooner
-    allow_untested_vllm: bool = False
+    kv_offloading_size: float | None = option(
+        None,
+        "DRAM for KV, shared by all workers. Defaults to the setting host.size (see `penstock "
+        "config`).",
+        "GiB",
+        low=0,
+        is_above=True,
+    )
+    disk_path: str | None = option(None, "Folder for KV on disk, kept across restarts.", "DIR")
+    disk_size: float | None = option(
+        None,
+        "Maximum size of that folder. Defaults to the setting disk.size.",
+        "GiB",
+        low=0,
+        is_above=True,
+    )
+    remote: str | None = option(
+        None,
+        "URL of a KV store shared by several instances: redis://host, s3://bucket/prefix, "
+        "mooncake://host. If it has a password, set PENSTOCK_REMOTE_URL for vLLM instead.",
+        "URL",
+        shown=False,
+    )
+    config: str | None = option(None, "A TOML file with settings.", "FILE")
+    set: Mapping[str, object] | None = option(
+        None, "Single settings by name. They override all other sources.", shown=False
+    )
+    always_load: bool = option(False, "Load cached KV even if recomputing it would be faster.")
+    allow_untested_vllm: bool = option(
+        False, "Allow vLLM versions that Penstock has not been tested with."
+    )
 
     def __post_init__(self) -> None:
-        for name in ("kv_offloading_size", "disk_size"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value <= 1 << 33):
-                raise ConfigError(
-                    f"{name} is {value!r}: expected more than 0 GiB; correct it, or leave it out."
-                )
+        check_numbers(self)
         for name, what in (("disk_path", "path"), ("config", "path"), ("remote", "URL")):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value.strip()):
-                raise ConfigError(f"{name} is {shown_value(value)}: expected a {what}; correct it.")
+                raise ConfigError(
+                    f"{name} is {shown_value(value)}: expected a {what}; correct it, or leave it "
+                    "out."
+                )
         for name in ("always_load", "allow_untested_vllm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
@@ -53,12 +71,12 @@ class VllmSettings:
         if self.set is not None and not isinstance(self.set, Mapping):
             raise ConfigError(
                 f"set is {shown_value(self.set)}: expected settings by name, such as "
-                '{"disk.threads": 8}.'
+                '{"disk.threads": 8}; correct it.'
             )
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> VllmSettings:
-        """From `kv_connector_extra_config`; a key that nobody knows is an error."""
+        """Read `kv_connector_extra_config`. Raises ConfigError for an unknown key."""
         names = [field.name for field in fields(cls)]
         for key in extra:
             if key not in names:
@@ -70,24 +88,15 @@ class VllmSettings:
         return cls(**extra)
 
     def tiers(self, names: Mapping[str, str] = OPTIONS) -> Config:
-        """Later sources win: the file, the environment, the names above, `set`.
+        """Load the settings of the tiers. Later sources win: file, environment, options, `set`.
 
-        Errors name the options as `names` has them.
+        Errors use the option names in `names`.
         """
-        overrides: dict[str, object] = {}
-        if self.kv_offloading_size is not None:
-            overrides["host.size"] = int(self.kv_offloading_size * GiB)
-        if self.disk_path is not None:
-            overrides["disk.path"] = self.disk_path
-        if self.disk_size is not None:
-            overrides["disk.size"] = int(self.disk_size * GiB)
-        if self.remote is not None:
-            overrides["remote.url"] = self.remote
         path = None if self.config is None else Path(self.config)
-        return load_tiers(overrides, path, self.set or {}, names)
+        return load_tiers(self, path, self.set or {}, names)
 
     def extra(self) -> dict[str, Any]:
-        """As `kv_connector_extra_config`: only what differs from the defaults."""
+        """Return `kv_connector_extra_config`: the values that differ from the defaults."""
         return {
             field.name: value
             for field in fields(self)
@@ -96,7 +105,7 @@ class VllmSettings:
 
 
 def transfer_config(settings: VllmSettings, names: Mapping[str, str] = OPTIONS) -> dict[str, Any]:
-    """The whole of `--kv-transfer-config`. Raises ConfigError where the settings are wrong."""
+    """Return the whole `--kv-transfer-config`. Raises ConfigError if the settings are invalid."""
     settings.tiers(names)
     return {
         "kv_connector": CONNECTOR,
