@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.plan.fit import Demand, Hardware
     from penstock.plan.planner import PlannedModel
     from penstock.plan.reuse import ReuseStats
-    from penstock.shapes.gpu_rates import Rates, RatesOf
+    from penstock.shapes.gpu_rates import GpuRates, RatesOf
 
 EXAMPLE = (
     "Example: penstock plan llama-3.1-8b --context 32768 --sessions 64 --gpu h200 "
@@ -287,7 +287,7 @@ def _rates_of(
 
     probed = None if probe is None else _read_probe(probe)
 
-    def rates_of(num_gpus: int) -> Rates:
+    def rates_of(num_gpus: int) -> GpuRates:
         rates = rates_from_table(hardware.gpu, num_gpus, model.shape)
         if probed is not None:
             rates = with_probe(rates, probed, model.shape.bytes_per_token)

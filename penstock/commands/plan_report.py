@@ -13,7 +13,7 @@ from penstock.plan.fit import WORKING_BYTES, Layout
 from penstock.plan.planner import Plan
 from penstock.plan.reuse import ReuseStats
 from penstock.plan.verdict import format_count
-from penstock.plan.ways import Host, Mode, Way, best_of_each, target_of
+from penstock.plan.ways import Mode, ServingEngine, Way, best_of_each_mode, target_of
 from penstock.shapes.gpu_rates import EXCHANGE_SECONDS, EXCHANGES_PER_LAYER, MEMORY_SHARE
 from penstock.shapes.shape import suggest_block_tokens
 from penstock.types import Tier
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def as_data(
     plan: Plan, reuse: ReuseStats | None, *, is_active_assumed: bool = False
 ) -> dict[str, Any]:
-    found, pasted, shape = plan.fit, plan.pasted, plan.model.shape
-    settings = pasted.vllm_settings
+    found, settings, shape = plan.fit, plan.settings, plan.model.shape
+    vllm_settings = settings.vllm_settings
     return {
         "model": plan.model.name,
         "gpu": plan.hardware.gpu.name,
@@ -67,7 +67,9 @@ def as_data(
             "source": plan.rates.prefill_source,
         },
         "decode": asdict(plan.cost),
-        "ways": [_way_data(way, is_best=way is plan.ways[0]) for way in best_of_each(plan.ways)],
+        "ways": [
+            _way_data(way, is_best=way is plan.ways[0]) for way in best_of_each_mode(plan.ways)
+        ],
         "ranking": _ranking(plan),
         "trace": None if reuse is None else asdict(reuse),
         "verdict": {
@@ -78,10 +80,10 @@ def as_data(
         },
         "settings": {
             "serve": _serve_command(plan),
-            "serve_note": pasted.serve_note,
+            "serve_note": settings.serve_note,
             "vllm": _vllm_command(plan),
-            "vllm_note": pasted.vllm_note,
-            "kv_transfer_config": None if settings is None else transfer_config(settings),
+            "vllm_note": settings.vllm_note,
+            "kv_transfer_config": None if vllm_settings is None else transfer_config(vllm_settings),
         },
         "assumptions": _assumptions(plan),
     }
@@ -92,7 +94,7 @@ def _way_data(way: Way, *, is_best: bool) -> dict[str, Any]:
         "mode": way.mode,
         "is_best": is_best and way.can_run,
         "can_run": way.can_run,
-        "hosts": list(way.hosts),
+        "hosts": list(way.engines),
         "obstacle": way.obstacle or None,
         "num_servers": way.layout.num_servers,
         "gpus_each": way.layout.gpus_each,
@@ -120,8 +122,8 @@ def draw(plan: Plan, reuse: ReuseStats | None, *, is_active_assumed: bool = Fals
     if plan.verdict.warnings:
         console.print(_points("!", plan.verdict.warnings, style="yellow"))
     commands = (
-        ("penstock serve", _serve_command(plan), plan.pasted.serve_note),
-        ("vLLM", _vllm_command(plan), plan.pasted.vllm_note),
+        ("penstock serve", _serve_command(plan), plan.settings.serve_note),
+        ("vLLM", _vllm_command(plan), plan.settings.vllm_note),
     )
     for host, command, note in commands if plan.verdict.kind.runs else ():
         console.print(Text(f"\n{host}", style="bold"))
@@ -267,7 +269,7 @@ def _draw_ways(plan: Plan) -> None:
         *("way", "copies x GPUs", "at once", "a token", "tokens/s", "each"),
         *("vLLM", "serve"),
     )
-    for way in best_of_each(plan.ways):
+    for way in best_of_each_mode(plan.ways):
         table.add_row(
             _MODES[way.mode],
             f"{way.layout.num_servers} x {way.layout.gpus_each}",
@@ -275,12 +277,14 @@ def _draw_ways(plan: Plan) -> None:
             format_seconds(way.token_seconds),
             format_count(way.tokens_per_second),
             format_count(way.session_tokens_per_second),
-            *("yes" if host in way.hosts else "no" for host in (Host.VLLM, Host.SERVE)),
+            *("yes" if engine in way.engines else "no" for engine in ServingEngine),
         )
     console = stdout_console()
     console.print(table)
     obstacles = [
-        f"{_MODES[way.mode]}: {way.obstacle}" for way in best_of_each(plan.ways) if way.obstacle
+        f"{_MODES[way.mode]}: {way.obstacle}"
+        for way in best_of_each_mode(plan.ways)
+        if way.obstacle
     ]
     console.print(_points("·", [*obstacles, _ranking(plan)], style="dim"))
 
@@ -295,12 +299,12 @@ def _ranking(plan: Plan) -> str:
 
 
 def _serve_command(plan: Plan) -> str | None:
-    serve = plan.pasted.serve
+    serve = plan.settings.serve
     return None if serve is None else shlex.join(("penstock", "serve", *serve))
 
 
 def _vllm_command(plan: Plan) -> str | None:
-    vllm, settings = plan.pasted.vllm, plan.pasted.vllm_settings
+    vllm, settings = plan.settings.vllm, plan.settings.vllm_settings
     if vllm is None:
         return None
     command = shlex.join(("vllm", "serve", *vllm))

@@ -17,8 +17,8 @@ from penstock.shapes.sizing import ModelShape, find_shape
 from penstock.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from penstock.plan.links import Link
-    from penstock.plan.remote_link import RemoteProbe
+    from penstock.plan.probe.links import Link
+    from penstock.plan.probe.remote import RemoteProbe
 
 EXAMPLE = (
     "Example: penstock probe --dir /mnt/nvme --model llama-3.1-8b\n\n"
@@ -86,8 +86,9 @@ def probe(
     store that is nearly full may evict others for them. Nothing is left behind. A prompt of the
     break-even length or more is loaded over the link sooner than it is computed.
     """
-    from penstock.plan.disk_link import DiskProbe
-    from penstock.plan.links import BLOCK_BYTES, ChecksumProbe, CopyProbe, LinkProbe, measure_links
+    from penstock.plan.probe.disk import DiskProbe
+    from penstock.plan.probe.links import BLOCK_BYTES, LinkProbe, measure_links
+    from penstock.plan.probe.memory import ChecksumProbe, CopyProbe
 
     # All that can be refused is refused before anything is measured.
     shape = find_shape(model)
@@ -103,7 +104,7 @@ def probe(
     ]
     store = None
     if remote is not None:
-        from penstock.plan.remote_link import RemoteProbe
+        from penstock.plan.probe.remote import RemoteProbe
 
         store = RemoteProbe(remote, size_bytes, seconds)
         probes.append(store)
@@ -214,7 +215,7 @@ def _break_even(link: Link, prefill: _Prefill, shape: ModelShape) -> int | None:
 
 
 def _estimate(shape: ModelShape, seconds: float) -> _Prefill:
-    from penstock.plan.links import measure_matrix_product
+    from penstock.plan.probe.memory import measure_matrix_product
     from penstock.shapes.gpu_rates import estimate_prefill
 
     operations_per_second = measure_matrix_product(seconds)

@@ -189,14 +189,14 @@ def check_disk(disk: DiskConfig, *, has_room: bool) -> Check | None:
 def _look_into(directory: Path, disk: DiskConfig) -> str:
     """What lies there. Raises PenstockError or OSError where it would keep vLLM from starting."""
     # Here, because they need xxhash, which may be what is missing.
-    from penstock.commands import audit
+    from penstock.commands import disk_audit
     from penstock.stores import folder, slab
     from penstock.stores.directory import refuse_strangers_index
     from penstock.stores.preflight import check_access, try_writing
 
     shelves = folder.look_into(directory)
     if disk.read_only:
-        readable = [shelf for shelf in shelves or () if audit.find_problem(shelf) is None]
+        readable = [shelf for shelf in shelves or () if disk_audit.find_problem(shelf) is None]
         if not readable:
             raise Foreign(f"{directory} holds no store to read; check the path.")
     else:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.plan.decode import DecodeCost, decode_cost, most_within, step
+from penstock.plan.decode_cost import DecodeCost, decode_cost, decode_step, most_within
 from penstock.plan.fit import Demand, Fit, Hardware, Layout, fit, layouts
-from penstock.shapes.gpu_rates import Rates, RatesOf
+from penstock.shapes.gpu_rates import GpuRates, RatesOf
 from penstock.shapes.shape import ModelShape
 from penstock.types import Tier
 from penstock.units import format_bytes
@@ -32,7 +32,7 @@ class Mode(StrEnum):
     COLD = "cold"  # all decode at once, part of their KV is read from DRAM at every token
 
 
-class Host(StrEnum):
+class ServingEngine(StrEnum):
     VLLM = "vllm"
     SERVE = "serve"
 
@@ -41,7 +41,7 @@ class Host(StrEnum):
 class Way:
     mode: Mode
     layout: Layout
-    hosts: tuple[Host, ...]  # empty: none can, and `obstacle` says why
+    engines: tuple[ServingEngine, ...]  # empty: none can, and `obstacle` says why
     obstacle: str
     num_running: int  # sessions that decode at once, on all servers
     seats_each: int  # how many one server may let decode at once: peaks may go beyond the demand
@@ -54,11 +54,11 @@ class Way:
     part: Demand  # what one server gets
     found: Fit  # of one server
     cost: DecodeCost  # of one server
-    rates: Rates  # of one server
+    rates: GpuRates  # of one server
 
     @property
     def can_run(self) -> bool:
-        return bool(self.hosts)
+        return bool(self.engines)
 
 
 def target_of(demand: Demand) -> float:
@@ -78,7 +78,7 @@ def find_ways(
     return sorted(found, key=_rank, reverse=True)
 
 
-def best_of_each(ways: Sequence[Way]) -> list[Way]:
+def best_of_each_mode(ways: Sequence[Way]) -> list[Way]:
     """What people compare: of each mode the best layout that uses as many GPUs as the best way."""
     seen: dict[Mode, Way] = {}
     for way in ways:
@@ -113,7 +113,7 @@ def _in_layout(
         """At most `most` at once on each server, fewer if a token would take too long."""
 
         def seconds(num: int) -> float:
-            return step(shape, found, rates, num).seconds
+            return decode_step(shape, found, rates, num).seconds
 
         target = target_of(demand)
         running = most_within(target, most, seconds)
@@ -124,7 +124,7 @@ def _in_layout(
         if mode is Mode.WHOLE:
             room = min(part.num_sessions, found.sessions_on_device)
             seats = max(running, most_within(target, room, seconds))
-        now = step(shape, found, rates, running)
+        now = decode_step(shape, found, rates, running)
         token_seconds = now.seconds
         num_running = min(demand.num_active, running * layout.num_servers)
         per_second = num_running / token_seconds
@@ -134,8 +134,8 @@ def _in_layout(
         return Way(
             mode=mode,
             layout=layout,
-            hosts=() if obstacle else tuple(_hosts(shape, mode, layout)),
-            obstacle=obstacle or _nobody(shape, mode, layout),
+            engines=() if obstacle else tuple(_engines(shape, mode, layout)),
+            obstacle=obstacle or _no_engine(shape, mode, layout),
             num_running=num_running,
             seats_each=seats,
             token_seconds=token_seconds,
@@ -161,15 +161,15 @@ def _in_layout(
         yield make(Mode.COLD, min(part.num_active, max(1, kept)), obstacle)
 
 
-def _hosts(shape: ModelShape, mode: Mode, layout: Layout) -> Iterator[Host]:
+def _engines(shape: ModelShape, mode: Mode, layout: Layout) -> Iterator[ServingEngine]:
     if mode is not Mode.COLD:
-        yield Host.VLLM
+        yield ServingEngine.VLLM
     if layout.gpus_each == 1 and shape.bits == 16:
-        yield Host.SERVE
+        yield ServingEngine.SERVE
 
 
-def _nobody(shape: ModelShape, mode: Mode, layout: Layout) -> str:
-    if any(True for _ in _hosts(shape, mode, layout)):
+def _no_engine(shape: ModelShape, mode: Mode, layout: Layout) -> str:
+    if any(True for _ in _engines(shape, mode, layout)):
         return ""
     if shape.bits != 16:
         return "only `penstock serve` reads KV from DRAM at every token, and it does not keep fp8"

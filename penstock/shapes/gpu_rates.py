@@ -41,7 +41,7 @@ class KnownLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class GpuRates:
     """Of all GPUs together."""
 
     links: Mapping[Tier, KnownLink]  # towards the device
@@ -52,11 +52,11 @@ class Rates:
     exchange_seconds: float = 0.0  # of a step, between GPUs that share a model
 
 
-RatesOf = Callable[[int], Rates]
+RatesOf = Callable[[int], GpuRates]
 """The rates of one server over so many GPUs."""
 
 
-def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
+def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> GpuRates:
     link = gpu.link
     host = LinkRate(link.bytes_per_second * num_gpus, link.latency_seconds)
     disk = LinkRate(COMMON_DISK.bytes_per_second, COMMON_DISK.latency_seconds)
@@ -70,7 +70,7 @@ def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
             "with a dense model"
         )
     exchanges = EXCHANGES_PER_LAYER * shape.num_layers if num_gpus > 1 else 0
-    return Rates(
+    return GpuRates(
         links={
             Tier.HOST: KnownLink(host, f"{link.name}{each}: {link.source}"),
             Tier.DISK: KnownLink(disk, COMMON_DISK.source),
@@ -103,13 +103,13 @@ def estimate_prefill(shape: ModelShape, operations_per_second: float) -> Prefill
     )
 
 
-def with_prefill(rates: Rates, tokens_per_second: float) -> Rates:
+def with_prefill(rates: GpuRates, tokens_per_second: float) -> GpuRates:
     """The given rate for the matrix products; what attention adds stays an estimate."""
     quadratic = rates.prefill.quadratic_seconds_per_token2 if rates.prefill else 0.0
     return replace(rates, prefill=PrefillRate(tokens_per_second, quadratic), prefill_source="given")
 
 
-def with_probe(rates: Rates, probe: Any, kv_bytes_per_token: int) -> Rates:
+def with_probe(rates: GpuRates, probe: Any, kv_bytes_per_token: int) -> GpuRates:
     """What `penstock probe --json` measured, in place of the table's disk and remote store.
 
     Its copies are from memory to memory, and its compute is this machine's processor: neither is

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import StoreError
-from penstock.plan import disk_link, links, remote_link
-from penstock.plan.links import Link, Tick
+from penstock.plan.probe import disk, links, memory, remote
+from penstock.plan.probe.links import Link, Tick
 from penstock.stores.base import Answers
 from penstock.stores.memory import MemoryClient
 from penstock.stores.remote import Item
@@ -74,7 +74,7 @@ def test_break_even_lengths(run: Run) -> None:
 
 @pytest.mark.usefixtures("told")
 def test_prefill_is_estimated_where_numpy_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "measure_matrix_product", lambda _seconds: 50e9)
+    monkeypatch.setattr(memory, "measure_matrix_product", lambda _seconds: 50e9)
     found = run("probe", "--json").json["prefill"]
     assert found["source"] == "estimated from 50 GFLOP/s matrix product"
     assert found["tokens_per_second"] == pytest.approx(50e9 / (2 * 134_515_008))
@@ -85,7 +85,7 @@ def test_prefill_is_estimated_where_numpy_is(run: Run, monkeypatch: pytest.Monke
 def test_without_numpy_it_says_which_option_to_give(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "measure_matrix_product", lambda _seconds: None)
+    monkeypatch.setattr(memory, "measure_matrix_product", lambda _seconds: None)
     ran = run("probe")
     assert ran.code == 0
     assert "give --prefill-tokens-per-second" in " ".join(ran.stdout.split())
@@ -96,7 +96,7 @@ def test_without_numpy_it_says_which_option_to_give(
 def test_a_model_that_does_not_tell_its_size(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "measure_matrix_product", lambda _seconds: 50e9)
+    monkeypatch.setattr(memory, "measure_matrix_product", lambda _seconds: 50e9)
     config = tmp_path / "config.json"
     config.write_text('{"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}')
     assert "does not tell its size" in run("probe", "--model", config).stdout
@@ -122,9 +122,9 @@ def test_a_model_that_does_not_tell_its_size(
 def test_refusals_come_before_any_measurement(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], words: str
 ) -> None:
-    monkeypatch.delattr(links, "walk")
-    monkeypatch.delattr(disk_link, "walk")
-    monkeypatch.delattr(remote_link, "walk")
+    monkeypatch.delattr(memory, "walk")
+    monkeypatch.delattr(disk, "walk")
+    monkeypatch.delattr(remote, "walk")
     file = tmp_path / "file"
     file.write_text("mine")
     places = {"file": file, "folder": tmp_path, "port": free_port()}
@@ -214,7 +214,7 @@ class Kept(MemoryClient):
 def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     client = Kept()
     client.values["mine"] = b"mine"
-    monkeypatch.setattr(remote_link, "open_client", lambda _url, _timeout_seconds: client)
+    monkeypatch.setattr(remote, "open_client", lambda _url, _timeout_seconds: client)
     return client
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.decode import decode_cost
+from penstock.plan.decode_cost import decode_cost
 from penstock.plan.fit import Demand, Hardware, Layout, fit, num_copies
 from penstock.plan.planner import Plan, PlannedModel, make_plan
 from penstock.plan.verdict import Kind
@@ -202,9 +202,9 @@ def test_the_story_of_eight_a100(gpu: str) -> None:
         2.4 * 1.1 * made.fit.pool_bytes, rel=0.1
     )
     assert made.fit.sessions_with_host >= sessions
-    assert made.pasted.serve is None  # 70B are more than one of these GPUs holds
-    assert made.pasted.vllm is not None
-    assert made.pasted.vllm[made.pasted.vllm.index("--max-num-seqs") + 1] == str(on_device)
+    assert made.settings.serve is None  # 70B are more than one of these GPUs holds
+    assert made.settings.vllm is not None
+    assert made.settings.vllm[made.settings.vllm.index("--max-num-seqs") + 1] == str(on_device)
 
 
 def test_sessions_larger_than_each_of_eight_gpus() -> None:
@@ -216,10 +216,10 @@ def test_sessions_larger_than_each_of_eight_gpus() -> None:
         device_kv_bytes=8 * 2 * GiB,
     )
     assert large.verdict.kind is Kind.TAIL_PIN
-    serve = large.pasted.serve
+    serve = large.settings.serve
     assert serve is not None
-    assert large.pasted.vllm is None
-    assert "one server on each of 8 GPUs" in large.pasted.serve_note
+    assert large.settings.vllm is None
+    assert "one server on each of 8 GPUs" in large.settings.serve_note
     given = dict(zip(serve[1::2], serve[2::2], strict=True))
     assert given["--resident-tail-tokens"] == "512"
     assert given["--device-kv-gib"] == "2"
@@ -236,8 +236,8 @@ def test_little_reuse_is_no_reason_to_keep() -> None:
     made = plan("llama-3.1-8b", "h200", 4096, 20, reuse_share=0.02)
     assert made.verdict.kind is Kind.DO_NOT_OFFLOAD
     assert "little reuse" in made.verdict.reasons[1]
-    assert made.pasted.serve == (LLAMA_8B.repo, "--kv-offloading-size", "0")
-    assert made.pasted.vllm_settings is None
+    assert made.settings.serve == (LLAMA_8B.repo, "--kv-offloading-size", "0")
+    assert made.settings.vllm_settings is None
 
 
 def test_what_fits_needs_no_tiers_unless_it_is_read_again() -> None:
@@ -255,8 +255,8 @@ def test_latency_critical_chat_is_never_cold() -> None:
     made = plan("llama-3.1-8b", "h200", 16_384, 100, max_token_seconds=0.05)
     assert made.verdict.kind is Kind.TURNS
     assert made.ways[0].token_seconds <= 0.05
-    assert made.pasted.serve is not None
-    assert "--no-cold-kv" in made.pasted.serve
+    assert made.settings.serve is not None
+    assert "--no-cold-kv" in made.settings.serve
     assert made.ways[0].cold_bytes == 0
     # With all patience, reading from DRAM at every token still gives fewer tokens.
     patient = plan("llama-3.1-8b", "h200", 16_384, 100, max_token_seconds=60.0)
@@ -294,9 +294,9 @@ def test_a_session_larger_than_the_gpu_is_for_serve_alone() -> None:
     made = plan("llama-3.1-8b", "l4", 131_072, 1, host_bytes=64 * GiB)
     assert made.fit.sessions_on_device == 0
     assert made.verdict.kind is Kind.TAIL_PIN
-    assert made.pasted.serve is not None
-    assert made.pasted.vllm is None
-    assert "not one session fits" in made.pasted.vllm_note
+    assert made.settings.serve is not None
+    assert made.settings.vllm is None
+    assert "not one session fits" in made.settings.vllm_note
 
 
 def test_too_little_dram_is_told_with_what_is_needed() -> None:
@@ -318,7 +318,7 @@ def test_models_that_are_refused_get_figures_and_no_settings(name: str, words: s
     made = plan(name, "h200", 28_000, 10, num_gpus=8)
     assert made.verdict.kind is Kind.NOT_SUPPORTED
     assert words in made.verdict.reasons[0]
-    assert made.pasted.serve is made.pasted.vllm is None
+    assert made.settings.serve is made.settings.vllm is None
 
 
 def test_copies_of_a_model_have_weights_pools_and_links_of_their_own() -> None:
@@ -338,7 +338,7 @@ def test_copies_of_a_model_have_weights_pools_and_links_of_their_own() -> None:
 
 def test_copies_are_what_is_pasted() -> None:
     made = plan("llama-3.1-8b", "h100", 16_384, 400, num_gpus=8, tensor_parallel=4, num_active=80)
-    vllm, settings = made.pasted.vllm, made.pasted.vllm_settings
+    vllm, settings = made.settings.vllm, made.settings.vllm_settings
     assert vllm is not None
     assert settings is not None
     given = dict(zip(vllm[1::2], vllm[2::2], strict=True))
@@ -352,7 +352,7 @@ def test_a_context_beyond_the_model_is_said() -> None:
     made = plan("qwen2.5-7b", "h200", 32_769, 10)
     assert made.verdict.kind is Kind.CONTEXT_TOO_LONG
     assert "32,769 tokens are more than the 32,768" in made.verdict.reasons[0]
-    assert made.pasted.serve is made.pasted.vllm is None
+    assert made.settings.serve is made.settings.vllm is None
     assert plan("qwen2.5-7b", "h200", 32_768, 10).verdict.kind.runs
 
 
@@ -400,10 +400,10 @@ def test_fp8_is_vllms_alone() -> None:
     model = planned("llama-3.1-8b", bits=8)
     made = make_plan(model, Hardware(H200), Demand(32_768, 100, 100))
     assert made.fit.session_bytes == 2 * GiB
-    assert made.pasted.serve is None
-    assert "16 bits" in made.pasted.serve_note
-    assert made.pasted.vllm is not None
-    assert made.pasted.vllm[-4:-2] == ("--kv-cache-dtype", "fp8")
+    assert made.settings.serve is None
+    assert "16 bits" in made.settings.serve_note
+    assert made.settings.vllm is not None
+    assert made.settings.vllm[-4:-2] == ("--kv-cache-dtype", "fp8")
 
 
 PROBE: dict[str, Any] = {

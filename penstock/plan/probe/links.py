@@ -1,26 +1,15 @@
-"""What this machine's links carry, measured, and how fast it would prefill, estimated.
-
-A probe yields the links it has measured, one by one. Beside those for memory here stand those for
-the disk in `disk_link` and for remote stores in `remote_link`; one for CUDA will, behind the same
-protocol.
-Nothing here knows of terminals.
-"""
+"""What every probe shares: a measured link, and how blocks are moved while it is timed."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import cycle
-from pathlib import Path
 from threading import Event
 from typing import Protocol
-
-import xxhash
 
 from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError
@@ -30,8 +19,6 @@ from penstock.units import MiB, format_bytes
 
 BLOCK_BYTES = 2 * MiB
 _NUM_SINGLES = 9
-_CHECKSUM_BYTES = 64 * MiB
-_MATRIX_SIZE = 1024
 
 Tick = Callable[[str, float], None]
 """What is being measured, and the share of its time that has passed, 0 to 1."""
@@ -72,65 +59,6 @@ def measure_links(probes: Sequence[LinkProbe], tick: Tick) -> tuple[Link, ...]:
 
         links += probe.measure(tick_all)
     return tuple(links)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyProbe:
-    """Memory to memory, as between HOST and a device that the processor can address."""
-
-    size_bytes: int
-    seconds: float  # of each measurement
-    max_threads: int
-
-    def __post_init__(self) -> None:
-        check_size(self.size_bytes)
-        available = _available_memory_bytes()
-        if available is not None and 2 * self.size_bytes > available:
-            raise ConfigError(
-                f"--size is {format_bytes(self.size_bytes)}, and copying takes it twice: expected "
-                f"at most half of the {format_bytes(available)} of memory at hand; lower --size"
-            )
-
-    def measure(self, tick: Tick) -> Iterator[Link]:
-        source, target = new_arena(self.size_bytes), new_arena(self.size_bytes)
-        for arena in (source, target):
-            fill(arena)
-
-        def move(_thread: int, block: int) -> None:
-            offset = block * BLOCK_BYTES
-            ctypes.memmove(target.address + offset, source.address + offset, BLOCK_BYTES)
-
-        num_blocks = source.num_slots
-        block_seconds = single_seconds(move, num_blocks)
-        counts = [num for num in thread_counts(self.max_threads) if num <= num_blocks]
-        for index, num_threads in enumerate(counts):
-            name = f"memory copy, {threads_label(num_threads)}"
-            part = tick_part(tick, name, index, len(counts))
-            num_moved, seconds = walk(
-                move, cycle(range(num_blocks)), num_threads, self.seconds, part
-            )
-            rate = num_moved * BLOCK_BYTES / seconds
-            yield Link(name, num_threads, rate, block_seconds, loads=True)
-
-
-@dataclass(frozen=True, slots=True)
-class ChecksumProbe:
-    """XXH3-128, which every block passes on its way to and from a lower tier."""
-
-    seconds: float
-
-    def measure(self, tick: Tick) -> Iterator[Link]:
-        arena = new_arena(_CHECKSUM_BYTES)
-        fill(arena)
-
-        def move(_thread: int, block: int) -> None:
-            xxhash.xxh3_128_digest(arena.view(Slot(block)))
-
-        name = f"checksum, {threads_label(1)}"
-        block_seconds = single_seconds(move, arena.num_slots)
-        part = tick_part(tick, name, 0, 1)
-        num_moved, seconds = walk(move, cycle(range(arena.num_slots)), 1, self.seconds, part)
-        yield Link(name, 1, num_moved * BLOCK_BYTES / seconds, block_seconds)
 
 
 def walk(
@@ -185,30 +113,6 @@ def single_seconds(move: Callable[[int, int], None], num_blocks: int) -> float:
     return statistics.median(taken)
 
 
-def measure_matrix_product(seconds: float) -> float | None:
-    """Operations per second of a product of matrices, all cores; None where numpy is missing."""
-    try:
-        import numpy as np
-    except ImportError:
-        return None
-    left = np.random.default_rng(0).random((_MATRIX_SIZE, _MATRIX_SIZE), dtype=np.float32)
-    right, product = left.T.copy(), np.empty_like(left)
-    np.matmul(left, right, out=product)  # the first call starts the threads
-    taken: list[float] = []
-    while not taken or sum(taken) < seconds:
-        start = time.perf_counter()
-        np.matmul(left, right, out=product)
-        taken.append(time.perf_counter() - start)
-    # The best, not the mean: what else runs on the machine can only take from it.
-    return 2 * _MATRIX_SIZE**3 / min(taken)
-
-
-def thread_counts(max_threads: int) -> list[int]:
-    """1, 2, 4, ... and `max_threads` itself."""
-    counts = [1 << power for power in range(max_threads.bit_length())]
-    return counts if counts[-1] == max_threads else [*counts, max_threads]
-
-
 def threads_label(num_threads: int) -> str:
     return f"{num_threads} thread{'s' if num_threads > 1 else ''}"
 
@@ -235,13 +139,3 @@ def check_size(size_bytes: int) -> None:
             f"--size is {format_bytes(size_bytes)}: expected at least one block of "
             f"{format_bytes(BLOCK_BYTES)}; give more"
         )
-
-
-def _available_memory_bytes() -> int | None:
-    """What the kernel says can be taken without swapping; None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = (line for line in lines if line.startswith("MemAvailable:"))
-    return next((int(line.split()[1]) * 1024 for line in found), None)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from penstock.config import RemoteConfig
 from penstock.config.urls import shown_value, without_password
 from penstock.errors import ConfigError, Full, StoreError
-from penstock.plan.links import (
+from penstock.plan.probe.links import (
     BLOCK_BYTES,
     Link,
     Tick,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock.plan.fit import Demand, Fit
-from penstock.shapes.gpu_rates import Rates
+from penstock.shapes.gpu_rates import GpuRates
 from penstock.shapes.shape import ModelShape
 
 
@@ -51,7 +51,7 @@ class DecodeStep:
     seconds: float
 
 
-def step(shape: ModelShape, found: Fit, rates: Rates, num_sessions: int) -> DecodeStep:
+def decode_step(shape: ModelShape, found: Fit, rates: GpuRates, num_sessions: int) -> DecodeStep:
     """Reading and computing run side by side: the slower sets the pace."""
     running = found.shared_bytes + found.own_bytes * num_sessions
     resident = min(running, max(0, found.pool_bytes))
@@ -83,17 +83,19 @@ def most_within(target_seconds: float, most: int, seconds: Callable[[int], float
     return low
 
 
-def decode_cost(shape: ModelShape, found: Fit, demand: Demand, rates: Rates) -> DecodeCost:
-    now = step(shape, found, rates, demand.num_active)
+def decode_cost(shape: ModelShape, found: Fit, demand: Demand, rates: GpuRates) -> DecodeCost:
+    now = decode_step(shape, found, rates, demand.num_active)
     within = sessions = None
     target = demand.max_token_seconds
     if target is not None:
         left = max(0.0, target - now.weight_seconds - rates.exchange_seconds)
         within = min(found.host_bytes, int(left * rates.cold_bytes_per_second))
         most = found.count(max(0, found.pool_bytes) + found.host_bytes)
-        sessions = most_within(target, most, lambda num: step(shape, found, rates, num).seconds)
+        sessions = most_within(
+            target, most, lambda num: decode_step(shape, found, rates, num).seconds
+        )
     num_whole = min(demand.num_active, found.sessions_on_device)
-    whole_seconds = step(shape, found, rates, num_whole).seconds if num_whole else 1.0
+    whole_seconds = decode_step(shape, found, rates, num_whole).seconds if num_whole else 1.0
     return DecodeCost(
         resident_bytes=now.resident_bytes,
         cold_bytes=now.cold_bytes,

@@ -13,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 
 from penstock.errors import ConfigError, StoreError
-from penstock.plan.links import (
+from penstock.plan.probe.links import (
     BLOCK_BYTES,
     Link,
     Tick,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config.options import EngineOptions
 from penstock.connectors.vllm.settings import VllmSettings
 from penstock.plan.fit import Fit, Hardware
-from penstock.plan.verdict import Kind
-from penstock.plan.ways import Way
-from penstock.units import GiB
+from penstock.plan.verdict import Kind, PlanVerdict, format_count
+from penstock.plan.ways import Mode, ServingEngine, Way
+from penstock.units import GiB, format_seconds
 
 DISK_PATH = "/var/cache/penstock"
 _BLOCK_TOKENS = 16  # budgets in whole blocks
@@ -18,26 +19,88 @@ _DEFAULTS = EngineOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class Pasted:
-    """None stands where a host cannot do it, and the sentence says why; else it is a hint."""
+class PlanSettings:
+    """Where options are None, that engine cannot run the plan and its note says why."""
 
-    serve: tuple[str, ...] | None  # behind `penstock serve`
+    serve: tuple[str, ...] | None  # arguments of `penstock serve`
     serve_note: str
-    vllm: tuple[str, ...] | None  # behind `vllm serve`
+    vllm: tuple[str, ...] | None  # arguments of `vllm serve`
     vllm_note: str
-    vllm_settings: VllmSettings | None = None  # None: without Penstock
+    vllm_settings: VllmSettings | None = None  # None: vLLM without Penstock
 
 
-def nothing(why: str) -> Pasted:
-    return Pasted(None, why, None, why)
+def make_settings(
+    verdict: PlanVerdict, model: str, bits: int, hardware: Hardware, ways: Sequence[Way]
+) -> PlanSettings:
+    """For each engine, the settings of the best way that it can run.
+
+    `model` is the name that the engines know, `bits` the width of one KV element.
+    """
+    kind = verdict.kind
+    if not kind.runs:
+        return PlanSettings(None, verdict.reasons[0], None, verdict.reasons[0])
+    serve, serve_note = _serve(kind, model, bits, hardware, _first(ways, ServingEngine.SERVE))
+    vllm, vllm_note, settings = _vllm(kind, model, bits, hardware, _first(ways, ServingEngine.VLLM))
+    return PlanSettings(serve, serve_note, vllm, vllm_note, settings)
 
 
-def host_gib(found: Fit) -> float:
+def _first(ways: Sequence[Way], engine: ServingEngine) -> Way | None:
+    return next((way for way in ways if engine in way.engines), None)
+
+
+def _serve(
+    kind: Kind, model: str, bits: int, hardware: Hardware, way: Way | None
+) -> tuple[tuple[str, ...] | None, str]:
+    if bits != 16:
+        return None, "the embedded engine keeps KV in the model's own 16 bits; leave out fp8"
+    if way is None:
+        return None, "the embedded engine runs on one GPU, and the weights do not fit on one"
+    options = _serve_options(_kind_of(kind, way), model, hardware, way)
+    num_servers = way.layout.num_servers
+    if num_servers == 1:
+        return options, _in_numbers(way)
+    return options, (
+        f"{_in_numbers(way)}: one server on each of {num_servers} GPUs (CUDA_VISIBLE_DEVICES), "
+        f"each with its own --port and {way.part.num_sessions:,} of the sessions"
+    )
+
+
+def _vllm(
+    kind: Kind, model: str, bits: int, hardware: Hardware, way: Way | None
+) -> tuple[tuple[str, ...] | None, str, VllmSettings | None]:
+    if way is None:
+        none = "vLLM wants all of a running session's KV on the GPU, and not one session fits"
+        return None, none, None
+    vllm, settings = _vllm_options(_kind_of(kind, way), model, hardware, way, is_fp8=bits == 8)
+    note = _in_numbers(way)
+    if way.layout.num_servers > 1:
+        note += (
+            f": {way.layout.num_servers} copies of the model, each over "
+            f"{way.layout.gpus_each} of the GPUs, with DRAM, disk and seats of its own as given"
+        )
+    return vllm, note, settings
+
+
+def _in_numbers(way: Way) -> str:
+    return (
+        f"{way.num_running:,} at once, {format_seconds(way.token_seconds)} a token, "
+        f"{format_count(way.tokens_per_second)} tokens/s"
+    )
+
+
+def _kind_of(kind: Kind, way: Way) -> Kind:
+    """Of a host that has to do it otherwise than the best way does."""
+    if kind not in (Kind.TAIL_PIN, Kind.TURNS, Kind.NEVER_COLD):
+        return Kind.TAIL_PIN if way.mode is Mode.COLD else kind
+    return {Mode.COLD: Kind.TAIL_PIN, Mode.TURNS: Kind.TURNS, Mode.WHOLE: Kind.NEVER_COLD}[way.mode]
+
+
+def _host_gib(found: Fit) -> float:
     """No more than is of use."""
     return _gib(min(found.host_bytes, found.recommended_host_bytes))
 
 
-def serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tuple[str, ...]:
+def _serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tuple[str, ...]:
     """Of one server on one GPU."""
     alone, found, part = hardware.part(way.layout), way.found, way.part
     options: dict[str, object] = {}
@@ -47,7 +110,7 @@ def serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tuple
         options["--gpu-memory-utilization"] = alone.memory_utilization
     if not kind.tiers:
         return (model, *_flat({"--kv-offloading-size": 0, **options}))
-    options = {"--kv-offloading-size": host_gib(found), **_disk(alone), **options}
+    options = {"--kv-offloading-size": _host_gib(found), **_disk(alone), **options}
     options["--max-num-seqs"] = way.seats_each
     if kind is not Kind.TAIL_PIN:
         if way.turn_seconds is not None and way.seats_each == found.sessions_on_device:
@@ -69,7 +132,7 @@ def serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tuple
     return (model, *_flat(options))
 
 
-def vllm_options(
+def _vllm_options(
     kind: Kind, model: str, hardware: Hardware, way: Way, *, is_fp8: bool
 ) -> tuple[tuple[str, ...], VllmSettings | None]:
     alone = hardware.part(way.layout)
@@ -85,7 +148,7 @@ def vllm_options(
     if not kind.tiers:
         return (model, *_flat(options)), None
     options["--max-num-seqs"] = way.seats_each
-    settings = VllmSettings(kv_offloading_size=_plain(host_gib(way.found)))
+    settings = VllmSettings(kv_offloading_size=_plain(_host_gib(way.found)))
     if alone.disk_bytes:
         disk_size = _plain(_gib(alone.disk_bytes))
         settings = replace(settings, disk_path=DISK_PATH, disk_size=disk_size)

@@ -10,20 +10,18 @@ import pytest
 
 from penstock.costs.rates import break_even_tokens
 from penstock.errors import ConfigError, StoreError
-from penstock.plan import disk_link, links
-from penstock.plan.disk_link import DiskProbe
-from penstock.plan.links import (
-    BLOCK_BYTES,
+from penstock.plan.probe import disk, memory
+from penstock.plan.probe.disk import DiskProbe
+from penstock.plan.probe.links import BLOCK_BYTES, Link, measure_links, walk
+from penstock.plan.probe.memory import (
     ChecksumProbe,
     CopyProbe,
-    Link,
-    measure_links,
     measure_matrix_product,
     thread_counts,
-    walk,
 )
 from penstock.shapes.gpu_rates import estimate_prefill
 from penstock.shapes.sizing import PRESETS, ModelShape
+from penstock.stores.host import HostArena
 from penstock.types import Slot
 
 SIZE = 4 * BLOCK_BYTES
@@ -91,13 +89,13 @@ def test_walk_ends_its_threads_when_interrupted() -> None:
 
 def test_copies_do_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     arenas = []
-    new_arena = links.new_arena
+    new_arena = memory.new_arena
 
-    def keep(size_bytes: int) -> links.HostArena:
+    def keep(size_bytes: int) -> HostArena:
         arenas.append(new_arena(size_bytes))
         return arenas[-1]
 
-    monkeypatch.setattr(links, "new_arena", keep)
+    monkeypatch.setattr(memory, "new_arena", keep)
     measure_links([CopyProbe(SIZE, SHORT, 1)], no_tick)
     source, target = arenas
     blocks = [bytes(source.view(Slot(slot))) for slot in range(4)]
@@ -107,14 +105,14 @@ def test_copies_do_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_direct_io_refused_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = disk_link.fcntl.fcntl
+    real = disk.fcntl.fcntl
 
     def refuse(descriptor: int, command: int, argument: int = 0) -> int:
         if argument & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(descriptor, command, argument)
 
-    monkeypatch.setattr(disk_link.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(disk.fcntl, "fcntl", refuse)
     for link in measure_links([DiskProbe(tmp_path, SIZE, SHORT)], no_tick):
         assert link.bytes_per_second > 0
         assert "direct I/O was refused" in link.note
@@ -138,7 +136,7 @@ def test_a_failing_disk_leaves_nothing(
     def fail(_descriptor: int, _memory: memoryview, _offset: int) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(disk_link.os, "pwrite", fail)
+    monkeypatch.setattr(disk.os, "pwrite", fail)
     with pytest.raises(kind, match=str(tmp_path)):
         measure_links([DiskProbe(tmp_path, SIZE, SHORT)], no_tick)
     assert list(tmp_path.iterdir()) == []
@@ -150,7 +148,7 @@ def test_an_interrupted_disk_probe_leaves_nothing(
     def interrupt(*_: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(disk_link, "single_seconds", interrupt)
+    monkeypatch.setattr(disk, "single_seconds", interrupt)
     with pytest.raises(KeyboardInterrupt):
         measure_links([DiskProbe(tmp_path, SIZE, SHORT)], no_tick)
     assert list(tmp_path.iterdir()) == []
