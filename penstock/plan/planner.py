@@ -1,4 +1,4 @@
-"""The whole plan: sizes, what fits, what it costs, and what to do. Pure: tables and numbers in."""
+"""Makes a plan: sizes, what fits, what it costs, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from penstock.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    name: str  # as it was asked for
-    served: str  # as `serve` and vLLM are to be told
+    name: str  # as the user named it
+    served: str  # the name that `penstock serve` and vLLM take
     shape: ModelShape
     weight_bytes: int
 
@@ -30,13 +30,15 @@ class Plan:
     model: PlannedModel
     hardware: Hardware
     demand: Demand
-    ways: tuple[Way, ...]  # the best first; none where the weights do not fit
-    layout: Layout  # of the best one; `fit` and `cost` are of all its servers, `rates` of one
+    ways: tuple[Way, ...]  # best first; empty if the weights do not fit
+    layout: Layout  # of the best way; `fit` and `cost` cover all its servers, `rates` one
     rates: GpuRates
     fit: Fit
     cost: DecodeCost
-    break_evens: Mapping[Tier, int | None]  # tokens; None: never; empty: prefill is not known
-    load_seconds: Mapping[Tier, float]  # of one whole session
+    break_evens: Mapping[
+        Tier, int | None
+    ]  # in tokens; None: loading is never faster; empty: prefill rate unknown
+    load_seconds: Mapping[Tier, float]  # for one whole session
     compute_seconds: float | None
     verdict: PlanVerdict
     settings: PlanSettings
@@ -50,7 +52,7 @@ class Plan:
 def make_plan(
     model: PlannedModel, hardware: Hardware, demand: Demand, rates_of: RatesOf | None = None
 ) -> Plan:
-    """`rates_of` in place of the table's."""
+    """Plan `model` on `hardware`. Without `rates_of`, rates come from the catalog."""
     _check(hardware)
     shape = model.shape
     rates_of = rates_of or (lambda num_gpus: rates_from_table(hardware.gpu, num_gpus, shape))
@@ -102,11 +104,11 @@ def _check(hardware: Hardware) -> None:
     split = hardware.tensor_parallel
     if split is not None and not 1 <= split <= hardware.num_gpus:
         raise ConfigError(
-            f"tensor_parallel is {split}: expected 1 to the {hardware.num_gpus} GPUs there are"
+            f"tensor_parallel is {split}: expected 1 to {hardware.num_gpus}, the number of GPUs"
         )
     if not 0 < hardware.memory_utilization <= 1:
         raise ConfigError(
-            f"memory_utilization is {hardware.memory_utilization}: expected a share up to 1"
+            f"memory_utilization is {hardware.memory_utilization}: expected above 0, up to 1"
         )
     for name in ("host_bytes", "disk_bytes", "device_kv_bytes"):
         value = getattr(hardware, name)
@@ -115,7 +117,7 @@ def _check(hardware: Hardware) -> None:
 
 
 def _through_host(tier: Tier, rates: GpuRates) -> LinkRate:
-    """Tiers stream side by side and all cross DRAM's link: the slowest sets the pace."""
+    """Loads from lower tiers pass through DRAM at the same time: the slowest link limits them."""
     link, host = rates.links[tier].rate, rates.links[Tier.HOST].rate
     return LinkRate(
         min(link.bytes_per_second, host.bytes_per_second),

@@ -1,4 +1,4 @@
-"""A plan as settings: the options of `penstock serve`, and those of vLLM. Pure."""
+"""The settings that a plan recommends, for `penstock serve` and for vLLM. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from penstock.connectors.vllm.settings import VllmSettings
 from penstock.plan.fit import Fit, Hardware
 from penstock.plan.verdict import Kind, PlanVerdict, format_count
 from penstock.plan.ways import Mode, ServingEngine, Way
-from penstock.units import GiB, format_seconds
+from penstock.units import GiB, counted, format_seconds
 
 DISK_PATH = "/var/cache/penstock"
-_BLOCK_TOKENS = 16  # budgets in whole blocks
+_BLOCK_TOKENS = 16  # token budgets are rounded to whole blocks
 _DEFAULTS = EngineOptions()
 
 
@@ -52,16 +52,17 @@ def _serve(
     kind: Kind, model: str, bits: int, hardware: Hardware, way: Way | None
 ) -> tuple[tuple[str, ...] | None, str]:
     if bits != 16:
-        return None, "the embedded engine keeps KV in the model's own 16 bits; leave out fp8"
+        return None, "`penstock serve` keeps KV in 16 bits only: leave out --kv-cache-dtype fp8."
     if way is None:
-        return None, "the embedded engine runs on one GPU, and the weights do not fit on one"
+        return None, "`penstock serve` runs on one GPU, and these weights do not fit on one."
     options = _serve_options(_kind_of(kind, way), model, hardware, way)
     num_servers = way.layout.num_servers
     if num_servers == 1:
         return options, _in_numbers(way)
     return options, (
-        f"{_in_numbers(way)}: one server on each of {num_servers} GPUs (CUDA_VISIBLE_DEVICES), "
-        f"each with its own --port and {way.part.num_sessions:,} of the sessions"
+        f"{_in_numbers(way)} Start one server on each of {num_servers} GPUs "
+        "(CUDA_VISIBLE_DEVICES), each with its own --port and "
+        f"{counted(way.part.num_sessions, 'session')}."
     )
 
 
@@ -69,39 +70,40 @@ def _vllm(
     kind: Kind, model: str, bits: int, hardware: Hardware, way: Way | None
 ) -> tuple[tuple[str, ...] | None, str, VllmSettings | None]:
     if way is None:
-        none = "vLLM wants all of a running session's KV on the GPU, and not one session fits"
+        none = "vLLM needs all KV of a running session on the GPU, and not one session fits."
         return None, none, None
     vllm, settings = _vllm_options(_kind_of(kind, way), model, hardware, way, is_fp8=bits == 8)
     note = _in_numbers(way)
     if way.layout.num_servers > 1:
         note += (
-            f": {way.layout.num_servers} copies of the model, each over "
-            f"{way.layout.gpus_each} of the GPUs, with DRAM, disk and seats of its own as given"
+            f" {way.layout.num_servers} copies of the model run on "
+            f"{counted(way.layout.gpus_each, 'GPU')} each; DRAM, disk and --max-num-seqs are for "
+            "one copy."
         )
     return vllm, note, settings
 
 
 def _in_numbers(way: Way) -> str:
     return (
-        f"{way.num_running:,} at once, {format_seconds(way.token_seconds)} a token, "
-        f"{format_count(way.tokens_per_second)} tokens/s"
+        f"{counted(way.num_running, 'session')} at once, {format_seconds(way.token_seconds)} per "
+        f"token, {format_count(way.tokens_per_second)} tokens/s."
     )
 
 
 def _kind_of(kind: Kind, way: Way) -> Kind:
-    """Of a host that has to do it otherwise than the best way does."""
+    """The verdict for an engine whose best way differs from the plan's."""
     if kind not in (Kind.TAIL_PIN, Kind.TURNS, Kind.NEVER_COLD):
         return Kind.TAIL_PIN if way.mode is Mode.COLD else kind
     return {Mode.COLD: Kind.TAIL_PIN, Mode.TURNS: Kind.TURNS, Mode.WHOLE: Kind.NEVER_COLD}[way.mode]
 
 
 def _host_gib(found: Fit) -> float:
-    """No more than is of use."""
+    """The given DRAM, at most what is recommended."""
     return _gib(min(found.host_bytes, found.recommended_host_bytes))
 
 
 def _serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tuple[str, ...]:
-    """Of one server on one GPU."""
+    """Arguments of one server on one GPU."""
     alone, found, part = hardware.part(way.layout), way.found, way.part
     options: dict[str, object] = {}
     if alone.device_kv_bytes is not None:
@@ -114,7 +116,8 @@ def _serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tupl
     options["--max-num-seqs"] = way.seats_each
     if kind is not Kind.TAIL_PIN:
         if way.turn_seconds is not None and way.seats_each == found.sessions_on_device:
-            # A turn ends when another lacks room, not a seat: room decides how many run.
+            # A turn ends only if a waiting session lacks room, not a free sequence slot. So allow
+            # all active sessions, and let the room decide how many run.
             options["--max-num-seqs"] = part.num_active
             options["--turn-seconds"] = math.ceil(way.turn_seconds * 10) / 10
         return (model, *_flat(options), "--no-cold-kv")
@@ -126,7 +129,7 @@ def _serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tupl
     options |= {"--resident-prefix-tokens": prefix, "--resident-tail-tokens": tail}
     if budget < part.context_tokens:
         options["--session-device-tokens"] = budget
-    # Beyond the bound new sessions wait: it must be as large as what all of them read.
+    # Above this limit new sessions wait, so it must cover what all of them read.
     bound = max(way.cold_bytes, way.cost.cold_bytes_within_target or 0)
     options["--max-cold-gib-per-step"] = max(0.01, _gib(bound * 1.01))
     return (model, *_flat(options))
@@ -174,5 +177,5 @@ def _gib(num_bytes: float) -> float:
 
 
 def _plain(size: float) -> float:
-    """32, not 32.0, as a person would write it."""
+    """32 rather than 32.0."""
     return int(size) if size.is_integer() else size

@@ -76,7 +76,7 @@ def test_break_even_lengths(run: Run) -> None:
 def test_prefill_is_estimated_where_numpy_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "measure_matrix_product", lambda _seconds: 50e9)
     found = run("probe", "--json").json["prefill"]
-    assert found["source"] == "estimated from 50 GFLOP/s matrix product"
+    assert found["source"] == "estimated from a matrix product at 50 GFLOP/s"
     assert found["tokens_per_second"] == pytest.approx(50e9 / (2 * 134_515_008))
     assert found["quadratic_seconds_per_token2"] > 0
 
@@ -99,7 +99,7 @@ def test_a_model_that_does_not_tell_its_size(
     monkeypatch.setattr(memory, "measure_matrix_product", lambda _seconds: 50e9)
     config = tmp_path / "config.json"
     config.write_text('{"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}')
-    assert "does not tell its size" in run("probe", "--model", config).stdout
+    assert "number of parameters is unknown" in run("probe", "--model", config).stdout
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_model_that_does_not_tell_its_size(
     [
         (["--size", "0"], "--size is 0 B"),
         (["--size", "lots"], "--size: 'lots' is not a size"),
-        (["--size", "7EiB"], "memory at hand"),
+        (["--size", "7EiB"], "available memory"),
         (["--dir", "{file}"], "is not a folder"),
         (["--dir", "{folder}/none"], "does not exist"),
         (["--prefill-tokens-per-second", "0"], "--prefill-tokens-per-second is 0.0"),
@@ -196,7 +196,7 @@ def test_a_redis_is_measured_and_left_as_it_was(run: Run, tmp_path: Path) -> Non
 
         held.config_set("maxmemory", "16mb")
         full = run("probe", *small(tmp_path, url)).refusal
-        assert "does not take 64.0 MiB of blocks" in full
+        assert "has no room for 64.0 MiB" in full
         assert "lower --size" in full
         assert held.dbsize() == 0
         assert "hush" not in full + ran.stdout
@@ -261,7 +261,7 @@ def test_a_store_that_fails_while_measured_is_cleaned(
 
     monkeypatch.setattr(kept, verb, fail)
     refusal = run("probe", *small(tmp_path, "redis://u:hush@cache")).refusal
-    assert refusal == "redis://…@cache failed while measured: it broke"
+    assert refusal == "redis://…@cache failed during the measurement: it broke"
     assert kept.values == {"mine": b"mine"}
 
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_removed_is_told(
 
     monkeypatch.setattr(kept, "remove", fail)
     refusal = run("probe", *small(tmp_path, "redis://cache")).refusal
-    assert "could not be removed (it broke); delete what lies under penstock/probe/" in refusal
+    assert "could not be removed (it broke); delete everything under penstock/probe/" in refusal
 
 
 def test_interrupting_a_remote_probe_leaves_nothing(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_tables_for_people(run: Run, mooncake: Path) -> None:
     assert ran.code == 0
     for text in ("Hit rate", "Times", "TTFT P50", "Bytes moved", "optimum", "unbounded", "s3fifo"):
         assert text in ran.stdout
-    assert "The same for all: device 4 GiB, host 8 GiB." in ran.stdout
+    assert "Same in every row: device 4 GiB, host 8 GiB." in ran.stdout
     plain = run("sim", mooncake, "--host-blocks", 10)
     assert "Times" not in plain.stdout
 

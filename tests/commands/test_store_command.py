@@ -189,7 +189,10 @@ def test_a_record_of_another_model_is_damage(run: Run, store_dir: Path, files: P
     data[:RECORD_BYTES] = pack_record(SlabRecord(True, 7, key_of(0), bytes(32), 8192, bytes(16)))
     (files / "index").write_bytes(data)
     (damage,) = run("store", "check", store_dir, "--json").json["namespaces"][0]["damaged"]
-    assert (damage["slot"], damage["problem"]) == (0, "the block belongs to another model or layout")
+    assert (damage["slot"], damage["problem"]) == (
+        0,
+        "the block belongs to another model or layout",
+    )
 
 
 def test_a_slot_rewritten_during_the_check_is_not_damage(

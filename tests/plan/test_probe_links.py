@@ -123,7 +123,7 @@ def test_memory_is_not_taken_for_a_disk() -> None:
     if not os.path.ismount("/dev/shm") or not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no memory filesystem here")
     found = measure_links([DiskProbe(Path("/dev/shm"), SIZE, SHORT)], no_tick)
-    assert all("lies in memory" in link.note for link in found)
+    assert all("is in memory" in link.note for link in found)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_too_little_room_on_disk(tmp_path: Path) -> None:
 
 
 def test_too_little_memory() -> None:
-    with pytest.raises(ConfigError, match="of memory at hand"):
+    with pytest.raises(ConfigError, match="of available memory"):
         CopyProbe(1 << 62, SHORT, 1)
 
 

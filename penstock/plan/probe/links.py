@@ -15,42 +15,42 @@ from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
 from penstock.types import BlockSpec, Slot
-from penstock.units import MiB, format_bytes
+from penstock.units import MiB, counted, format_bytes
 
 BLOCK_BYTES = 2 * MiB
 _NUM_SINGLES = 9
 
 Tick = Callable[[str, float], None]
-"""What is being measured, and the share of its time that has passed, 0 to 1."""
+"""Takes the name of the running measurement and its progress, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way that blocks can take, and how fast they take it."""
+    """A path that blocks take between tiers, and its measured speed."""
 
     name: str
     num_threads: int
-    bytes_per_second: float  # of all threads together
-    block_seconds: float  # a single block, nothing else under way
-    loads: bool = False  # whether it leads towards the device: only there does waiting count
+    bytes_per_second: float  # total of all threads
+    block_seconds: float  # one block, with nothing else running
+    loads: bool = False  # towards the device: only there does a request wait
     note: str = ""
     block_bytes: int = BLOCK_BYTES
 
     @property
     def rate(self) -> LinkRate:
-        """What a single block takes beyond its share of the full rate is the latency."""
+        """The latency is the time of a single block beyond what the full rate explains."""
         latency_seconds = self.block_seconds - self.block_bytes / self.bytes_per_second
         return LinkRate(self.bytes_per_second, max(0.0, latency_seconds))
 
 
 class LinkProbe(Protocol):
     def measure(self, tick: Tick) -> Iterator[Link]:
-        """Raises StoreError where the link fails. Leaves nothing behind, whatever happens."""
+        """Yields each link once measured. Raises StoreError if one fails. Always cleans up."""
         ...
 
 
 def measure_links(probes: Sequence[LinkProbe], tick: Tick) -> tuple[Link, ...]:
-    """Every link of every probe, in turn. The ticks count over all of them."""
+    """Measure every link of every probe, one after another. Ticks cover all probes."""
     links: list[Link] = []
     for index, probe in enumerate(probes):
 
@@ -69,9 +69,9 @@ def walk(
     tick: Callable[[float], None],
     finish: Callable[[], None] = lambda: None,
 ) -> tuple[int, float]:
-    """Threads take block after block until none is left or the time is up, at least one each.
+    """Move blocks on several threads until none is left or the time is up, at least one per thread.
 
-    Returns how many were moved and the seconds it took, `finish` included.
+    Returns the number of blocks moved and the seconds it took, including `finish`.
     """
     go, stop = Event(), Event()
 
@@ -95,7 +95,7 @@ def walk(
                 elapsed = time.perf_counter() - start
                 tick(min(1.0, elapsed / seconds))
         finally:
-            # Also on Ctrl-C: the threads end after the block they are at.
+            # Also after Ctrl-C: each thread ends after its current block.
             stop.set()
             go.set()
         num_moved = sum(future.result() for future in futures)
@@ -104,7 +104,7 @@ def walk(
 
 
 def single_seconds(move: Callable[[int, int], None], num_blocks: int) -> float:
-    """The median time of a block by itself, of some that lie far apart."""
+    """The median time to move one block alone, over blocks that are far apart."""
     taken = []
     for index in range(_NUM_SINGLES):
         start = time.perf_counter()
@@ -114,7 +114,7 @@ def single_seconds(move: Callable[[int, int], None], num_blocks: int) -> float:
 
 
 def threads_label(num_threads: int) -> str:
-    return f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+    return counted(num_threads, "thread")
 
 
 def tick_part(tick: Tick, name: str, index: int, num_parts: int) -> Callable[[float], None]:
@@ -126,10 +126,10 @@ def new_arena(size_bytes: int) -> HostArena:
 
 
 def fill(arena: HostArena) -> None:
-    """Random bytes, other ones in each block: disks are known to compress, and to share."""
+    """Fill with random bytes, different in each block: some disks compress or deduplicate."""
     pool = memoryview(os.urandom(2 * BLOCK_BYTES))
     for block in range(arena.num_slots):
-        start = block * 4099 % BLOCK_BYTES  # odd, so that not even two pages are alike
+        start = block * 4099 % BLOCK_BYTES  # odd, so that no two pages are equal
         arena.view(Slot(block))[:] = pool[start : start + BLOCK_BYTES]
 
 
@@ -137,5 +137,5 @@ def check_size(size_bytes: int) -> None:
     if size_bytes < BLOCK_BYTES:
         raise ConfigError(
             f"--size is {format_bytes(size_bytes)}: expected at least one block of "
-            f"{format_bytes(BLOCK_BYTES)}; give more"
+            f"{format_bytes(BLOCK_BYTES)}; raise --size"
         )

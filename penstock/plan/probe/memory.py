@@ -33,10 +33,10 @@ _MATRIX_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class CopyProbe:
-    """Memory to memory, as between HOST and a device that the processor can address."""
+    """Memory to memory, as between DRAM and a device whose memory the CPU can address."""
 
     size_bytes: int
-    seconds: float  # of each measurement
+    seconds: float  # per measurement
     max_threads: int
 
     def __post_init__(self) -> None:
@@ -44,8 +44,8 @@ class CopyProbe:
         available = _available_memory_bytes()
         if available is not None and 2 * self.size_bytes > available:
             raise ConfigError(
-                f"--size is {format_bytes(self.size_bytes)}, and copying takes it twice: expected "
-                f"at most half of the {format_bytes(available)} of memory at hand; lower --size"
+                f"--size is {format_bytes(self.size_bytes)}, and copying needs it twice: expected "
+                f"at most half of the {format_bytes(available)} of available memory; lower --size"
             )
 
     def measure(self, tick: Tick) -> Iterator[Link]:
@@ -72,7 +72,7 @@ class CopyProbe:
 
 @dataclass(frozen=True, slots=True)
 class ChecksumProbe:
-    """XXH3-128, which every block passes on its way to and from a lower tier."""
+    """XXH3-128, computed for every block on its way to and from a lower tier."""
 
     seconds: float
 
@@ -91,20 +91,20 @@ class ChecksumProbe:
 
 
 def measure_matrix_product(seconds: float) -> float | None:
-    """Operations per second of a product of matrices, all cores; None where numpy is missing."""
+    """Operations per second of a matrix product on all cores; None if numpy is missing."""
     try:
         import numpy as np
     except ImportError:
         return None
     left = np.random.default_rng(0).random((_MATRIX_SIZE, _MATRIX_SIZE), dtype=np.float32)
     right, product = left.T.copy(), np.empty_like(left)
-    np.matmul(left, right, out=product)  # the first call starts the threads
+    np.matmul(left, right, out=product)  # the first call starts numpy's threads
     taken: list[float] = []
     while not taken or sum(taken) < seconds:
         start = time.perf_counter()
         np.matmul(left, right, out=product)
         taken.append(time.perf_counter() - start)
-    # The best, not the mean: what else runs on the machine can only take from it.
+    # The fastest run, not the mean: other load on the machine can only slow it down.
     return 2 * _MATRIX_SIZE**3 / min(taken)
 
 
@@ -115,7 +115,7 @@ def thread_counts(max_threads: int) -> list[int]:
 
 
 def _available_memory_bytes() -> int | None:
-    """What the kernel says can be taken without swapping; None where it does not say."""
+    """Memory that the kernel can give without swapping; None if it does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
