@@ -245,6 +245,10 @@ def _name(tier: Tier) -> str:
     return "DRAM" if tier is Tier.HOST else tier.label
 
 
+def _capitalized(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
 def _break_even(plan: Plan, tier: Tier) -> str:
     if not plan.break_evens:
         return "not known"
@@ -281,7 +285,7 @@ def _draw_ways(plan: Plan) -> None:
     console = stdout_console()
     console.print(table)
     obstacles = [
-        f"{_MODES[way.mode].capitalize()}: {way.obstacle}."
+        f"{_capitalized(_MODES[way.mode])}: {way.obstacle}."
         for way in best_of_each_mode(plan.ways)
         if way.obstacle
     ]
@@ -342,7 +346,7 @@ def _assumptions(plan: Plan) -> list[str]:
     return [
         pool,
         f"Prefill: {rates.prefill_source}.",
-        *(f"{_name(tier).capitalize()}: {link.source}." for tier, link in rates.links.items()),
+        *(f"{_capitalized(_name(tier))}: {link.source}." for tier, link in rates.links.items()),
         f"Decode: a step reads {weights} and the KV on the GPU at {MEMORY_SHARE:.0%} of the "
         "bandwidth in the data sheet, as one H200 did. At the same time it reads KV in DRAM at "
         f"{format_rate(rates.cold_bytes_per_second)}. It takes at least as long as computing its "
