@@ -123,14 +123,17 @@ def test_a_device_pool_too_small_rejects(run: Run, mooncake: Path) -> None:
         ([*CHAT, "--device-gib", "8", "--disk-gib", "9"], "passes through DRAM"),
         ([*CHAT, "--host-gib", "8,9", "--sweep"], "--sweep widens one size"),
         ([*CHAT, "--host-gib", "8", "--policy", "lru,magic"], "no policy 'magic'"),
-        ([*CHAT, "--host-gib", "8", "--model", "llama-9"], "no model 'llama-9'"),
-        ([*CHAT, "--device-gib", "8", "--gpu", "abacus"], "no GPU 'abacus'"),
+        ([*CHAT, "--host-gib", "8", "--model", "llama-9"], "model 'llama-9' is unknown"),
+        ([*CHAT, "--device-gib", "8", "--gpu", "abacus"], "GPU 'abacus' is unknown"),
         ([*CHAT, "--device-gib", "8", "--speed", "0"], "--speed is 0"),
         ([*CHAT, "--device-gib", "8", "--prefill-tokens-per-second", "-5"], "tokens_per_second"),
         ([*CHAT, "--device-gib", "8", "--disk-load-gb-per-second", "0"], "--disk-load-gb"),
         (["--generate", "poems", "--host-gib", "8"], "no workload 'poems'"),
         (["no-such-file.jsonl", "--host-gib", "8"], "no-such-file.jsonl"),
-        ([*CHAT, "--host-gib", "8", "--plot", "/no/such/folder/x.html"], "no such folder"),
+        (
+            [*CHAT, "--host-gib", "8", "--plot", "/no/such/folder/x.html"],
+            "whose folder does not exist",
+        ),
     ],
 )
 def test_refusals(run: Run, argv: list[str], words: str) -> None:
