@@ -61,7 +61,7 @@ def show(place: str, *, blocks: bool, as_json: bool) -> None:
 def _list_store(shelf: Shelf, tick: Tick, *, blocks: bool) -> dict[str, Any]:
     problem, geometry = disk_audit.find_problem(shelf), shelf.geometry
     facts: dict[str, Any] = {
-        "namespace": shelf.namespace if geometry is None else geometry.namespace,
+        "namespace": _namespace(shelf),
         "description": None if geometry is None else geometry.description,
         "last_used": _when(shelf.last_used),
         "disk_bytes": shelf.disk_bytes,
@@ -95,6 +95,10 @@ def _list_store(shelf: Shelf, tick: Tick, *, blocks: bool) -> dict[str, Any]:
         names = ("slot", "key", "generation")
         facts["blocks"] = [dict(zip(names, block, strict=True)) for block in held]
     return facts
+
+
+def _namespace(shelf: Shelf) -> str:
+    return shelf.namespace if shelf.geometry is None else shelf.geometry.namespace
 
 
 def _rows(shelf: Shelf, found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -202,9 +206,7 @@ def _print_check(directory: Path, shelves: list[Shelf], checked: list[DiskAudit]
             "sound": not any(found.damages for found in checked),
             "namespaces": [
                 {
-                    "namespace": shelf.namespace
-                    if shelf.geometry is None
-                    else shelf.geometry.namespace,
+                    "namespace": _namespace(shelf),
                     "num_ok": found.num_ok,
                     "num_corrupt": len(found.damages),
                     "num_empty": found.num_empty,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -61,9 +62,7 @@ def kv_size(
     KV bytes = 2 x layers x kv_heads x head_dim x bits/8 x tokens x batch
     """
     counts = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
-    for name, count in {**counts, "--tokens": tokens, "--batch": batch}.items():
-        if count is not None and not 1 <= count <= _MAX_COUNT:
-            raise ConfigError(f"{name} is {count}: expected a whole number from 1 to 2^40")
+    check_counts({**counts, "--tokens": tokens, "--batch": batch})
     shape = _shape(model, layers, kv_heads, head_dim, bits)
     block_tokens = suggest_block_tokens(shape.bytes_per_token)
     sizes = {
@@ -102,6 +101,12 @@ def kv_size(
             ),
         ],
     )
+
+
+def check_counts(counts: Mapping[str, int | None]) -> None:
+    for name, count in counts.items():
+        if count is not None and not 1 <= count <= _MAX_COUNT:
+            raise ConfigError(f"{name} is {count}: expected a whole number from 1 to 2^40")
 
 
 def _shape(

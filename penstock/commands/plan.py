@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.commands import JsonFlag, print_json
+from penstock.commands.kv_size import check_counts
 from penstock.errors import ConfigError
 from penstock.units import GiB
 
@@ -27,9 +28,7 @@ EXAMPLE = (
     "--shared-prefix-tokens 3800 --gpu a100-80gb --gpus 8 --max-token-ms 100\n\n"
     "Example: penstock plan --list"
 )
-# Larger than any real value, and small enough that no product overflows a float.
-_MAX_COUNT = 1 << 40
-_MAX_GIB = 1 << 33
+_MAX_GIB = 1 << 33  # larger than any real value, and no product overflows a float
 _MAX_GPUS = 1024
 
 
@@ -156,10 +155,7 @@ def plan(
         )
     if sessions is None:
         raise ConfigError("--sessions is missing: expected the number of sessions open at once")
-    counts = {"--context": context, "--sessions": sessions, "--active": active}
-    for name, count in counts.items():
-        if count is not None and not 1 <= count <= _MAX_COUNT:
-            raise ConfigError(f"{name} is {count}: expected a whole number from 1 to 2^40")
+    check_counts({"--context": context, "--sessions": sessions, "--active": active})
     if not 1 <= gpus <= _MAX_GPUS:
         raise ConfigError(f"--gpus is {gpus}: expected a whole number from 1 to {_MAX_GPUS}")
     if tensor_parallel_size is not None and not 1 <= tensor_parallel_size <= gpus:
@@ -212,10 +208,10 @@ def plan(
 
 def _check_demand(context: int, sessions: int, active: int, shared: int) -> None:
     if active > sessions:
-        raise ConfigError(f"--active is {active}: expected no more than the {sessions} --sessions")
+        raise ConfigError(f"--active is {active}: expected at most {sessions} (--sessions)")
     if not 0 <= shared < context:
         raise ConfigError(
-            f"--shared-prefix-tokens is {shared}: expected 0 or more, and fewer than the "
+            f"--shared-prefix-tokens is {shared}: expected 0 or more, and less than the "
             f"{context} tokens of a session"
         )
 

@@ -81,9 +81,7 @@ def show(url: str, *, blocks: bool, as_json: bool) -> None:
 def check(url: str, *, repair: bool, as_json: bool) -> None:
     shown = without_password(url)
     secret = os.environ.get(ENV_REMOTE_SECRET, "").strip().encode()
-    Envelope(
-        BlockSpec(bytes(32), 1, 1), secret=secret
-    )  # rejects a bad secret before reading anything
+    Envelope(BlockSpec(bytes(32), 1, 1), secret=secret)  # rejects a bad secret before reading
     with _opened(url) as client, progress_bar() as tick:
         values = remote_audit.list_values(client, remote_audit.PREFIX, _counting(tick))
         found = remote_audit.audit(client, values, secret, lambda share: tick("checking", share))
@@ -171,7 +169,7 @@ def _draw(shown: str, found: RemoteAudit, num_values: int, num_removed: int, rep
     for name, number, words in (
         ("encrypted", found.num_encrypted, "headers are sound; the data needs the tenant's name"),
         ("expired", found.num_expired, "sound, but no longer used"),
-        ("foreign", found.num_foreign, f"not verified: another secret than {ENV_REMOTE_SECRET}"),
+        ("foreign", found.num_foreign, f"not verified: not written with {ENV_REMOTE_SECRET}"),
         ("changed during the check", found.num_changed, ""),
     ):
         if number:

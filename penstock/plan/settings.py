@@ -20,7 +20,7 @@ _DEFAULTS = EngineOptions()
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """Where options are None, that engine cannot run the plan and its note says why."""
+    """If an engine's arguments are None, it cannot run the plan, and its note explains why."""
 
     serve: tuple[str, ...] | None  # arguments of `penstock serve`
     serve_note: str

@@ -93,7 +93,7 @@ def judge(
         return PlanVerdict(
             Kind.NOT_SUPPORTED,
             (
-                f"{reason}. A prefix of it cannot be restored completely, so the engine and the "
+                f"{reason}. A prefix cannot be restored completely, so the engine and the "
                 "vLLM connector refuse the model. Use these figures for planning only.",
             ),
         )

@@ -279,7 +279,7 @@ def test_a_trace_says_what_is_read_again(run: Run, tmp_path: Path) -> None:
         ([*GOOD, "--disk-gib", "1e99"], "--disk-gib is 1e+99"),
         ([*GOOD, "--weights-gib", "0"], "--weights-gib is 0"),
         ([*GOOD, "--reuse", "1.5"], "--reuse is 1.5"),
-        ([*GOOD, "--active", "65"], "no more than the 64 --sessions"),
+        ([*GOOD, "--active", "65"], "expected at most 64 (--sessions)"),
         ([*GOOD, "--shared-prefix-tokens", "8192"], "--shared-prefix-tokens is 8192"),
         ([*GOOD, "--max-token-ms", "0"], "--max-token-ms is 0"),
         ([*GOOD, "--gpu-memory-utilization", "2"], "--gpu-memory-utilization is 2"),
