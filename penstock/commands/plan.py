@@ -48,8 +48,7 @@ def plan(
     context: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            help="Tokens per session, prompts and answers. Default with --trace: its P90.",
+            metavar="N", help="Tokens per session, with answers. Default: P90 of the --trace."
         ),
     ] = None,
     sessions: Annotated[
@@ -71,9 +70,7 @@ def plan(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Your recorded requests, in a format `penstock sim` reads."
-        ),
+        typer.Option(metavar="FILE", help="Your requests, in a format `penstock sim` reads."),
     ] = None,
     max_token_ms: Annotated[
         float | None,
@@ -114,15 +111,12 @@ def plan(
     ] = KvDtype.AUTO,
     weights_gib: Annotated[
         float | None,
-        typer.Option(
-            metavar="GiB", help="Size of the weights. Default: known, or 2 bytes per parameter."
-        ),
+        typer.Option(metavar="GiB", help="Weights. Default: known, or 2 bytes per parameter."),
     ] = None,
     probe: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Output of `penstock probe --json`. Its disk and remote rates are used.",
+            metavar="FILE", help="Output of `penstock probe --json`, for disk and remote rates."
         ),
     ] = None,
     prefill_tokens_per_second: Annotated[
@@ -163,16 +157,12 @@ def plan(
             f"--tensor-parallel-size is {tensor_parallel_size}: expected 1 to {gpus} (--gpus)"
         )
     _check_range("--max-token-ms", max_token_ms, 1e9, "milliseconds")
-    _check_range(
-        "--prefill-tokens-per-second", prefill_tokens_per_second, 1e12, "tokens per second"
-    )
+    _check_range("--prefill-tokens-per-second", prefill_tokens_per_second, 1e12, "tokens/s")
     _check_range("--gpu-memory-utilization", gpu_memory_utilization, 1, "as a share")
     if reuse is not None and not 0 <= reuse <= 1:
         raise ConfigError(f"--reuse is {reuse}: expected a share from 0 to 1")
     if reuse is not None and trace is not None:
-        raise ConfigError(
-            "both --reuse and --trace are given: expected one of them; leave out the other"
-        )
+        raise ConfigError("both --reuse and --trace are given: expected one; leave out the other")
     hardware = replace(
         _hardware(gpu, gpus, gpu_memory_utilization, host_gib, disk_gib, device_kv_gib),
         tensor_parallel=tensor_parallel_size,
@@ -181,9 +171,7 @@ def plan(
     found = None if trace is None else _analyse(trace)
     if context is None:
         if found is None:
-            raise ConfigError(
-                "--context is missing: expected the tokens of one session, or a --trace"
-            )
+            raise ConfigError("--context is missing: expected tokens per session, or a --trace")
         context = found.p90_tokens
     is_active_assumed = active is None
     active = default_active(sessions) if active is None else active

@@ -13,7 +13,7 @@ from penstock.plan.fit import WORKING_BYTES, Layout
 from penstock.plan.planner import Plan
 from penstock.plan.reuse import ReuseStats
 from penstock.plan.verdict import format_count
-from penstock.plan.ways import Mode, ServingEngine, Way, best_of_each_mode, target_of
+from penstock.plan.ways import Mode, ServingEngine, Way, best_per_mode, target_of
 from penstock.shapes.gpu_rates import EXCHANGE_SECONDS, EXCHANGES_PER_LAYER, MEMORY_SHARE
 from penstock.shapes.shape import suggest_block_tokens
 from penstock.types import Tier
@@ -67,9 +67,7 @@ def as_data(
             "source": plan.rates.prefill_source,
         },
         "decode": asdict(plan.cost),
-        "ways": [
-            _way_data(way, is_best=way is plan.ways[0]) for way in best_of_each_mode(plan.ways)
-        ],
+        "ways": [_way_data(way, is_best=way is plan.ways[0]) for way in best_per_mode(plan.ways)],
         "ranking": _ranking(plan),
         "trace": None if reuse is None else asdict(reuse),
         "verdict": {
@@ -245,10 +243,6 @@ def _name(tier: Tier) -> str:
     return "DRAM" if tier is Tier.HOST else tier.label
 
 
-def _capitalized(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 def _break_even(plan: Plan, tier: Tier) -> str:
     if not plan.break_evens:
         return "not known"
@@ -258,7 +252,7 @@ def _break_even(plan: Plan, tier: Tier) -> str:
     return "always" if least == 1 else f"from {least:,} tokens"
 
 
-_MODES = {Mode.WHOLE: "on the GPU", Mode.TURNS: "in turns", Mode.COLD: "from DRAM"}
+_MODES = {Mode.WHOLE: "On the GPU", Mode.TURNS: "In turns", Mode.COLD: "From DRAM"}
 
 
 def _layout(layout: Layout) -> str:
@@ -272,7 +266,7 @@ def _draw_ways(plan: Plan) -> None:
         *("way", "copies x GPUs", "at once", "per token", "tokens/s", "per session"),
         *("vLLM", "serve"),
     )
-    for way in best_of_each_mode(plan.ways):
+    for way in best_per_mode(plan.ways):
         table.add_row(
             _MODES[way.mode],
             f"{way.layout.num_servers} x {way.layout.gpus_each}",
@@ -285,9 +279,7 @@ def _draw_ways(plan: Plan) -> None:
     console = stdout_console()
     console.print(table)
     obstacles = [
-        f"{_capitalized(_MODES[way.mode])}: {way.obstacle}."
-        for way in best_of_each_mode(plan.ways)
-        if way.obstacle
+        f"{_MODES[way.mode]}: {way.obstacle}." for way in best_per_mode(plan.ways) if way.obstacle
     ]
     console.print(_points("·", [*obstacles, _ranking(plan)], style="dim"))
 
@@ -346,7 +338,7 @@ def _assumptions(plan: Plan) -> list[str]:
     return [
         pool,
         f"Prefill: {rates.prefill_source}.",
-        *(f"{_capitalized(_name(tier))}: {link.source}." for tier, link in rates.links.items()),
+        *(f"Loads from {_name(tier)}: {link.source}." for tier, link in rates.links.items()),
         f"Decode: a step reads {weights} and the KV on the GPU at {MEMORY_SHARE:.0%} of the "
         "bandwidth in the data sheet, as one H200 did. At the same time it reads KV in DRAM at "
         f"{format_rate(rates.cold_bytes_per_second)}. It takes at least as long as computing its "

@@ -39,10 +39,7 @@ class _Prefill(NamedTuple):
 def probe(
     model: Annotated[
         str,
-        typer.Option(
-            metavar="MODEL",
-            help="A known model (see `penstock plan --list`), a config.json, or its folder.",
-        ),
+        typer.Option(metavar="MODEL", help="A known model, a config.json, or its folder."),
     ] = "smollm2-135m",
     directory: Annotated[
         Path | None,
@@ -61,17 +58,13 @@ def probe(
     size: Annotated[
         str,
         typer.Option(
-            metavar="SIZE",
-            help="How much to copy in memory, and to write to the disk and the remote store.",
+            metavar="SIZE", help="How much to copy, and to write to disk and remote store."
         ),
     ] = "256MiB",
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            max=256,
-            metavar="N",
-            help="Maximum threads that copy memory. Default: one per core, at most 16.",
+            min=1, max=256, metavar="N", help="Threads that copy. Default: one per core, up to 16."
         ),
     ] = None,
     prefill_tokens_per_second: Annotated[

@@ -35,9 +35,7 @@ class RemoteAudit:
     """How many values there are of each kind. Each value is counted once."""
 
     num_ok: int = 0
-    num_encrypted: int = (
-        0  # the header is sound; the data cannot be verified without the tenant's name
-    )
+    num_encrypted: int = 0  # sound header; the data needs the tenant's name to be verified
     num_expired: int = 0  # sound, but past their time; not every store removes those
     num_foreign: int = 0  # of another secret or another program: cannot be verified
     num_changed: int = 0  # removed or replaced during the check; not damage

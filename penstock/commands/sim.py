@@ -36,9 +36,7 @@ def sim(
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to generate.")] = 2000,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Random seed of the generated traffic.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed for --generate.")] = 0,
     format: Annotated[
         str | None, typer.Option(metavar="NAME", help="The trace's format, if it is not detected.")
     ] = None,
@@ -53,12 +51,8 @@ def sim(
             help="Memory for KV on the GPU. Without it, only hit rates of one tier are simulated.",
         ),
     ] = None,
-    host_gib: Annotated[
-        str | None, typer.Option(metavar="GIB[,…]", help="Size of the DRAM tier.")
-    ] = None,
-    disk_gib: Annotated[
-        str | None, typer.Option(metavar="GIB[,…]", help="Size of the disk tier.")
-    ] = None,
+    host_gib: Annotated[str | None, typer.Option(metavar="GIB[,…]", help="DRAM size.")] = None,
+    disk_gib: Annotated[str | None, typer.Option(metavar="GIB[,…]", help="Disk size.")] = None,
     device_blocks: Annotated[
         str | None, typer.Option(metavar="N[,…]", help="Like --device-gib, in blocks.")
     ] = None,
@@ -100,14 +94,9 @@ def sim(
     max_batched_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Maximum tokens per step.")
     ] = 8192,
-    max_running: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Maximum sequences at once.")
-    ] = 64,
+    max_running: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at once.")] = 64,
     max_waiting: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Maximum queue length; further requests are rejected."
-        ),
+        int, typer.Option(min=1, metavar="N", help="Queue length; more requests are rejected.")
     ] = 256,
     jobs: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Processes. Default: one per core.")
@@ -147,9 +136,7 @@ def sim(
         max_waiting=max_waiting,
     )
     if plot is not None and not plot.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--plot is {plot}, whose folder does not exist: create it, or choose another"
-        )
+        raise ConfigError(f"--plot {plot}: its folder does not exist; create it or choose another")
     policies = [name.strip() for name in policy.split(",")]
     # Check all arguments before reading or simulating anything.
     hardware.check(policies, speed)

@@ -191,17 +191,9 @@ class Fit:
 
 
 _SUMMED = (
-    "shared_bytes",
-    "weight_bytes",
-    "pool_bytes",
-    "host_bytes",
-    "disk_bytes",
-    "sessions_on_device",
-    "sessions_with_host",
-    "sessions_with_disk",
-    "least_host_bytes",
-    "recommended_host_bytes",
-    "live_bytes",
+    *("shared_bytes", "weight_bytes", "pool_bytes", "host_bytes", "disk_bytes", "live_bytes"),
+    *("sessions_on_device", "sessions_with_host", "sessions_with_disk"),
+    *("least_host_bytes", "recommended_host_bytes"),
 )
 
 

@@ -35,9 +35,7 @@ class Plan:
     rates: GpuRates
     fit: Fit
     cost: DecodeCost
-    break_evens: Mapping[
-        Tier, int | None
-    ]  # in tokens; None: loading is never faster; empty: prefill rate unknown
+    break_evens: Mapping[Tier, int | None]  # tokens; None: never; empty: prefill rate unknown
     load_seconds: Mapping[Tier, float]  # for one whole session
     compute_seconds: float | None
     verdict: PlanVerdict

@@ -48,9 +48,7 @@ class Way:
     seats_each: int  # the limit for one server; may exceed the demand, to leave room for peaks
     token_seconds: float  # between two tokens of a running session
     tokens_per_second: float  # of all sessions together
-    session_tokens_per_second: (
-        float  # of each active session, including the time it waits for its turn
-    )
+    session_tokens_per_second: float  # of each active session, including waiting for its turn
     cold_bytes: int  # read from DRAM in every step, on one server
     keeps_target: bool
     turn_seconds: float | None  # for `penstock serve`, if sessions take turns
@@ -81,7 +79,7 @@ def find_ways(
     return sorted(found, key=_rank, reverse=True)
 
 
-def best_of_each_mode(ways: Sequence[Way]) -> list[Way]:
+def best_per_mode(ways: Sequence[Way]) -> list[Way]:
     """For a comparison: the best layout of each mode that uses as many GPUs as the best way."""
     seen: dict[Mode, Way] = {}
     for way in ways:
@@ -133,7 +131,8 @@ def _in_layout(
         per_second = num_running / token_seconds
         if mode is Mode.WHOLE and num_running < demand.num_active:
             mode = Mode.TURNS
-        link = rates.links[Tier.HOST].rate.bytes_per_second
+        load_seconds = running * found.own_bytes / rates.links[Tier.HOST].rate.bytes_per_second
+        turn_seconds = max(_LEAST_TURN_SECONDS, 2 * load_seconds)
         return Way(
             mode=mode,
             layout=layout,
@@ -146,9 +145,7 @@ def _in_layout(
             session_tokens_per_second=per_second / demand.num_active,
             cold_bytes=now.cold_bytes,
             keeps_target=token_seconds <= target,
-            turn_seconds=max(_LEAST_TURN_SECONDS, 2 * running * found.own_bytes / link)
-            if mode is Mode.TURNS
-            else None,
+            turn_seconds=turn_seconds if mode is Mode.TURNS else None,
             part=part,
             found=found,
             cost=cost,
@@ -172,11 +169,10 @@ def _engines(shape: ModelShape, mode: Mode, layout: Layout) -> Iterator[ServingE
 
 
 def _no_engine(shape: ModelShape, mode: Mode, layout: Layout) -> str:
-    if any(True for _ in _engines(shape, mode, layout)):
+    if any(_engines(shape, mode, layout)):
         return ""
-    if shape.bits != 16:
-        return "Only `penstock serve` reads KV from DRAM in every step, and it does not support fp8"
-    return "Only `penstock serve` reads KV from DRAM in every step, and it runs on one GPU"
+    why = "does not support fp8" if shape.bits != 16 else "runs on one GPU"
+    return f"Only `penstock serve` reads KV from DRAM in every step, and it {why}"
 
 
 def _too_little_dram(found: Fit) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import StoreError
-from penstock.plan.probe import disk, links, memory, remote
+from penstock.plan.probe import links, memory, remote
 from penstock.plan.probe.links import Link, Tick
 from penstock.stores.base import Answers
 from penstock.stores.memory import MemoryClient
@@ -122,9 +122,7 @@ def test_a_model_that_does_not_tell_its_size(
 def test_refusals_come_before_any_measurement(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], words: str
 ) -> None:
-    monkeypatch.delattr(memory, "walk")
-    monkeypatch.delattr(disk, "walk")
-    monkeypatch.delattr(remote, "walk")
+    monkeypatch.delattr(links, "move_blocks")
     file = tmp_path / "file"
     file.write_text("mine")
     places = {"file": file, "folder": tmp_path, "port": free_port()}

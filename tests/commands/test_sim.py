@@ -132,7 +132,7 @@ def test_a_device_pool_too_small_rejects(run: Run, mooncake: Path) -> None:
         (["no-such-file.jsonl", "--host-gib", "8"], "no-such-file.jsonl"),
         (
             [*CHAT, "--host-gib", "8", "--plot", "/no/such/folder/x.html"],
-            "whose folder does not exist",
+            "its folder does not exist",
         ),
     ],
 )

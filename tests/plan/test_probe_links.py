@@ -10,9 +10,9 @@ import pytest
 
 from penstock.costs.rates import break_even_tokens
 from penstock.errors import ConfigError, StoreError
-from penstock.plan.probe import disk, memory
+from penstock.plan.probe import disk, links
 from penstock.plan.probe.disk import DiskProbe
-from penstock.plan.probe.links import BLOCK_BYTES, Link, measure_links, walk
+from penstock.plan.probe.links import BLOCK_BYTES, Link, measure_links, move_blocks
 from penstock.plan.probe.memory import (
     ChecksumProbe,
     CopyProbe,
@@ -68,7 +68,7 @@ def test_thread_counts() -> None:
 
 def test_walk_moves_every_block_once() -> None:
     moved: list[int] = []
-    num, seconds = walk(
+    num, seconds = move_blocks(
         lambda _, block: moved.append(block), iter(range(100)), 3, 60.0, lambda _share: None
     )
     assert sorted(moved) == list(range(100))
@@ -84,19 +84,19 @@ def test_walk_ends_its_threads_when_interrupted() -> None:
 
     endless = iter(int, 1)
     with pytest.raises(KeyboardInterrupt):
-        walk(lambda _thread, _block: None, endless, 2, 60.0, interrupt)
+        move_blocks(lambda _thread, _block: None, endless, 2, 60.0, interrupt)
     assert threading.active_count() == before
 
 
 def test_copies_do_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     arenas = []
-    new_arena = memory.new_arena
+    new_arena = links.new_arena
 
     def keep(size_bytes: int) -> HostArena:
         arenas.append(new_arena(size_bytes))
         return arenas[-1]
 
-    monkeypatch.setattr(memory, "new_arena", keep)
+    monkeypatch.setattr(links, "new_arena", keep)
     measure_links([CopyProbe(SIZE, SHORT, 1)], no_tick)
     source, target = arenas
     blocks = [bytes(source.view(Slot(slot))) for slot in range(4)]
@@ -151,7 +151,7 @@ def test_an_interrupted_disk_probe_leaves_nothing(
     def interrupt(*_: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(disk, "single_seconds", interrupt)
+    monkeypatch.setattr(links, "single_seconds", interrupt)
     with pytest.raises(KeyboardInterrupt):
         measure_links([DiskProbe(tmp_path, SIZE, SHORT)], no_tick)
     assert list(tmp_path.iterdir()) == []

@@ -13,20 +13,10 @@ from itertools import cycle
 from pathlib import Path
 
 from penstock.errors import ConfigError, StoreError
-from penstock.plan.probe.links import (
-    BLOCK_BYTES,
-    Link,
-    Tick,
-    check_size,
-    fill,
-    new_arena,
-    single_seconds,
-    threads_label,
-    tick_part,
-    walk,
-)
+from penstock.plan.probe import links
+from penstock.plan.probe.links import BLOCK_BYTES, Link, Tick
 from penstock.types import Slot
-from penstock.units import format_bytes
+from penstock.units import counted, format_bytes
 
 DISK_THREADS = 4  # the disk tier's default
 _NUM_SOURCE_BLOCKS = 16  # different blocks in memory, written in turn
@@ -42,7 +32,7 @@ class DiskProbe:
     num_threads: int = DISK_THREADS
 
     def __post_init__(self) -> None:
-        check_size(self.size_bytes)
+        links.check_size(self.size_bytes)
         _check_folder(self.directory)
         usage = os.statvfs(self.directory)
         free = usage.f_bavail * usage.f_frsize
@@ -68,8 +58,8 @@ class DiskProbe:
 
     def _measure(self, scratch: _Scratch, tick: Tick) -> Iterator[Link]:
         num_threads = min(self.num_threads, scratch.num_blocks)
-        arena = new_arena(max(_NUM_SOURCE_BLOCKS, num_threads) * BLOCK_BYTES)
-        fill(arena)
+        arena = links.new_arena(max(_NUM_SOURCE_BLOCKS, num_threads) * BLOCK_BYTES)
+        links.fill(arena)
         notes = (
             [] if scratch.direct else ["measured through the page cache: direct I/O was refused"]
         )
@@ -84,11 +74,11 @@ class DiskProbe:
             write(thread, block)
             scratch.flush()
 
-        block_seconds = single_seconds(write_through, scratch.num_blocks)
-        name = f"disk write, {threads_label(num_threads)}"
-        part = tick_part(tick, name, 0, 2)
+        block_seconds = links.single_seconds(write_through, scratch.num_blocks)
+        name = f"disk write, {counted(num_threads, 'thread')}"
+        part = links.tick_part(tick, name, 0, 2)
         # Only once: a second pass would write to extents that are already allocated.
-        num_written, seconds = walk(
+        num_written, seconds = links.move_blocks(
             write, iter(range(scratch.num_blocks)), num_threads, self.seconds, part, scratch.flush
         )
         rate = num_written * BLOCK_BYTES / seconds
@@ -98,16 +88,16 @@ class DiskProbe:
             scratch.read(arena.view(Slot(thread)), block)
 
         scratch.forget()
-        block_seconds = single_seconds(read, num_written)
+        block_seconds = links.single_seconds(read, num_written)
         scratch.forget()
         order = list(range(num_written))
         # Random order, as in a store that has run for a while.
         random.Random(0).shuffle(order)
-        name = f"disk read, {threads_label(num_threads)}"
-        part = tick_part(tick, name, 1, 2)
+        name = f"disk read, {counted(num_threads, 'thread')}"
+        part = links.tick_part(tick, name, 1, 2)
         # With the page cache, a second pass would measure the cache instead of the disk.
         blocks = cycle(order) if scratch.direct else iter(order)
-        num_read, seconds = walk(read, blocks, num_threads, self.seconds, part)
+        num_read, seconds = links.move_blocks(read, blocks, num_threads, self.seconds, part)
         rate = num_read * BLOCK_BYTES / seconds
         yield Link(name, num_threads, rate, block_seconds, loads=True, note=note)
         yield written
@@ -143,7 +133,7 @@ class _Scratch:
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
             # Some filesystems accept the flag but refuse the first write.
-            self.write(new_arena(BLOCK_BYTES).view(Slot(0)), 0)
+            self.write(links.new_arena(BLOCK_BYTES).view(Slot(0)), 0)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

@@ -15,7 +15,7 @@ from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
 from penstock.types import BlockSpec, Slot
-from penstock.units import MiB, counted, format_bytes
+from penstock.units import MiB, format_bytes
 
 BLOCK_BYTES = 2 * MiB
 _NUM_SINGLES = 9
@@ -61,7 +61,7 @@ def measure_links(probes: Sequence[LinkProbe], tick: Tick) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def walk(
+def move_blocks(
     move: Callable[[int, int], None],
     blocks: Iterator[int],
     num_threads: int,
@@ -111,10 +111,6 @@ def single_seconds(move: Callable[[int, int], None], num_blocks: int) -> float:
         move(0, index * num_blocks // _NUM_SINGLES)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
-
-
-def threads_label(num_threads: int) -> str:
-    return counted(num_threads, "thread")
 
 
 def tick_part(tick: Tick, name: str, index: int, num_parts: int) -> Callable[[float], None]:

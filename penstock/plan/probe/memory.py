@@ -12,20 +12,10 @@ from pathlib import Path
 import xxhash
 
 from penstock.errors import ConfigError
-from penstock.plan.probe.links import (
-    BLOCK_BYTES,
-    Link,
-    Tick,
-    check_size,
-    fill,
-    new_arena,
-    single_seconds,
-    threads_label,
-    tick_part,
-    walk,
-)
+from penstock.plan.probe import links
+from penstock.plan.probe.links import BLOCK_BYTES, Link, Tick
 from penstock.types import Slot
-from penstock.units import MiB, format_bytes
+from penstock.units import MiB, counted, format_bytes
 
 _CHECKSUM_BYTES = 64 * MiB
 _MATRIX_SIZE = 1024
@@ -40,7 +30,7 @@ class CopyProbe:
     max_threads: int
 
     def __post_init__(self) -> None:
-        check_size(self.size_bytes)
+        links.check_size(self.size_bytes)
         available = _available_memory_bytes()
         if available is not None and 2 * self.size_bytes > available:
             raise ConfigError(
@@ -49,21 +39,21 @@ class CopyProbe:
             )
 
     def measure(self, tick: Tick) -> Iterator[Link]:
-        source, target = new_arena(self.size_bytes), new_arena(self.size_bytes)
+        source, target = links.new_arena(self.size_bytes), links.new_arena(self.size_bytes)
         for arena in (source, target):
-            fill(arena)
+            links.fill(arena)
 
         def move(_thread: int, block: int) -> None:
             offset = block * BLOCK_BYTES
             ctypes.memmove(target.address + offset, source.address + offset, BLOCK_BYTES)
 
         num_blocks = source.num_slots
-        block_seconds = single_seconds(move, num_blocks)
+        block_seconds = links.single_seconds(move, num_blocks)
         counts = [num for num in thread_counts(self.max_threads) if num <= num_blocks]
         for index, num_threads in enumerate(counts):
-            name = f"memory copy, {threads_label(num_threads)}"
-            part = tick_part(tick, name, index, len(counts))
-            num_moved, seconds = walk(
+            name = f"memory copy, {counted(num_threads, 'thread')}"
+            part = links.tick_part(tick, name, index, len(counts))
+            num_moved, seconds = links.move_blocks(
                 move, cycle(range(num_blocks)), num_threads, self.seconds, part
             )
             rate = num_moved * BLOCK_BYTES / seconds
@@ -77,16 +67,18 @@ class ChecksumProbe:
     seconds: float
 
     def measure(self, tick: Tick) -> Iterator[Link]:
-        arena = new_arena(_CHECKSUM_BYTES)
-        fill(arena)
+        arena = links.new_arena(_CHECKSUM_BYTES)
+        links.fill(arena)
 
         def move(_thread: int, block: int) -> None:
             xxhash.xxh3_128_digest(arena.view(Slot(block)))
 
-        name = f"checksum, {threads_label(1)}"
-        block_seconds = single_seconds(move, arena.num_slots)
-        part = tick_part(tick, name, 0, 1)
-        num_moved, seconds = walk(move, cycle(range(arena.num_slots)), 1, self.seconds, part)
+        name = f"checksum, {counted(1, 'thread')}"
+        block_seconds = links.single_seconds(move, arena.num_slots)
+        part = links.tick_part(tick, name, 0, 1)
+        num_moved, seconds = links.move_blocks(
+            move, cycle(range(arena.num_slots)), 1, self.seconds, part
+        )
         yield Link(name, 1, num_moved * BLOCK_BYTES / seconds, block_seconds)
 
 

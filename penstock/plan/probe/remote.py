@@ -16,32 +16,19 @@ from typing import NamedTuple
 from penstock.config import RemoteConfig
 from penstock.config.urls import shown_value, without_password
 from penstock.errors import ConfigError, Full, StoreError
-from penstock.plan.probe.links import (
-    BLOCK_BYTES,
-    Link,
-    Tick,
-    check_size,
-    fill,
-    new_arena,
-    single_seconds,
-    threads_label,
-    tick_part,
-    walk,
-)
+from penstock.plan.probe import links
+from penstock.plan.probe.links import BLOCK_BYTES, Link, Tick
 from penstock.stores.base import Answers
 from penstock.stores.envelope import HEAD_BYTES
 from penstock.stores.host import HostArena
 from penstock.stores.remote import Client, Item
 from penstock.stores.remotes import open_client, threads_for
 from penstock.types import Slot
-from penstock.units import format_bytes
+from penstock.units import counted, format_bytes
 
 BATCH_BLOCKS = 16
 LOOKUP_NAMES = 512  # as many as the remote tier looks up at once
-_BLOCK_SIZES = (
-    64 * 23_040,
-    BLOCK_BYTES,
-)  # SmolLM2-135M with 64 tokens per block; the other probes' size
+_BLOCK_SIZES = (64 * 23_040, BLOCK_BYTES)  # 64 tokens of SmolLM2-135M; the other probes' size
 _NUM_PARTS = 2 * len(_BLOCK_SIZES) + 1
 _NAMES_AT_ONCE = 1000
 _TIMEOUT_SECONDS = 30.0
@@ -77,7 +64,7 @@ class RemoteProbe:
         num_threads: int | None = None,
     ) -> None:
         """Raises ConfigError or StoreError if the store cannot be reached."""
-        check_size(size_bytes)
+        links.check_size(size_bytes)
         if "://" not in url:
             raise ConfigError(
                 f"--remote is {shown_value(url)}: expected a URL such as redis://host:6379/0"
@@ -109,8 +96,8 @@ class RemoteProbe:
 
     def measure(self, tick: Tick) -> Iterator[Link]:
         batch_blocks = min(BATCH_BLOCKS, self._size_bytes // BLOCK_BYTES)
-        arena = new_arena(self._num_threads * batch_blocks * BLOCK_BYTES)
-        fill(arena)
+        arena = links.new_arena(self._num_threads * batch_blocks * BLOCK_BYTES)
+        links.fill(arena)
         client = self._open()
         try:
             client.register(arena)
@@ -143,14 +130,14 @@ class RemoteProbe:
 
         def measure(verb: str, move: _Move, batches: Iterator[int], num_held: int) -> _Measured:
             """Single blocks are taken from the first `num_held` batches."""
-            name = f"remote {verb}, {format_bytes(block_bytes)}, {threads_label(num_threads)}"
-            ticked = tick_part(tick, name, part + (verb == "get"), _NUM_PARTS)
+            name = f"remote {verb}, {format_bytes(block_bytes)}, {counted(num_threads, 'thread')}"
+            ticked = links.tick_part(tick, name, part + (verb == "get"), _NUM_PARTS)
             block_seconds = _uninterrupted(
-                lambda: single_seconds(
+                lambda: links.single_seconds(
                     lambda thread, block: move(thread, block, 1), num_held * batch_blocks
                 )
             )
-            num_moved, seconds = walk(
+            num_moved, seconds = links.move_blocks(
                 lambda thread, batch: move(thread, batch * batch_blocks, batch_blocks),
                 batches,
                 num_threads,
@@ -175,8 +162,8 @@ class RemoteProbe:
         def lookup(_thread: int, _number: int) -> None:
             client.exists(asked)
 
-        ticked = tick_part(tick, "remote lookups", _NUM_PARTS - 1, _NUM_PARTS)
-        num_asked, seconds = walk(lookup, cycle((0,)), 1, self._seconds, ticked)
+        ticked = links.tick_part(tick, "remote lookups", _NUM_PARTS - 1, _NUM_PARTS)
+        num_asked, seconds = links.move_blocks(lookup, cycle((0,)), 1, self._seconds, ticked)
         return LookupTimes(LOOKUP_NAMES, num_asked * LOOKUP_NAMES / seconds, seconds / num_asked)
 
     def _remove(self, client: Client, names: Sequence[str]) -> None:
