@@ -252,7 +252,7 @@ def _break_even(plan: Plan, tier: Tier) -> str:
     return "always" if least == 1 else f"from {least:,} tokens"
 
 
-_MODES = {Mode.WHOLE: "On the GPU", Mode.TURNS: "In turns", Mode.COLD: "From DRAM"}
+_MODES = {Mode.WHOLE: "on the GPU", Mode.TURNS: "in turns", Mode.COLD: "from DRAM"}
 
 
 def _layout(layout: Layout) -> str:
@@ -279,7 +279,9 @@ def _draw_ways(plan: Plan) -> None:
     console = stdout_console()
     console.print(table)
     obstacles = [
-        f"{_MODES[way.mode]}: {way.obstacle}." for way in best_per_mode(plan.ways) if way.obstacle
+        f"{_MODES[way.mode]}: not possible. {way.obstacle}."
+        for way in best_per_mode(plan.ways)
+        if way.obstacle
     ]
     console.print(_points("·", [*obstacles, _ranking(plan)], style="dim"))
 
