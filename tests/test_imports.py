@@ -35,7 +35,7 @@ ALLOWED = {
         "engine",
         "connectors/vllm/device",
     },
-    "numpy": {"plan/links", "engine", "transfer/cuda", "transfer/cuda_copier"},
+    "numpy": {"plan/probe/memory", "engine", "transfer/cuda", "transfer/cuda_copier"},
     "triton": {"transfer/cuda_stage", "engine"},
     "transformers": {"engine"},
     "numba": {"engine"},

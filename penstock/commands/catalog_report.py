@@ -1,4 +1,4 @@
-"""The known models and GPUs, each with its source, for people and for programs."""
+"""Prints the known models and GPUs with their sources: as tables, or as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def show_catalog(*, as_json: bool) -> None:
         ]
         print_json({"models": models, "gpus": [asdict(gpu) for gpu in GPUS.values()]})
         return
-    table = new_table("model", "KV a token", "weights", "source", title="Models")
+    table = new_table("model", "KV per token", "weights", "source", title="Models")
     for model in MODELS.values():
         weights = "–" if model.weight_bytes is None else format_bytes(model.weight_bytes)
         table.add_row(model.name, format_bytes(model.shape.bytes_per_token), weights, model.source)

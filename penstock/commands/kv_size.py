@@ -1,7 +1,8 @@
-"""`penstock kv-size`: how many bytes of KV a model makes."""
+"""`penstock kv-size`: the size of a model's KV."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,7 @@ EXAMPLE = (
     "Example: penstock kv-size llama-3.1-8b --tokens 8192 --batch 16\n\n"
     "Example: penstock kv-size --layers 32 --kv-heads 8 --head-dim 128"
 )
-# Nothing is larger, and below it no product leaves the range of a float.
+# Larger than any real value, and small enough that no product overflows a float.
 _MAX_COUNT = 1 << 40
 
 
@@ -32,38 +33,36 @@ def kv_size(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A known model (`penstock plan --list` names them), a config.json, or its folder.",
+            help="A known model (see `penstock plan --list`), a config.json, or its folder.",
         ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(metavar="N", help="In place of a model: its layers.")
+        int | None, typer.Option(metavar="N", help="Number of layers, instead of MODEL.")
     ] = None,
     kv_heads: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="KV heads; fewer than attention heads where queries are grouped."
+            metavar="N", help="KV heads; with grouped queries, fewer than attention heads."
         ),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Elements in one head.")] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Elements per head.")] = None,
     bits: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Bits of one KV element: 4, 8, 16 or 32; 16 unless the model says otherwise.",
+            help="Bits per KV element: 4, 8, 16 or 32. Default: the model's, or 16.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of one sequence.")] = 1,
-    batch: Annotated[int, typer.Option(metavar="N", help="Sequences held at once.")] = 1,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="N", help="Number of sequences.")] = 1,
     as_json: JsonFlag = False,
 ) -> None:
-    """How many bytes of KV a model makes, and which block size suits it.
+    """The size of a model's KV, and a suitable block size.
 
     KV bytes = 2 x layers x kv_heads x head_dim x bits/8 x tokens x batch
     """
     counts = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
-    for name, count in {**counts, "--tokens": tokens, "--batch": batch}.items():
-        if count is not None and not 1 <= count <= _MAX_COUNT:
-            raise ConfigError(f"{name} is {count}: expected a whole number from 1 to 2^40")
+    check_counts({**counts, "--tokens": tokens, "--batch": batch})
     shape = _shape(model, layers, kv_heads, head_dim, bits)
     block_tokens = suggest_block_tokens(shape.bytes_per_token)
     sizes = {
@@ -94,7 +93,7 @@ def kv_size(
         [
             ("shape", _describe(shape)),
             ("per token", _exact(sizes["kv_bytes_per_token"])),
-            (f"sequence of {tokens:,}", _exact(sizes["kv_bytes_per_sequence"])),
+            (f"sequence of {counted(tokens, 'token')}", _exact(sizes["kv_bytes_per_sequence"])),
             (f"batch of {batch:,}", _exact(sizes["kv_bytes_total"])),
             (
                 "suggested block",
@@ -102,6 +101,12 @@ def kv_size(
             ),
         ],
     )
+
+
+def check_counts(counts: Mapping[str, int | None]) -> None:
+    for name, count in counts.items():
+        if count is not None and not 1 <= count <= _MAX_COUNT:
+            raise ConfigError(f"{name} is {count}: expected a whole number from 1 to 2^40")
 
 
 def _shape(
@@ -112,17 +117,15 @@ def _shape(
     bits: int | None,
 ) -> ModelShape:
     given = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
-    either = "expected a model, or --layers, --kv-heads and --head-dim in its place"
+    either = "expected a model, or --layers, --kv-heads and --head-dim instead"
     if model is not None:
         if extra := [name for name, value in given.items() if value is not None]:
-            raise ConfigError(
-                f"both the model {model} and {', '.join(extra)} are given: {either}; leave out one"
-            )
+            raise ConfigError(f"both {model} and {', '.join(extra)} are given: {either}")
         return _model_shape(model, bits)
     if layers is None or kv_heads is None or head_dim is None:
         missing = [name for name, value in given.items() if value is None]
         if len(missing) == len(given):
-            raise ConfigError(f"neither a model nor a shape is given: {either}")
+            raise ConfigError(f"no model is given: {either}")
         raise ConfigError(f"{', '.join(missing)} is missing: {either}")
     return ModelShape(layers, kv_heads, head_dim, 16 if bits is None else bits)
 
@@ -131,7 +134,7 @@ def _model_shape(model: str, bits: int | None) -> ModelShape:
     if bits is None:
         return find_shape(model)
     if model.strip().lower() not in PRESETS and Path(model).exists():
-        # Not find_shape: with the bits given, a dtype it does not know need not stop it.
+        # Not find_shape: it refuses an unknown dtype, which does not matter if bits are given.
         return shape_from_config(Path(model), bits)
     return replace(find_shape(model), bits=bits)
 
@@ -140,7 +143,7 @@ def _describe(shape: ModelShape) -> str:
     if shape.latent_dim is not None:
         return (
             f"{shape.num_layers} layers x {shape.latent_dim} x {shape.bits} bits; "
-            "one compressed vector in place of keys and values (MLA)"
+            "one compressed vector instead of keys and values (MLA)"
         )
     grouped = shape.num_heads is not None and shape.num_heads > shape.num_kv_heads
     text = (
@@ -150,7 +153,7 @@ def _describe(shape: ModelShape) -> str:
     if shape.window_tokens is None:
         return text
     return (
-        f"{text}; of the layers, {shape.num_window_layers} keep the last "
+        f"{text}; {counted(shape.num_window_layers, 'layer')} with a window of "
         f"{shape.window_tokens:,} tokens"
     )
 

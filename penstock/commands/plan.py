@@ -1,4 +1,4 @@
-"""`penstock plan`: whether offloading helps, how much memory it takes, and the settings."""
+"""`penstock plan`: whether offloading helps, how much memory it needs, and the settings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.commands import JsonFlag, print_json
+from penstock.commands.kv_size import check_counts
 from penstock.errors import ConfigError
 from penstock.units import GiB
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.plan.fit import Demand, Hardware
     from penstock.plan.planner import PlannedModel
     from penstock.plan.reuse import ReuseStats
-    from penstock.shapes.gpu_rates import Rates, RatesOf
+    from penstock.shapes.gpu_rates import GpuRates, RatesOf
 
 EXAMPLE = (
     "Example: penstock plan llama-3.1-8b --context 32768 --sessions 64 --gpu h200 "
@@ -27,9 +28,7 @@ EXAMPLE = (
     "--shared-prefix-tokens 3800 --gpu a100-80gb --gpus 8 --max-token-ms 100\n\n"
     "Example: penstock plan --list"
 )
-# Nothing is larger, and below it no product leaves the range of a float.
-_MAX_COUNT = 1 << 40
-_MAX_GIB = 1 << 33
+_MAX_GIB = 1 << 33  # larger than any real value, and no product overflows a float
 _MAX_GPUS = 1024
 
 
@@ -43,100 +42,98 @@ def plan(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A known model, by its name or its name on the hub; a config.json, or its folder.",
+            help="A known model (short or Hugging Face name), a config.json, or its folder.",
         ),
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Tokens of one session, prompt and answers; of a trace, its P90."
+            metavar="N", help="Tokens per session, with answers. Default: P90 of the --trace."
         ),
     ] = None,
     sessions: Annotated[
-        int | None, typer.Option(metavar="N", help="Sessions that are open at once.")
+        int | None, typer.Option(metavar="N", help="Sessions open at once.")
     ] = None,
     active: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Of these, how many decode at once; by default a quarter: the others wait for "
-            "their users.",
+            help="Sessions that decode at once. Default: a quarter; the rest wait for their users.",
         ),
     ] = None,
     shared_prefix_tokens: Annotated[
-        int, typer.Option(metavar="N", help="The beginning that all sessions have in common.")
+        int, typer.Option(metavar="N", help="Length of the prefix that all sessions share.")
     ] = 0,
     reuse: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Of prompt tokens, those computed before: 0 to 1."),
+        typer.Option(metavar="SHARE", help="Share of prompt tokens computed before, 0 to 1."),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Requests of yours, as `penstock sim` reads them."),
+        typer.Option(metavar="FILE", help="Your requests, in a format `penstock sim` reads."),
     ] = None,
     max_token_ms: Annotated[
         float | None,
         typer.Option(
-            metavar="MS", help="The longest that a token may take; by default 200 is acceptable."
+            metavar="MS", help="Maximum time per token. Default: 200 is assumed acceptable."
         ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A GPU of the table; see --list.")
+        str | None, typer.Option(metavar="NAME", help="A known GPU; see --list.")
     ] = None,
     gpus: Annotated[
         int,
-        typer.Option(metavar="N", help="How many there are. The plan says how to share them out."),
+        typer.Option(metavar="N", help="Number of GPUs. The plan says how to divide them."),
     ] = 1,
     tensor_parallel_size: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="GPUs that share one copy of the model; the rest hold further copies. By default "
-            "what gives the most is chosen.",
+            help="GPUs per copy of the model; the rest hold more copies. Default: the best choice.",
         ),
     ] = None,
     gpu_memory_utilization: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of a GPU's memory, for weights and KV.")
+        float, typer.Option(metavar="SHARE", help="Share of each GPU's memory for weights and KV.")
     ] = 0.9,
     device_kv_gib: Annotated[
         float | None,
-        typer.Option(metavar="GiB", help="KV on all GPUs, if an engine has reported it."),
+        typer.Option(metavar="GiB", help="Memory for KV on all GPUs, as reported by your engine."),
     ] = None,
     host_gib: Annotated[
         float | None,
-        typer.Option(metavar="GiB", help="DRAM that KV may take; by default it is sized."),
+        typer.Option(metavar="GiB", help="DRAM available for KV. Default: the plan sizes it."),
     ] = None,
     disk_gib: Annotated[
-        float | None, typer.Option(metavar="GiB", help="Disk that KV may take.")
+        float | None, typer.Option(metavar="GiB", help="Disk space available for KV.")
     ] = None,
     kv_cache_dtype: Annotated[
-        KvDtype, typer.Option(help="fp8 halves KV; only vLLM keeps it so.")
+        KvDtype, typer.Option(help="fp8 halves the KV; only vLLM supports it.")
     ] = KvDtype.AUTO,
     weights_gib: Annotated[
         float | None,
-        typer.Option(metavar="GiB", help="As the files are; by default 2 bytes a parameter."),
+        typer.Option(metavar="GiB", help="Weights. Default: known, or 2 bytes per parameter."),
     ] = None,
     probe: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="What `penstock probe --json` printed: its disk and remote store."
+            metavar="FILE", help="Output of `penstock probe --json`, for disk and remote rates."
         ),
     ] = None,
     prefill_tokens_per_second: Annotated[
         float | None,
         typer.Option(
-            metavar="RATE", help="How fast one server prefills; by default it is estimated."
+            metavar="RATE", help="Measured prefill rate of one server. Default: estimated."
         ),
     ] = None,
     list_known: Annotated[
-        bool, typer.Option("--list", help="Name the known models and GPUs, with their sources.")
+        bool, typer.Option("--list", help="List the known models and GPUs, with their sources.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Whether offloading helps, how much of which memory it takes, and the settings to paste.
+    """Whether offloading helps, how much memory it needs, and the settings to use.
 
-    All of it is arithmetic: sizes from the model's shape, rates from the vendor's sheet times the
-    share that one H200 was measured to reach, or from a probe. Nothing here is measured.
+    Everything is calculated, nothing is measured: sizes come from the model's shape, rates from the
+    vendor's data sheet times the share that one H200 reached, or from --probe.
     """
     from penstock.commands import catalog_report, plan_report
     from penstock.plan.fit import Demand, default_active
@@ -145,24 +142,22 @@ def plan(
     if list_known:
         catalog_report.show_catalog(as_json=as_json)
         return
-    for name, given in {"MODEL": model, "--gpu": gpu, "--sessions": sessions}.items():
-        if given is None:
-            raise ConfigError(f"{name} is missing: expected one; `penstock plan --list` names them")
-    assert model is not None
-    assert gpu is not None
-    assert sessions is not None
-    counts = {"--context": context, "--sessions": sessions, "--active": active}
-    for name, count in counts.items():
-        if count is not None and not 1 <= count <= _MAX_COUNT:
-            raise ConfigError(f"{name} is {count}: expected a whole number from 1 to 2^40")
+    if model is None or gpu is None:
+        raise ConfigError(
+            f"{'MODEL' if model is None else '--gpu'} is missing: expected one of those that "
+            "`penstock plan --list` lists, or a model's config.json"
+        )
+    if sessions is None:
+        raise ConfigError("--sessions is missing: expected the number of sessions open at once")
+    check_counts({"--context": context, "--sessions": sessions, "--active": active})
     if not 1 <= gpus <= _MAX_GPUS:
         raise ConfigError(f"--gpus is {gpus}: expected a whole number from 1 to {_MAX_GPUS}")
     if tensor_parallel_size is not None and not 1 <= tensor_parallel_size <= gpus:
         raise ConfigError(
-            f"--tensor-parallel-size is {tensor_parallel_size}: expected 1 to the {gpus} --gpus"
+            f"--tensor-parallel-size is {tensor_parallel_size}: expected 1 to {gpus} (--gpus)"
         )
     _check_range("--max-token-ms", max_token_ms, 1e9, "milliseconds")
-    _check_range("--prefill-tokens-per-second", prefill_tokens_per_second, 1e12, "tokens a second")
+    _check_range("--prefill-tokens-per-second", prefill_tokens_per_second, 1e12, "tokens/s")
     _check_range("--gpu-memory-utilization", gpu_memory_utilization, 1, "as a share")
     if reuse is not None and not 0 <= reuse <= 1:
         raise ConfigError(f"--reuse is {reuse}: expected a share from 0 to 1")
@@ -176,7 +171,7 @@ def plan(
     found = None if trace is None else _analyse(trace)
     if context is None:
         if found is None:
-            raise ConfigError("--context is missing: expected a session's tokens, or a --trace")
+            raise ConfigError("--context is missing: expected tokens per session, or a --trace")
         context = found.p90_tokens
     is_active_assumed = active is None
     active = default_active(sessions) if active is None else active
@@ -201,10 +196,10 @@ def plan(
 
 def _check_demand(context: int, sessions: int, active: int, shared: int) -> None:
     if active > sessions:
-        raise ConfigError(f"--active is {active}: expected no more than the {sessions} --sessions")
+        raise ConfigError(f"--active is {active}: expected at most {sessions} (--sessions)")
     if not 0 <= shared < context:
         raise ConfigError(
-            f"--shared-prefix-tokens is {shared}: expected 0 or more, and fewer than the "
+            f"--shared-prefix-tokens is {shared}: expected 0 or more, and less than the "
             f"{context} tokens of a session"
         )
 
@@ -254,8 +249,8 @@ def _model(name: str, weights_gib: float | None, dtype: KvDtype) -> PlannedModel
         weight_bytes = int(weights_gib * GiB)
     if weight_bytes is None:
         raise ConfigError(
-            f"the config of {name} does not tell how large its weights are: expected vocab_size "
-            "and intermediate_size in it; give --weights-gib"
+            f"the size of the weights of {name} is unknown: expected vocab_size and "
+            "intermediate_size in its config.json; add them, or give --weights-gib"
         )
     if dtype is KvDtype.FP8:
         shape = replace(shape, bits=8)
@@ -287,7 +282,7 @@ def _rates_of(
 
     probed = None if probe is None else _read_probe(probe)
 
-    def rates_of(num_gpus: int) -> Rates:
+    def rates_of(num_gpus: int) -> GpuRates:
         rates = rates_from_table(hardware.gpu, num_gpus, model.shape)
         if probed is not None:
             rates = with_probe(rates, probed, model.shape.bytes_per_token)
@@ -299,7 +294,7 @@ def _rates_of(
 
 
 def _read_probe(path: Path) -> Any:
-    expected = "expected what `penstock probe --json` printed"
+    expected = "expected the output of `penstock probe --json`"
     try:
         return json.loads(path.read_bytes())
     except OSError as error:

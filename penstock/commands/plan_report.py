@@ -1,4 +1,4 @@
-"""A plan as tables for people, and as plain data for programs."""
+"""Prints a plan: as tables, or as JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.plan.fit import WORKING_BYTES, Layout
 from penstock.plan.planner import Plan
 from penstock.plan.reuse import ReuseStats
 from penstock.plan.verdict import format_count
-from penstock.plan.ways import Host, Mode, Way, best_of_each, target_of
+from penstock.plan.ways import Mode, ServingEngine, Way, best_per_mode, target_of
 from penstock.shapes.gpu_rates import EXCHANGE_SECONDS, EXCHANGES_PER_LAYER, MEMORY_SHARE
 from penstock.shapes.shape import suggest_block_tokens
 from penstock.types import Tier
-from penstock.units import format_bytes, format_rate, format_seconds
+from penstock.units import counted, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def as_data(
     plan: Plan, reuse: ReuseStats | None, *, is_active_assumed: bool = False
 ) -> dict[str, Any]:
-    found, pasted, shape = plan.fit, plan.pasted, plan.model.shape
-    settings = pasted.vllm_settings
+    found, settings, shape = plan.fit, plan.settings, plan.model.shape
+    vllm_settings = settings.vllm_settings
     return {
         "model": plan.model.name,
         "gpu": plan.hardware.gpu.name,
@@ -67,7 +67,7 @@ def as_data(
             "source": plan.rates.prefill_source,
         },
         "decode": asdict(plan.cost),
-        "ways": [_way_data(way, is_best=way is plan.ways[0]) for way in best_of_each(plan.ways)],
+        "ways": [_way_data(way, is_best=way is plan.ways[0]) for way in best_per_mode(plan.ways)],
         "ranking": _ranking(plan),
         "trace": None if reuse is None else asdict(reuse),
         "verdict": {
@@ -78,10 +78,10 @@ def as_data(
         },
         "settings": {
             "serve": _serve_command(plan),
-            "serve_note": pasted.serve_note,
+            "serve_note": settings.serve_note,
             "vllm": _vllm_command(plan),
-            "vllm_note": pasted.vllm_note,
-            "kv_transfer_config": None if settings is None else transfer_config(settings),
+            "vllm_note": settings.vllm_note,
+            "kv_transfer_config": None if vllm_settings is None else transfer_config(vllm_settings),
         },
         "assumptions": _assumptions(plan),
     }
@@ -92,7 +92,7 @@ def _way_data(way: Way, *, is_best: bool) -> dict[str, Any]:
         "mode": way.mode,
         "is_best": is_best and way.can_run,
         "can_run": way.can_run,
-        "hosts": list(way.hosts),
+        "hosts": list(way.engines),
         "obstacle": way.obstacle or None,
         "num_servers": way.layout.num_servers,
         "gpus_each": way.layout.gpus_each,
@@ -120,17 +120,17 @@ def draw(plan: Plan, reuse: ReuseStats | None, *, is_active_assumed: bool = Fals
     if plan.verdict.warnings:
         console.print(_points("!", plan.verdict.warnings, style="yellow"))
     commands = (
-        ("penstock serve", _serve_command(plan), plan.pasted.serve_note),
-        ("vLLM", _vllm_command(plan), plan.pasted.vllm_note),
+        ("penstock serve", _serve_command(plan), plan.settings.serve_note),
+        ("vLLM", _vllm_command(plan), plan.settings.vllm_note),
     )
-    for host, command, note in commands if plan.verdict.kind.runs else ():
-        console.print(Text(f"\n{host}", style="bold"))
+    for engine, command, note in commands if plan.verdict.kind.runs else ():
+        console.print(Text(f"\n{engine}", style="bold"))
         if note:
             console.print(f"  {note}")
         if command is not None:
-            # As it is to be pasted: no line of a terminal's own.
+            # Not wrapped, so that it can be pasted.
             console.print(command, soft_wrap=True)
-    console.print(Text("\nHow this was reckoned", style="bold"))
+    console.print(Text("\nHow these numbers were calculated", style="bold"))
     console.print(_points("·", _assumptions(plan), style="dim"))
 
 
@@ -154,37 +154,37 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
     if found.num_kv_copies > 1:
         token += (
             f", {format_bytes(found.bytes_per_token)} on the GPUs: {found.num_kv_copies} copies "
-            f"over {plan.layout.gpus_each}"
+            f"over {plan.layout.gpus_each} GPUs"
         )
     shared = ""
     if demand.shared_tokens:
-        shared = f", {format_bytes(found.own_bytes)} of it its own"
+        shared = f", of which {format_bytes(found.own_bytes)} is not shared"
     kept = "all sessions once"
     if found.live_bytes > found.shared_bytes + found.own_bytes * demand.num_sessions:
-        kept = "what the trace reads again"
+        kept = "all KV that the trace reads again"
     num_servers = plan.layout.num_servers
     weights = format_bytes(found.weight_bytes)
     if num_servers > 1:
         weights += f", {num_servers} copies"
-    active = f"{demand.num_sessions:,}, {demand.num_active:,} of them decoding at once"
+    active = f"{demand.num_sessions:,} open, {demand.num_active:,} decoding at once"
     if is_active_assumed:
-        active += " (assumed: a quarter; say it with --active)"
+        active += " (assumed: a quarter; set --active)"
     first = [
-        ("KV of a token", token),
+        ("KV per token", token),
         (
-            f"session of {demand.context_tokens:,}",
+            f"session of {counted(demand.context_tokens, 'token')}",
             f"{format_bytes(found.session_bytes)}{shared}",
         ),
-        *([("GPUs shared out", _shared_out(plan))] if plan.hardware.num_gpus > 1 else []),
+        *([("layout", _layout(plan.layout))] if plan.hardware.num_gpus > 1 else []),
         ("weights", weights),
-        ("room for KV on the GPU", format_bytes(max(0, found.pool_bytes))),
-        ("sessions wanted", active),
+        ("GPU memory for KV", format_bytes(max(0, found.pool_bytes))),
+        ("sessions", active),
     ]
     if not plan.ways:
-        return first  # nothing runs, so that nothing is to be bought for it
+        return first  # nothing can run, so there is nothing to buy
     rows = [
         *first,
-        ("sessions, GPU alone", f"{found.sessions_on_device:,}"),
+        ("sessions on the GPU", f"{found.sessions_on_device:,}"),
         (
             "sessions with DRAM",
             f"{found.sessions_with_host:,} with {format_bytes(found.host_bytes)}",
@@ -192,12 +192,12 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
     ]
     if found.disk_bytes:
         with_disk = f"{found.sessions_with_disk:,} with {format_bytes(found.disk_bytes)} more"
-        rows.append(("sessions kept with a disk", with_disk))
+        rows.append(("sessions with DRAM and disk", with_disk))
     rows.append(
         (
             "DRAM to buy",
-            f"{format_bytes(found.recommended_host_bytes)} for KV: {kept}, and a tenth; "
-            f"{format_bytes(found.least_host_bytes)} at the least",
+            f"{format_bytes(found.recommended_host_bytes)} for KV ({kept}, plus 10%); at least "
+            f"{format_bytes(found.least_host_bytes)}",
         )
     )
     return rows
@@ -208,18 +208,17 @@ def _trace(reuse: ReuseStats) -> list[tuple[str, str]]:
     return [
         (
             "requests",
-            f"{reuse.num_requests:,}" + ("" if rate is None else f", {rate:.2f} a second"),
+            f"{reuse.num_requests:,}" + ("" if rate is None else f", {rate:.2f} per second"),
         ),
         (
-            "tokens of one",
-            f"{reuse.p50_tokens:,} half of them, {reuse.p90_tokens:,} P90, "
-            f"{reuse.max_tokens:,} at most",
+            "tokens per request",
+            f"{reuse.p50_tokens:,} P50, {reuse.p90_tokens:,} P90, {reuse.max_tokens:,} maximum",
         ),
-        ("computed before", f"{reuse.reuse_share:.1%} of prompt tokens, if nothing is forgotten"),
+        ("computed before", f"{reuse.reuse_share:.1%} of prompt tokens, if nothing is evicted"),
         (
-            "to be read again",
-            f"{reuse.num_live_blocks:,} blocks of {reuse.block_tokens} tokens at the most, of "
-            f"{reuse.num_distinct_blocks:,}",
+            "read again",
+            f"at most {reuse.num_live_blocks:,} blocks at a time, of {reuse.num_distinct_blocks:,} "
+            f"with {counted(reuse.block_tokens, 'token')} each",
         ),
     ]
 
@@ -229,15 +228,19 @@ def _draw_tiers(plan: Plan) -> None:
     table = new_table("from", "rate", f"{context:,} tokens", "faster than computing")
     for tier, link in plan.rates.links.items():
         table.add_row(
-            "DRAM" if tier is Tier.HOST else tier.label,
+            _name(tier),
             format_rate(link.rate.bytes_per_second),
             format_seconds(plan.load_seconds[tier]),
             _break_even(plan, tier),
         )
     if plan.rates.prefill is not None and plan.compute_seconds is not None:
         rate = f"{plan.rates.prefill.tokens_per_second:,.0f} tokens/s"
-        table.add_row("computed", rate, format_seconds(plan.compute_seconds), "–")
+        table.add_row("computing", rate, format_seconds(plan.compute_seconds), "–")
     stdout_console().print(table)
+
+
+def _name(tier: Tier) -> str:
+    return "DRAM" if tier is Tier.HOST else tier.label
 
 
 def _break_even(plan: Plan, tier: Tier) -> str:
@@ -246,28 +249,24 @@ def _break_even(plan: Plan, tier: Tier) -> str:
     least = plan.break_evens[tier]
     if least is None:
         return "never"
-    return "always" if least == 1 else f"from {least:,} tokens on"
+    return "always" if least == 1 else f"from {least:,} tokens"
 
 
 _MODES = {Mode.WHOLE: "on the GPU", Mode.TURNS: "in turns", Mode.COLD: "from DRAM"}
 
 
-def _shared_out(plan: Plan) -> str:
-    return _layout(plan.layout)
-
-
 def _layout(layout: Layout) -> str:
-    copies = "1 copy" if layout.num_servers == 1 else f"{layout.num_servers} copies"
-    each = "1 GPU" if layout.gpus_each == 1 else f"{layout.gpus_each} GPUs"
-    return f"{copies} of the model, {'each ' if layout.num_servers > 1 else ''}on {each}"
+    each = " each" if layout.num_servers > 1 else ""
+    copies = counted(layout.num_servers, "copy", "copies")
+    return f"{copies} of the model, on {counted(layout.gpus_each, 'GPU')}{each}"
 
 
 def _draw_ways(plan: Plan) -> None:
     table = new_table(
-        *("way", "copies x GPUs", "at once", "a token", "tokens/s", "each"),
+        *("way", "copies x GPUs", "at once", "per token", "tokens/s", "per session"),
         *("vLLM", "serve"),
     )
-    for way in best_of_each(plan.ways):
+    for way in best_per_mode(plan.ways):
         table.add_row(
             _MODES[way.mode],
             f"{way.layout.num_servers} x {way.layout.gpus_each}",
@@ -275,32 +274,35 @@ def _draw_ways(plan: Plan) -> None:
             format_seconds(way.token_seconds),
             format_count(way.tokens_per_second),
             format_count(way.session_tokens_per_second),
-            *("yes" if host in way.hosts else "no" for host in (Host.VLLM, Host.SERVE)),
+            *("yes" if engine in way.engines else "no" for engine in ServingEngine),
         )
     console = stdout_console()
     console.print(table)
     obstacles = [
-        f"{_MODES[way.mode]}: {way.obstacle}" for way in best_of_each(plan.ways) if way.obstacle
+        f"{_MODES[way.mode]}: not possible. {way.obstacle}."
+        for way in best_per_mode(plan.ways)
+        if way.obstacle
     ]
     console.print(_points("·", [*obstacles, _ranking(plan)], style="dim"))
 
 
 def _ranking(plan: Plan) -> str:
     target = format_seconds(target_of(plan.demand))
-    whose = "" if plan.demand.max_token_seconds else ", assumed: about as fast as people read"
+    is_given = plan.demand.max_token_seconds is not None
+    whose = "--max-token-ms" if is_given else "assumed: about as fast as people read"
     return (
-        f"ranked: of what can run within {target} a token{' (--max-token-ms)' if not whose else ''}"
-        f"{whose}, the most tokens/s first; if nothing can, the shortest time a token"
+        f"Ranked by tokens/s, among the ways that stay within {target} per token ({whose}). If "
+        "none does, by time per token."
     )
 
 
 def _serve_command(plan: Plan) -> str | None:
-    serve = plan.pasted.serve
+    serve = plan.settings.serve
     return None if serve is None else shlex.join(("penstock", "serve", *serve))
 
 
 def _vllm_command(plan: Plan) -> str | None:
-    vllm, settings = plan.pasted.vllm, plan.pasted.vllm_settings
+    vllm, settings = plan.settings.vllm, plan.settings.vllm_settings
     if vllm is None:
         return None
     command = shlex.join(("vllm", "serve", *vllm))
@@ -319,30 +321,31 @@ def _config_command(settings: VllmSettings) -> list[str]:
 def _assumptions(plan: Plan) -> list[str]:
     hardware, rates = plan.hardware, plan.rates
     pool = (
-        f"room on the GPU: {hardware.memory_utilization:.0%} of {hardware.num_gpus} x "
-        f"{hardware.gpu.memory_bytes / 1e9:g} GB ({hardware.gpu.source}), less the weights and "
-        f"{format_bytes(WORKING_BYTES)} of working memory each"
+        f"GPU memory for KV: {hardware.memory_utilization:.0%} of {hardware.num_gpus} x "
+        f"{hardware.gpu.memory_bytes / 1e9:g} GB ({hardware.gpu.source}), minus the weights and "
+        f"{format_bytes(WORKING_BYTES)} of working memory per GPU."
     )
     if hardware.device_kv_bytes is not None:
-        pool = "room on the GPU: as given"
+        pool = "GPU memory for KV: as given."
     weights = "all weights"
     if plan.model.shape.is_mixture:
-        weights = "the experts its tokens pass through, at most all weights,"
+        weights = "the weights of the experts that its tokens use"
     exchanges = []
     if rates.exchange_seconds:
         exchanges = [
-            f"GPUs that share a model exchange results {EXCHANGES_PER_LAYER} times a layer: "
-            f"{format_seconds(rates.exchange_seconds)} of a step, at an assumed "
-            f"{EXCHANGE_SECONDS * 1e6:.0f} microseconds each"
+            f"GPUs that share a model exchange results {EXCHANGES_PER_LAYER} times per layer: "
+            f"{format_seconds(rates.exchange_seconds)} per step, assuming "
+            f"{EXCHANGE_SECONDS * 1e6:.0f} microseconds each."
         ]
     return [
         pool,
-        f"prefill: {rates.prefill_source}",
-        *(f"{tier.label}: {link.source}" for tier, link in rates.links.items()),
-        f"a step reads {weights} and resident KV at {MEMORY_SHARE:.0%} of the sheet's bandwidth, "
-        f"as one H200 did, beside that cold KV at {format_rate(rates.cold_bytes_per_second)}, and "
-        "takes no less than computing its tokens does at prefill's rate; prompts are not in it",
+        f"Prefill: {rates.prefill_source}.",
+        *(f"Loads from {_name(tier)}: {link.source}." for tier, link in rates.links.items()),
+        f"Decode: a step reads {weights} and the KV on the GPU at {MEMORY_SHARE:.0%} of the "
+        "bandwidth in the data sheet, as one H200 did. At the same time it reads KV in DRAM at "
+        f"{format_rate(rates.cold_bytes_per_second)}. It takes at least as long as computing its "
+        "tokens at the prefill rate. Prompts computed in the same step are not included.",
         *exchanges,
-        "loads from below DRAM are also begun while the front of the prompt is computed, which "
-        "these figures leave out",
+        "Loads from below DRAM can overlap with computing the start of the prompt. These numbers "
+        "do not include that.",
     ]

@@ -1,4 +1,4 @@
-"""`penstock probe`: what this machine's links carry, and from which prompt on loading pays."""
+"""`penstock probe`: how fast this machine's links are, and when loading beats computing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock.shapes.sizing import ModelShape, find_shape
 from penstock.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from penstock.plan.links import Link
-    from penstock.plan.remote_link import RemoteProbe
+    from penstock.plan.probe.links import Link
+    from penstock.plan.probe.remote import RemoteProbe
 
 EXAMPLE = (
     "Example: penstock probe --dir /mnt/nvme --model llama-3.1-8b\n\n"
@@ -28,68 +28,67 @@ EXAMPLE = (
 _MAX_DEFAULT_THREADS = 16
 _MATRIX_SECONDS = 0.5
 _BAR_WIDTH = 20
-_GIVE_RATE = "give --prefill-tokens-per-second for break-even lengths"
+_GIVE_RATE = "to get break-even lengths, give --prefill-tokens-per-second"
 
 
 class _Prefill(NamedTuple):
     rate: PrefillRate | None
-    source: str  # where the rate is from, or why there is none
+    source: str  # where the rate comes from, or why it is unknown
 
 
 def probe(
     model: Annotated[
         str,
-        typer.Option(
-            metavar="MODEL", help="A known model, a config.json, or the folder it lies in."
-        ),
+        typer.Option(metavar="MODEL", help="A known model, a config.json, or its folder."),
     ] = "smollm2-135m",
     directory: Annotated[
         Path | None,
         typer.Option(
             "--dir",
             metavar="DIR",
-            help="A folder on the disk to measure; the system's temporary folder by default.",
+            help="A folder on the disk to measure. Default: the system's temporary folder.",
         ),
     ] = None,
     remote: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Also measure this remote store, as remote.url would name it."
+            metavar="URL", help="Also measure this remote store (same form as remote.url)."
         ),
     ] = None,
     size: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="Bytes to copy, and to write to the disk and the remote store."
+            metavar="SIZE", help="How much to copy, and to write to disk and remote store."
         ),
     ] = "256MiB",
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1, max=256, metavar="N", help="Most threads that copy; by default one a core."
+            min=1, max=256, metavar="N", help="Threads that copy. Default: one per core, up to 16."
         ),
     ] = None,
     prefill_tokens_per_second: Annotated[
         float | None,
-        typer.Option(metavar="RATE", help="How fast your engine prefills; estimated by default."),
+        typer.Option(metavar="RATE", help="Your engine's prefill rate. Default: estimated."),
     ] = None,
     seconds: Annotated[
         float,
-        typer.Option(min=0.01, max=60, metavar="S", help="The most that one measurement takes."),
+        typer.Option(min=0.01, max=60, metavar="S", help="Maximum time per measurement."),
     ] = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine's links, and the prompt length from which loading beats computing.
 
-    Copies memory, checksums it, and writes and reads a file without a name in DIR, past the page
-    cache. In a remote store it puts, gets and looks for values of its own under penstock/probe/; a
-    store that is nearly full may evict others for them. Nothing is left behind. A prompt of the
-    break-even length or more is loaded over the link sooner than it is computed.
+    Copies and checksums memory, and writes and reads an unnamed file in DIR, bypassing the page
+    cache. In a remote store it writes, reads and looks up its own values under penstock/probe/; a
+    store that is nearly full may evict other values for them. Everything is removed at the end.
+    Prompts of at least the break-even length load faster over that link than they are computed.
     """
-    from penstock.plan.disk_link import DiskProbe
-    from penstock.plan.links import BLOCK_BYTES, ChecksumProbe, CopyProbe, LinkProbe, measure_links
+    from penstock.plan.probe.disk import DiskProbe
+    from penstock.plan.probe.links import BLOCK_BYTES, LinkProbe, measure_links
+    from penstock.plan.probe.memory import ChecksumProbe, CopyProbe
 
-    # All that can be refused is refused before anything is measured.
+    # Check all arguments before measuring anything.
     shape = find_shape(model)
     prefill = None
     if prefill_tokens_per_second is not None:
@@ -103,7 +102,7 @@ def probe(
     ]
     store = None
     if remote is not None:
-        from penstock.plan.remote_link import RemoteProbe
+        from penstock.plan.probe.remote import RemoteProbe
 
         store = RemoteProbe(remote, size_bytes, seconds)
         probes.append(store)
@@ -165,7 +164,7 @@ def _draw(
     bars = table.columns[2]
     bars.justify, bars.min_width, bars.max_width = "left", 8, _BAR_WIDTH
     for column in table.columns:
-        column.no_wrap = column is not bars  # a narrow terminal takes from the bars alone
+        column.no_wrap = column is not bars  # in a narrow terminal only the bars shrink
     fastest = max(link.bytes_per_second for link in links)
     for link, break_even in zip(links, break_evens, strict=True):
         table.add_row(
@@ -178,7 +177,7 @@ def _draw(
     console = stdout_console()
     console.print(table)
     if not alike:
-        console.print(f"A block has {size} where its link names no other size.")
+        console.print(f"A block has {size} unless its link names another size.")
     console.print(f"{model}: {format_bytes(shape.bytes_per_token)} of KV per token.")
     if prefill.rate is None:
         console.print(f"Prefill rate unknown: {prefill.source}.")
@@ -214,17 +213,17 @@ def _break_even(link: Link, prefill: _Prefill, shape: ModelShape) -> int | None:
 
 
 def _estimate(shape: ModelShape, seconds: float) -> _Prefill:
-    from penstock.plan.links import measure_matrix_product
+    from penstock.plan.probe.memory import measure_matrix_product
     from penstock.shapes.gpu_rates import estimate_prefill
 
     operations_per_second = measure_matrix_product(seconds)
     if operations_per_second is None:
-        return _Prefill(None, f"numpy is not installed to estimate it; {_GIVE_RATE}")
+        return _Prefill(None, f"numpy, which estimates it, is not installed; {_GIVE_RATE}")
     rate = estimate_prefill(shape, operations_per_second)
     if rate is None:
-        return _Prefill(None, f"the model's config.json does not tell its size; {_GIVE_RATE}")
+        return _Prefill(None, f"the model's number of parameters is unknown; {_GIVE_RATE}")
     gflops = operations_per_second / 1e9
-    return _Prefill(rate, f"estimated from {gflops:,.0f} GFLOP/s matrix product")
+    return _Prefill(rate, f"estimated from a matrix product at {gflops:,.0f} GFLOP/s")
 
 
 def _given_rate(tokens_per_second: float) -> PrefillRate:

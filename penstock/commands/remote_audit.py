@@ -1,4 +1,4 @@
-"""What lies in a store that instances share: listed, sampled, and verified value by value."""
+"""Lists, samples and verifies the values in a remote store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SETTLE_SECONDS = 0.05
 _NAME = re.compile(re.escape(PREFIX) + "([0-9a-f]{32})/([0-9a-f]{64})")
 
 Values = dict[str, int]
-"""Names of values, and how many bytes each has."""
+"""Value names and their sizes in bytes."""
 
 
 class RemoteDamage(NamedTuple):
@@ -32,18 +32,18 @@ class RemoteDamage(NamedTuple):
 
 @dataclass(slots=True)
 class RemoteAudit:
-    """How many values there are of each kind; every value is of one of them."""
+    """How many values there are of each kind. Each value is counted once."""
 
     num_ok: int = 0
-    num_encrypted: int = 0  # of a sound head; the body says nothing without its tenant's name
-    num_expired: int = 0  # sound, and not believed any more; not every store removes them itself
-    num_foreign: int = 0  # of another secret or another program: not for us to judge
-    num_changed: int = 0  # removed or replaced while they were looked at; no damage
+    num_encrypted: int = 0  # sound header; the data needs the tenant's name to be verified
+    num_expired: int = 0  # sound, but past their time; not every store removes those
+    num_foreign: int = 0  # of another secret or another program: cannot be verified
+    num_changed: int = 0  # removed or replaced during the check; not damage
     damages: list[RemoteDamage] = field(default_factory=list)
 
 
 def list_values(client: Client, prefix: str, tick: Callable[[int], None]) -> Values:
-    """All that begins so. Each once: a Redis that makes room for more may tell a name twice."""
+    """All values with this prefix, each once: Redis may list a name twice while it resizes."""
     found: Values = {}
     for page in client.find(prefix):
         found.update(page)
@@ -52,13 +52,13 @@ def list_values(client: Client, prefix: str, tick: Callable[[int], None]) -> Val
 
 
 def namespace_prefix(name: str) -> str | None:
-    """The digits that stand for namespace and secret; None where it is no name of a block."""
+    """The digits derived from namespace and secret; None if it is not the name of a block."""
     parts = _NAME.fullmatch(name)
     return parts[1] if parts else None
 
 
 def sample(client: Client, values: Mapping[str, int]) -> HeadFacts | None:
-    """The head of one of them; None where neither of the first few has one that can be read."""
+    """The header of one value; None if none of the first few values has a readable one."""
     for name, num_bytes in list(values.items())[:_MAX_SAMPLES]:
         if num_bytes >= HEAD_BYTES:
             (item,) = items = _new_items([(name, num_bytes)])
@@ -77,7 +77,7 @@ def remove_values(client: Client, names: Sequence[str], tick: Callable[[float], 
 def audit(
     client: Client, values: Values, secret: bytes, tick: Callable[[float], None]
 ) -> RemoteAudit:
-    """Read every value and hold it against its sums. Changes nothing. Raises StoreError."""
+    """Read every value and verify its checksums. Changes nothing. Raises StoreError."""
     auditor = _Auditor(client, secret)
     num_bytes, num_done = max(1, sum(values.values())), 0
     for batch in _batches(values):
@@ -93,13 +93,13 @@ class _Auditor:
         self._secret = secret
         self._now = time.time()
         self._found = RemoteAudit()
-        self._ours: set[str] = set()  # prefixes that a head has shown to be of this secret
-        self._suspects: dict[str, str] = {}  # names, and what is wrong with them
+        self._ours: set[str] = set()  # prefixes proven by a header to belong to this secret
+        self._suspects: dict[str, str] = {}  # name to problem
 
     def check(self, batch: Sequence[tuple[str, int]]) -> None:
         whole = [(name, size) for name, size in batch if size >= HEAD_BYTES]
         for name in self._still_there([name for name, size in batch if size < HEAD_BYTES]):
-            self._suspects[name] = "it is shorter than a head"
+            self._suspects[name] = "shorter than a header"
         items = _new_items(whole)
         for item, is_read in zip(items, _get(self._client, items), strict=True):
             if not is_read:
@@ -108,7 +108,7 @@ class _Auditor:
                 self._suspects[item.name] = problem
 
     def finish(self, values: Values) -> RemoteAudit:
-        """What fails twice is damaged, if it lies where only this secret's values do."""
+        """A value is damaged if it fails twice and its prefix belongs to this secret."""
         suspects, self._suspects = self._suspects, {}
         ours = {name: values[name] for name in suspects if namespace_prefix(name) in self._ours}
         self._found.num_foreign += len(suspects) - len(ours)
@@ -120,30 +120,30 @@ class _Auditor:
         return self._found
 
     def _judge(self, item: Item) -> str:
-        """Count a sound value; else say what is wrong with it."""
+        """Count a sound value and return ""; otherwise return what is wrong with it."""
         head = bytes(item.head)
         facts, parts = read_head(head), _NAME.fullmatch(item.name)
         if facts is None or parts is None:
-            return "it has no head that can be read"
+            return "the header cannot be read"
         if facts.encrypted and not self._secret:
-            return "it is encrypted, and there is no secret"
+            return "encrypted, but no secret is set"
         num_bytes = len(item.body)
-        # Several blocks may lie in one value (see `stores.packs`), each behind a head of its own.
+        # One value may hold several blocks (see `stores.packs`), each after its own header.
         is_whole = (HEAD_BYTES + num_bytes) % (HEAD_BYTES + facts.block_bytes) == 0
         size = facts.block_bytes if is_whole else num_bytes
         spec = BlockSpec(facts.namespace, size, 1)
         envelope = Envelope(spec, secret=self._secret, encrypt=facts.encrypted)
         if envelope.prefix != parts[1]:
-            return "its head is damaged, or of another namespace"
-        self._ours.add(parts[1])  # under no other secret does this namespace have this prefix
+            return "the header is damaged, or of another namespace"
+        self._ours.add(parts[1])  # only this secret gives this namespace this prefix
         if not is_whole:
-            return f"it has {num_bytes:,} bytes where its head says {facts.block_bytes:,}"
+            return f"{num_bytes:,} bytes of data, but the header says {facts.block_bytes:,}"
         values = [item, *_more_values(item, size)]
         for number, value in enumerate(values, 1):
             mine = bytes(value.head)
             key = facts.key if (found := read_head(mine)) is None else found.key
             if number == len(values):
-                key = BlockKey(bytes.fromhex(parts[2]))  # the last one gives it its name
+                key = BlockKey(bytes.fromhex(parts[2]))  # a value is named after its last block
             if facts.encrypted:
                 error = envelope.judge_head(key, mine, now=0.0)
             else:
@@ -159,7 +159,7 @@ class _Auditor:
         return ""
 
     def _still_there(self, names: Sequence[str]) -> list[str]:
-        # Redis tells 0 bytes of what has gone since it was listed.
+        # Redis reports 0 bytes for a value that was removed after it was listed.
         held = self._client.exists(names)
         self._found.num_changed += held.count(False)
         return [name for name, is_held in zip(names, held, strict=True) if is_held]
@@ -171,7 +171,7 @@ def _new_items(batch: Sequence[tuple[str, int]]) -> list[Item]:
 
 
 def _more_values(pack: Item, block_bytes: int) -> Iterator[Item]:
-    """Those behind the first."""
+    """The blocks after the first."""
     rest = pack.body[block_bytes:]
     while rest:
         yield Item(pack.name, rest[:HEAD_BYTES], rest[HEAD_BYTES : HEAD_BYTES + block_bytes])
@@ -179,10 +179,10 @@ def _more_values(pack: Item, block_bytes: int) -> Iterator[Item]:
 
 
 def _get(client: Client, items: Sequence[Item]) -> list[bool]:
-    """Which could be read; the others have gone or changed since. Raises StoreError."""
+    """Which could be read; the rest were removed or changed since. Raises StoreError."""
     answers = client.get(items)
     for answer in answers:
-        # Corrupt: it is not as long as it was when it was listed.
+        # Corrupt: its size has changed since it was listed.
         if answer is not None and not isinstance(answer, Missing | Corrupt):
             raise answer
     return [answer is None for answer in answers]

@@ -1,4 +1,4 @@
-"""`penstock store` for a URL: look into a store that instances share, audit it, empty it."""
+"""`penstock store` for a remote store: list, check and clear its values."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ from datetime import UTC, datetime
 
 import typer
 
-from penstock.commands import (
-    Tick,
-    new_table,
-    print_fields,
-    print_json,
-    progress_bar,
-    remote_audit,
-    stdout_console,
-)
+from penstock.commands import Tick, print_fields, print_json, progress_bar, remote_audit
+from penstock.commands.remote_audit import RemoteAudit, Values
+from penstock.commands.store import print_damages
 from penstock.config import ENV_REMOTE_SECRET
 from penstock.config.urls import without_password
 from penstock.errors import ConfigError, StoreError
@@ -26,18 +20,17 @@ from penstock.stores.envelope import Envelope, HeadFacts
 from penstock.stores.remote import Client
 from penstock.stores.remotes import open_client
 from penstock.types import BlockSpec
-from penstock.units import format_bytes
+from penstock.units import counted, format_bytes
 
-# Of one batch. More than a server grants: nobody waits for this one, and lines may be slow.
+# For one batch. Longer than a server allows: no request waits for it, and links may be slow.
 _TIMEOUT_SECONDS = 15.0
-_MAX_SHOWN = 50
 _PREFIX_DIGITS = 8
 _KEY_DIGITS = 16
 
 
-def list_remote(url: str, *, names: bool, as_json: bool) -> None:
+def show(url: str, *, blocks: bool, as_json: bool) -> None:
     shown = without_password(url)
-    groups: dict[str | None, remote_audit.Values] = {}
+    groups: dict[str | None, Values] = {}
     samples: dict[str, HeadFacts | None] = {}
     with _opened(url) as client, progress_bar() as tick:
         values = remote_audit.list_values(client, remote_audit.PREFIX, _counting(tick))
@@ -46,7 +39,7 @@ def list_remote(url: str, *, names: bool, as_json: bool) -> None:
         others = groups.pop(None, {})
         own = {prefix: group for prefix, group in sorted(groups.items()) if prefix is not None}
         for index, (prefix, group) in enumerate(own.items()):
-            tick("reading a head of each namespace", index / len(own))
+            tick("reading one header per namespace", index / len(own))
             samples[prefix] = remote_audit.sample(client, group)
     if as_json:
         facts: dict[str, object] = {
@@ -64,7 +57,7 @@ def list_remote(url: str, *, names: bool, as_json: bool) -> None:
                 for prefix, group in own.items()
             ],
         }
-        if names:
+        if blocks:
             facts["values"] = [
                 {"name": name, "num_bytes": num_bytes} for name, num_bytes in sorted(values.items())
             ]
@@ -72,23 +65,23 @@ def list_remote(url: str, *, names: bool, as_json: bool) -> None:
         return
     rows = [("namespaces", f"{len(own):,}"), ("values", _count(values))]
     if others:
-        rows.append(("not Penstock's", f"{_count(others)}, by their names"))
+        rows.append(("not Penstock's", f"{_count(others)}, judging by their names"))
     print_fields(shown, rows)
     for prefix, group in own.items():
         print_fields(f"\n{prefix}", [("values", _count(group)), *_rows(samples[prefix])])
     if own:
-        typer.echo("\nWritten and expires are of one value of each namespace.")
-    if names:
-        # Plain lines, not a table: there may be millions.
+        typer.echo("\nWritten and expires are those of one sample value per namespace.")
+    if blocks:
+        # Plain lines, not a table: there may be millions of values.
         typer.echo(f"\n{'bytes':>12}  name")
         for name, num_bytes in sorted(values.items()):
             typer.echo(f"{num_bytes:>12}  {name}")
 
 
-def check_remote(url: str, *, repair: bool, as_json: bool) -> None:
+def check(url: str, *, repair: bool, as_json: bool) -> None:
     shown = without_password(url)
     secret = os.environ.get(ENV_REMOTE_SECRET, "").strip().encode()
-    Envelope(BlockSpec(bytes(32), 1, 1), secret=secret)  # refuses a bad one before all is read
+    Envelope(BlockSpec(bytes(32), 1, 1), secret=secret)  # rejects a bad secret before reading
     with _opened(url) as client, progress_bar() as tick:
         values = remote_audit.list_values(client, remote_audit.PREFIX, _counting(tick))
         found = remote_audit.audit(client, values, secret, lambda share: tick("checking", share))
@@ -119,24 +112,22 @@ def check_remote(url: str, *, repair: bool, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def clear_remote(url: str, *, namespace: str | None, yes: bool, as_json: bool) -> None:
-    if as_json and not yes:
-        raise ConfigError("--json leaves no place for a question: expected --yes with it")
+def clear(url: str, *, namespace: str | None, yes: bool, as_json: bool) -> None:
     if namespace is not None and not re.fullmatch("[0-9a-f]{32}", namespace):
         raise ConfigError(
-            f"--namespace is {namespace[:80]!r}: expected 32 hexadecimal digits as "
-            "`penstock store ls` shows them; copy them from there"
+            f"--namespace is {namespace[:80]!r}: expected the 32 hexadecimal digits that "
+            "`penstock store ls` shows"
         )
     shown = without_password(url)
     prefix = remote_audit.PREFIX + (f"{namespace}/" if namespace is not None else "")
     with _opened(url) as client:
         with progress_bar() as tick:
             values = remote_audit.list_values(client, prefix, _counting(tick))
-        question = f"Delete all {_count(values)}, under {prefix} in {shown}?"
+        question = f"Delete {_count(values)}, under {prefix} in {shown}?"
         if values and not yes and not typer.confirm(question, err=True):
             raise typer.Abort
         with progress_bar() as tick:
-            # What was asked about, not what has come meanwhile.
+            # Only what the question named, not values added since.
             remote_audit.remove_values(client, list(values), lambda share: tick("deleting", share))
     if as_json:
         print_json(
@@ -148,40 +139,38 @@ def clear_remote(url: str, *, namespace: str | None, yes: bool, as_json: bool) -
             }
         )
     elif values:
-        typer.echo(f"{_count(values)}, were deleted under {prefix} in {shown}.")
+        typer.echo(f"Deleted {_count(values)}, under {prefix} in {shown}.")
     else:
-        typer.echo(f"{shown} holds nothing under {prefix}.")
+        typer.echo(f"{shown} holds nothing under {prefix}: nothing to delete.")
 
 
 @contextmanager
 def _opened(url: str) -> Iterator[Client]:
-    # Whoever only looks lends no memory: what others put there would go with this process.
+    # Contribute no memory: values stored in it would be lost when this process ends.
     lending = re.compile(r"(?<=[?&])segment=[^&]*") if url.lower().startswith("mooncake:") else None
     client = open_client(lending.sub("segment=0", url) if lending else url, _TIMEOUT_SECONDS)
     try:
         yield client
     except StoreError as error:
         raise StoreError(
-            f"{without_password(url)} failed ({error}): expected a store that answers and may be "
-            "listed; start it, correct the URL, or grant what it denies"
+            f"{without_password(url)} failed ({error}): expected a store that answers and can be "
+            "listed; start it, correct the URL, or grant the missing permission"
         ) from None
     finally:
         client.close()
 
 
-def _draw(
-    shown: str, found: remote_audit.RemoteAudit, num_values: int, num_removed: int, repair: bool
-) -> None:
+def _draw(shown: str, found: RemoteAudit, num_values: int, num_removed: int, repair: bool) -> None:
     damages = found.damages
-    title = "damage was found" if damages else "sound"
+    title = "damage found" if damages else "sound"
     if 0 < num_values == found.num_foreign:
-        title = "nothing in it is of this secret"
+        title = "no value was written with this secret"
     rows = [("ok", found.num_ok, ""), ("corrupt", len(damages), "")]
     for name, number, words in (
-        ("encrypted", found.num_encrypted, "their heads are sound; only tenants can tell more"),
-        ("expired", found.num_expired, "sound, and not used any more"),
-        ("foreign", found.num_foreign, f"not verified: not of the secret in {ENV_REMOTE_SECRET}"),
-        ("changed meanwhile", found.num_changed, ""),
+        ("encrypted", found.num_encrypted, "headers are sound; the data needs the tenant's name"),
+        ("expired", found.num_expired, "sound, but no longer used"),
+        ("foreign", found.num_foreign, f"not verified: not written with {ENV_REMOTE_SECRET}"),
+        ("changed during the check", found.num_changed, ""),
     ):
         if number:
             rows.append((name, number, words))
@@ -193,21 +182,18 @@ def _draw(
     )
     if not damages:
         return
-    table = new_table("namespace", "key", "problem")
-    table.columns[1].justify = table.columns[2].justify = "left"
-    for damage in damages[:_MAX_SHOWN]:
+    damage_rows = []
+    for damage in damages:
         prefix, _, key = damage.name.removeprefix(remote_audit.PREFIX).partition("/")
-        table.add_row(f"{prefix[:_PREFIX_DIGITS]}…", f"{key[:_KEY_DIGITS]}…", damage.problem)
-    stdout_console().print(table)
-    if len(damages) > _MAX_SHOWN:
-        typer.echo(f"and {len(damages) - _MAX_SHOWN:,} more; --json lists all")
+        damage_rows.append((f"{prefix[:_PREFIX_DIGITS]}…", f"{key[:_KEY_DIGITS]}…", damage.problem))
+    print_damages(("namespace", "key", "problem"), damage_rows)
     if not repair:
-        typer.echo("Remove them with the same command and --repair.")
+        typer.echo("Remove the damaged values: run the same command with --repair.")
 
 
 def _rows(sample: HeadFacts | None) -> list[tuple[str, str]]:
     if sample is None:
-        return [("block", "no head could be read; see penstock store check")]
+        return [("block", "no header could be read; run penstock store check")]
     return [
         ("block", format_bytes(sample.block_bytes)),
         ("encrypted", "yes" if sample.encrypted else "no"),
@@ -229,17 +215,16 @@ def _plain(sample: HeadFacts | None) -> dict[str, object] | None:
 
 
 def _time(seconds: int) -> str | None:
-    """None for what is no time: nobody has judged the head it is from."""
+    """None if it is not a valid time: the header it comes from has not been verified."""
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat(" ")
     except (ValueError, OverflowError, OSError):
         return None
 
 
-def _count(values: remote_audit.Values) -> str:
-    plural = "" if len(values) == 1 else "s"
-    return f"{len(values):,} value{plural}, {format_bytes(sum(values.values()))}"
+def _count(values: Values) -> str:
+    return f"{counted(len(values), 'value')}, {format_bytes(sum(values.values()))}"
 
 
 def _counting(tick: Tick) -> Callable[[int], None]:
-    return lambda num_values: tick(f"listing, {num_values:,} values so far", 0.0)
+    return lambda num_values: tick(f"listing, {counted(num_values, 'value')} so far", 0.0)

@@ -189,14 +189,14 @@ def check_disk(disk: DiskConfig, *, has_room: bool) -> Check | None:
 def _inspect(directory: Path, disk: DiskConfig) -> str:
     """Describe the store. Raises PenstockError or OSError if vLLM could not start with it."""
     # Imported here because they need xxhash, which may be missing.
-    from penstock.commands import audit
+    from penstock.commands import disk_audit
     from penstock.stores import folder, slab
     from penstock.stores.directory import refuse_strangers_index
     from penstock.stores.preflight import check_access, try_writing
 
     shelves = folder.look_into(directory)
     if disk.read_only:
-        readable = [shelf for shelf in shelves or () if audit.find_problem(shelf) is None]
+        readable = [shelf for shelf in shelves or () if disk_audit.find_problem(shelf) is None]
         if not readable:
             raise Foreign(f"{directory} does not contain a store to read; check the path.")
     else:

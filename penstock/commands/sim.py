@@ -1,4 +1,4 @@
-"""`penstock sim`: what a cache of this size would have done with this traffic."""
+"""`penstock sim`: how tiers of given sizes would have served given traffic."""
 
 from __future__ import annotations
 
@@ -26,94 +26,92 @@ EXAMPLE = (
 def sim(
     traces: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="TRACE", help="Recorded traffic; its format is recognised."),
+        typer.Argument(metavar="TRACE", help="Recorded traffic; the format is detected."),
     ] = None,
     generate: Annotated[
         str | None,
         typer.Option(
             metavar="WORKLOAD",
-            help="In place of a trace: chat, rag, code, agents or batch, made up by rule.",
+            help="Generate traffic instead: chat, rag, code, agents or batch.",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to make up.")] = 2000,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the made up traffic.")] = 0,
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests to generate.")] = 2000,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed for --generate.")] = 0,
     format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The trace's format, if it must be named.")
+        str | None, typer.Option(metavar="NAME", help="The trace's format, if it is not detected.")
     ] = None,
     block_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Tokens of a block, where the trace leaves a choice."
-        ),
+        typer.Option(min=1, metavar="N", help="Tokens per block, if the trace does not fix it."),
     ] = None,
     device_gib: Annotated[
         str | None,
         typer.Option(
             metavar="GIB[,…]",
-            help="KV on the GPU. Without it there is no time: hit rates of one tier alone.",
+            help="Memory for KV on the GPU. Without it, only hit rates of one tier are simulated.",
         ),
     ] = None,
-    host_gib: Annotated[str | None, typer.Option(metavar="GIB[,…]", help="DRAM.")] = None,
-    disk_gib: Annotated[str | None, typer.Option(metavar="GIB[,…]", help="The disk tier.")] = None,
+    host_gib: Annotated[str | None, typer.Option(metavar="GIB[,…]", help="DRAM size.")] = None,
+    disk_gib: Annotated[str | None, typer.Option(metavar="GIB[,…]", help="Disk size.")] = None,
     device_blocks: Annotated[
-        str | None, typer.Option(metavar="N[,…]", help="As --device-gib, in blocks.")
+        str | None, typer.Option(metavar="N[,…]", help="Like --device-gib, in blocks.")
     ] = None,
     host_blocks: Annotated[
-        str | None, typer.Option(metavar="N[,…]", help="As --host-gib, in blocks.")
+        str | None, typer.Option(metavar="N[,…]", help="Like --host-gib, in blocks.")
     ] = None,
     disk_blocks: Annotated[
-        str | None, typer.Option(metavar="N[,…]", help="As --disk-gib, in blocks.")
+        str | None, typer.Option(metavar="N[,…]", help="Like --disk-gib, in blocks.")
     ] = None,
     sweep: Annotated[
         bool,
-        typer.Option("--sweep", help="Also a quarter, a half, twice and four times the DRAM."),
+        typer.Option("--sweep", help="Also simulate 1/4, 1/2, 2 and 4 times the DRAM."),
     ] = False,
     policy: Annotated[
-        str, typer.Option(metavar="NAME[,…]", help="Which block goes when room is needed.")
+        str, typer.Option(metavar="NAME[,…]", help="Eviction policies to compare.")
     ] = Config().host.policy,
     model: Annotated[
         str,
-        typer.Option(metavar="MODEL", help="A known model, a config.json, or the folder it is in."),
+        typer.Option(metavar="MODEL", help="A known model, a config.json, or its folder."),
     ] = "llama-3.1-8b",
-    gpu: Annotated[str, typer.Option(metavar="GPU", help="A known GPU, for rates.")] = "h200",
-    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs of one instance.")] = 1,
+    gpu: Annotated[str, typer.Option(metavar="GPU", help="A known GPU; sets the rates.")] = "h200",
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs per instance.")] = 1,
     prefill_tokens_per_second: Annotated[
         float | None,
-        typer.Option(metavar="RATE", help="How fast yours prefills; by default from the GPU."),
+        typer.Option(metavar="RATE", help="Your prefill rate. Default: from the GPU."),
     ] = None,
     host_link_gb_per_second: Annotated[
-        float | None, typer.Option(metavar="GB/S", help="Between GPU and DRAM, each way.")
+        float | None, typer.Option(metavar="GB/S", help="Rate between GPU and DRAM, per direction.")
     ] = None,
     disk_load_gb_per_second: Annotated[
-        float | None, typer.Option(metavar="GB/S", help="From the disk.")
+        float | None, typer.Option(metavar="GB/S", help="Read rate of the disk.")
     ] = None,
     disk_save_gb_per_second: Annotated[
-        float | None, typer.Option(metavar="GB/S", help="To the disk.")
+        float | None, typer.Option(metavar="GB/S", help="Write rate of the disk.")
     ] = None,
     speed: Annotated[
-        float, typer.Option(metavar="X", help="Times as fast as the trace was recorded.")
+        float, typer.Option(metavar="X", help="Speed-up over the recorded trace.")
     ] = 1.0,
     max_batched_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of one step.")
+        int, typer.Option(min=1, metavar="N", help="Maximum tokens per step.")
     ] = 8192,
-    max_running: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at a time.")] = 64,
+    max_running: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at once.")] = 64,
     max_waiting: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Requests in the queue; more are rejected.")
+        int, typer.Option(min=1, metavar="N", help="Queue length; more requests are rejected.")
     ] = 256,
     jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Processes; by default one a core.")
+        int | None, typer.Option(min=1, metavar="N", help="Processes. Default: one per core.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it: an HTML page of its own.")
+        Path | None, typer.Option(metavar="FILE", help="Write charts to this HTML file.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """What tiers of these sizes would have done with this traffic.
+    """Simulate how tiers of given sizes would have served recorded or generated traffic.
 
-    The books, policies and decisions are those that serve; only links, computing and the clock are
-    simulated. Several sizes or policies, by comma, are run side by side. Beside what they reach
-    stand the offline optimum, which knows the future and which no policy beats, and a cache
-    without bounds.
+    Runs the same bookkeeping, policies and decisions as a server; only links, computing and the
+    clock are simulated. Separate several sizes or policies with commas to compare them. The results
+    also show two limits: the offline optimum, which knows the future and which no policy beats, and
+    an unbounded cache.
     """
     from penstock.commands.sim_tables import draw, write_plot
     from penstock.sim.report import facts
@@ -138,21 +136,21 @@ def sim(
         max_waiting=max_waiting,
     )
     if plot is not None and not plot.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no such folder; make it, or choose another")
+        raise ConfigError(f"--plot {plot}: its folder does not exist; create it or choose another")
     policies = [name.strip() for name in policy.split(",")]
-    # All that can be refused is refused before anything is read or simulated.
+    # Check all arguments before reading or simulating anything.
     hardware.check(policies, speed)
     found = _traces(traces or [], generate, requests, seed, format, block_tokens)
     points, sizes = plan_points(found, room, policies, hardware, speed)
     with progress_bar() as tick:
         swept = run_sweep(found, points, num_processes=jobs or num_cores(), tick=tick)
-    told = hardware.facts(is_timed=room.is_timed) | {"unit": room.unit} | facts(found, swept)
+    results = hardware.facts(is_timed=room.is_timed) | {"unit": room.unit} | facts(found, swept)
     if plot is not None:
-        write_plot(plot, told, sizes, room.unit)
+        write_plot(plot, results, sizes, room.unit)
     if as_json:
-        print_json(told)
+        print_json(results)
     else:
-        draw(told, sizes, room.unit)
+        draw(results, sizes, room.unit)
 
 
 def _traces(
@@ -166,7 +164,7 @@ def _traces(
     from penstock.sim.formats import read_trace
     from penstock.sim.workloads import generate
 
-    either = "expected trace files, or --generate and a workload in their place"
+    either = "expected trace files, or --generate with a workload"
     if workload is not None and paths:
         raise ConfigError(f"both {paths[0]} and --generate {workload} are given: {either}")
     if workload is None and not paths:

@@ -1,4 +1,4 @@
-"""How `penstock sim` shows what it found: tables on a terminal, or a page with pictures."""
+"""Shows the results of `penstock sim`: tables in a terminal, or an HTML page with charts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ Sizes = dict[str, float]
 _TIERS = ("device", "host", "disk")
 
 
-def draw(told: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
+def draw(results: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
     console = stdout_console()
-    for number, trace in enumerate(told["traces"]):
-        pairs = [(p, s) for p, s in zip(told["points"], sizes, strict=True) if p["trace"] == number]
+    for number, trace in enumerate(results["traces"]):
+        pairs = [
+            (p, s) for p, s in zip(results["points"], sizes, strict=True) if p["trace"] == number
+        ]
         console.print(
             f"{trace['name']}: {counted(trace['num_requests'], 'request')}, "
             f"{counted(trace['num_blocks'], 'prompt block')} of "
@@ -25,22 +27,22 @@ def draw(told: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
         fixed, shown = _fixed_and_shown(pairs)
         if fixed:
             same = ", ".join(f"{tier} {size:,.5g} {unit}" for tier, size in fixed.items())
-            console.print(f"The same for all: {same}.")
-        console.print(_hits(pairs, shown, unit, is_timed=told["is_timed"]))
-        if told["is_timed"]:
+            console.print(f"Same in every row: {same}.")
+        console.print(_hits(pairs, shown, unit, is_timed=results["is_timed"]))
+        if results["is_timed"]:
             console.print(_times(pairs, shown, unit))
             if any(point["links"] for point, _ in pairs):
                 console.print(_links(pairs, shown, unit))
-    if told["is_timed"]:
-        rates = told["rates"]
+    if results["is_timed"]:
+        rates = results["rates"]
         console.print(
-            f"{told['model']} on {told['num_gpus']} x {told['gpu']}: prefill "
+            f"{results['model']} on {results['num_gpus']} x {results['gpu']}: prefill "
             f"{rates['prefill_tokens_per_second']:,.0f} tokens/s, a decode step "
-            f"{format_seconds(rates['decode_base_seconds'])} and more for its context."
+            f"{format_seconds(rates['decode_base_seconds'])} plus the time for its context."
         )
     console.print(
-        "The optimum knows the future: with as many blocks as all tiers hold, no policy has more "
-        "hits. Unbounded is a cache that keeps everything."
+        "Optimum: the most hits possible with as many blocks as all tiers hold, knowing the "
+        "future. Unbounded: a cache that keeps everything."
     )
 
 
@@ -48,7 +50,7 @@ _Pairs = Sequence[tuple[dict[str, Any], Sizes]]
 
 
 def _fixed_and_shown(pairs: _Pairs) -> tuple[Sizes, list[str]]:
-    """The tiers whose size is always the same, and those that need a column."""
+    """The tiers whose size is the same in every row, and those that need a column."""
     counts = {tier: {size[tier] for _, size in pairs} for tier in _TIERS}
     fixed = {tier: found.pop() for tier, found in counts.items() if len(found) == 1}
     shown = [tier for tier in _TIERS if tier not in fixed]
@@ -105,14 +107,14 @@ def _links(pairs: _Pairs, shown: Sequence[str], unit: str) -> Any:
     return table
 
 
-def write_plot(path: Path, told: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
+def write_plot(path: Path, results: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
     from penstock.sim.picture import sections
     from penstock.sim.plot import page
 
-    note = f"{told['model']}, {format_bytes(told['kv_bytes_per_token'])} of KV per token."
-    if told["is_timed"]:
-        note += f" One instance on {told['num_gpus']} x {told['gpu']}, simulated."
-    drawn = sections(told["traces"], told["points"], sizes, unit)
+    note = f"{results['model']}, {format_bytes(results['kv_bytes_per_token'])} of KV per token."
+    if results["is_timed"]:
+        note += f" One instance on {results['num_gpus']} x {results['gpu']}, simulated."
+    drawn = sections(results["traces"], results["points"], sizes, unit)
     path.write_text(page("penstock sim", note, drawn), encoding="utf-8")
 
 

@@ -1,22 +1,24 @@
-"""`penstock store`: look into a disk store or a remote one, audit it, empty it."""
+"""`penstock store`: list, check or clear a disk store or a remote store."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Annotated
 
 import typer
 
-from penstock.commands import JsonFlag
+from penstock.commands import JsonFlag, new_table, stdout_console
+from penstock.errors import ConfigError
 
-# The store itself is imported by each command: it brings what the other commands do not need.
+_MAX_SHOWN = 50
 
 app = typer.Typer()
 
 
 @app.callback(invoke_without_command=True)
 def _store(context: typer.Context) -> None:
-    """Look into a disk store or a remote one, audit it, empty it."""
+    """List, check or clear a disk store or a remote store."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -25,7 +27,7 @@ Place = Annotated[
     str,
     typer.Argument(
         metavar="DIR_OR_URL",
-        help="The folder that disk.path names, or the URL that remote.url names.",
+        help="The folder set as disk.path, or the URL set as remote.url.",
         show_default=False,
     ),
 ]
@@ -38,24 +40,18 @@ def list_store(
         bool,
         typer.Option(
             "--blocks",
-            help="Also list every block: slot, key, generation; in a remote store name and size.",
+            help="Also list every block: slot, key and generation, or name and size in a remote "
+            "store.",
         ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what a disk store or a remote one holds, by namespace.
+    """List what a disk store or a remote store holds, by namespace.
 
-    A folder also tells for which model each namespace is and when it was last used. Reads only,
-    also while servers write to it.
+    For a disk store, also shows the model of each namespace and when it was last used. Only reads,
+    so it is safe while servers write to the store.
     """
-    if _is_url(place):
-        from penstock.commands import remote_store
-
-        remote_store.list_remote(place, names=blocks, as_json=as_json)
-        return
-    from penstock.commands import local_store
-
-    local_store.list_local(Path(place), blocks=blocks, as_json=as_json)
+    _commands_for(place).show(place, blocks=blocks, as_json=as_json)
 
 
 @app.command("check", epilog="Example: penstock store check /var/cache/penstock --repair")
@@ -63,24 +59,18 @@ def check_store(
     place: Place,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Clear what is damaged, so that it is not offered again."),
+        typer.Option("--repair", help="Remove damaged blocks, so that they are not used again."),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Audit a store: every record or head, and every block against its checksum.
+    """Check a store: read every block and verify its checksum.
 
-    Exits with 0 if all is sound, 1 if damage was found (repaired or not), 2 if it cannot be read.
-    Reads only, unless it repairs; for that no server may have a disk store open. In a remote store
-    only values of the secret in PENSTOCK_REMOTE_SECRET can be verified.
+    Exits with 0 if the store is sound, 1 if damage was found (even if it was repaired), 2 if the
+    store cannot be read. Without --repair it only reads. Stop the servers that use a disk store
+    before you repair it. In a remote store, only values written with the secret in
+    PENSTOCK_REMOTE_SECRET can be verified.
     """
-    if _is_url(place):
-        from penstock.commands import remote_store
-
-        remote_store.check_remote(place, repair=repair, as_json=as_json)
-        return
-    from penstock.commands import local_store
-
-    local_store.check_local(Path(place), repair=repair, as_json=as_json)
+    _commands_for(place).check(place, repair=repair, as_json=as_json)
 
 
 @app.command("clear", epilog="Example: penstock store clear /var/cache/penstock --yes")
@@ -90,26 +80,41 @@ def clear_store(
         str | None,
         typer.Option(
             metavar="PREFIX",
-            help="Only this namespace: the 32 digits that store ls shows.",
+            help="Clear only this namespace: the 32 digits that `penstock store ls` shows.",
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Empty a store, also one that is damaged or of another version.
+    """Delete everything in a store, even if it is damaged or of another version.
 
-    Deletes the store's own files, or in a remote store the values whose name begins with
-    penstock/1/, and nothing else. Refuses while a server has a disk store open.
+    Deletes only Penstock's own files, or in a remote store the values whose names begin with
+    penstock/1/. Refuses while a server has the disk store open.
     """
-    if _is_url(place):
+    if as_json and not yes:
+        raise ConfigError("--json cannot ask for confirmation: expected --yes with it; add --yes")
+    _commands_for(place).clear(place, namespace=namespace, yes=yes, as_json=as_json)
+
+
+def _commands_for(place: str) -> ModuleType:
+    # Imported here: each brings libraries that the other commands do not need.
+    if "://" in place:
         from penstock.commands import remote_store
 
-        remote_store.clear_remote(place, namespace=namespace, yes=yes, as_json=as_json)
-        return
-    from penstock.commands import local_store
+        return remote_store
+    from penstock.commands import disk_store
 
-    local_store.clear_local(Path(place), namespace=namespace, yes=yes, as_json=as_json)
+    return disk_store
 
 
-def _is_url(place: str) -> bool:
-    return "://" in place
+def print_damages(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None
+) -> None:
+    table = new_table(*headers, title=title)
+    for column in table.columns:
+        column.justify = "left"
+    for row in rows[:_MAX_SHOWN]:
+        table.add_row(*row)
+    stdout_console().print(table)
+    if len(rows) > _MAX_SHOWN:
+        typer.echo(f"{len(rows) - _MAX_SHOWN:,} more are not shown; --json lists all.")

@@ -1,1 +1,1 @@
-"""Before buying: how much KV a model makes, and whether keeping it pays."""
+"""Planning before buying: whether offloading helps, and how fast this machine's links are."""

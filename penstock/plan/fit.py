@@ -1,4 +1,4 @@
-"""What fits where: sessions on the GPUs, with DRAM, with a disk. Pure."""
+"""How many sessions fit on the GPUs, with DRAM, and with a disk. Pure."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ from penstock.shapes.catalog import Gpu
 from penstock.shapes.shape import ModelShape
 from penstock.units import GiB
 
-# Beside weights and KV, on each GPU: activations, captured graphs, the runtime's own.
+# Per GPU, beyond weights and KV: activations, captured graphs, the CUDA runtime.
 WORKING_BYTES = 1 * GiB
-# What is on its way into DRAM, and blocks that are not quite full.
+# For transfers in flight and partly filled blocks.
 DRAM_HEADROOM = 0.1
 _SPLITS = (1, 2, 4, 8, 16, 32, 64)  # GPUs that share one copy of a model
-_MAX_SERVERS = 16  # up to here, leaving some of the GPUs unused is tried too
-
-
-_ACTIVE_SHARE = 4
+_MAX_SERVERS = 16  # up to this many, layouts that leave GPUs unused are tried too
 
 
 def default_active(num_sessions: int) -> int:
-    """A quarter: most sessions that are open wait for somebody who reads or writes."""
-    return -(-num_sessions // _ACTIVE_SHARE)
+    """A quarter: most open sessions wait for a user to read or type."""
+    return -(-num_sessions // 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    context_tokens: int  # of one session, prompt and answers
+    context_tokens: int  # per session, prompts and answers
     num_sessions: int  # open at once
-    num_active: int  # of these, how many decode at once; the others wait for their users
-    shared_tokens: int = 0  # the beginning that all sessions have in common
-    reuse_share: float | None = None  # of prompt tokens, those computed before; None: not known
-    live_bytes: int = 0  # of a trace: KV, kept once, that is read again later, at the most
-    max_token_seconds: float | None = None  # the longest that a token may take
+    num_active: int  # how many of them decode at once; the rest wait for their users
+    shared_tokens: int = 0  # length of the prefix that all sessions share
+    reuse_share: float | None = None  # share of prompt tokens computed before; None: unknown
+    live_bytes: int = 0  # peak of the KV that a trace reads again later, each block once
+    max_token_seconds: float | None = None  # maximum time per token
 
     def __post_init__(self) -> None:
         for name in ("context_tokens", "num_sessions", "num_active"):
@@ -42,17 +39,17 @@ class Demand:
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected at least 1")
         if not 0 <= self.shared_tokens < self.context_tokens:
             raise ConfigError(
-                f"shared_tokens is {self.shared_tokens}: expected 0 or more, and fewer than the "
-                f"context's {self.context_tokens}"
+                f"shared_tokens is {self.shared_tokens}: expected 0 or more, and less than "
+                f"context_tokens, {self.context_tokens}"
             )
         if self.num_active > self.num_sessions:
             raise ConfigError(
-                f"num_active is {self.num_active}: expected no more than the {self.num_sessions} "
-                "sessions"
+                f"num_active is {self.num_active}: expected at most num_sessions, "
+                f"{self.num_sessions}"
             )
 
     def split(self, num_parts: int) -> Demand:
-        """What the busiest of `num_parts` servers gets of it."""
+        """The share of the busiest of `num_parts` servers."""
         return replace(
             self,
             num_sessions=-(-self.num_sessions // num_parts),
@@ -63,10 +60,10 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How GPUs are shared out: copies of the model, each with weights and a pool of its own."""
+    """How the GPUs are divided: copies of the model, each with its own weights and KV pool."""
 
     num_servers: int
-    gpus_each: int  # one model over all of them: weights and KV heads are split
+    gpus_each: int  # GPUs per copy; its weights and KV heads are split over them
 
     @property
     def num_gpus(self) -> int:
@@ -75,24 +72,24 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """DRAM, disk and pool are those of all servers together."""
+    """The hardware to plan for. DRAM, disk and KV pool are totals over all servers."""
 
     gpu: Gpu
     num_gpus: int = 1
     memory_utilization: float = 0.9
-    host_bytes: int | None = None  # DRAM for KV; None: to be sized
+    host_bytes: int | None = None  # DRAM for KV; None: the plan sizes it
     disk_bytes: int = 0
-    device_kv_bytes: int | None = None  # as engines report their pools; None: estimated
-    tensor_parallel: int | None = None  # GPUs that share one copy of the model; None: chosen
+    device_kv_bytes: int | None = None  # KV pool as reported by an engine; None: estimated
+    tensor_parallel: int | None = None  # GPUs per copy of the model; None: the plan chooses
 
     def pool_bytes(self, weight_bytes: int) -> int:
-        """For KV, with one copy of the model over all GPUs; below 0 if the weights do not fit."""
+        """Room for KV with one copy of the model on all GPUs; negative if it does not fit."""
         if self.device_kv_bytes is not None:
             return self.device_kv_bytes
         return int(self.num_gpus * self._usable_bytes()) - weight_bytes
 
     def part(self, layout: Layout) -> Hardware:
-        """What one server of that layout has."""
+        """The hardware of one server in that layout."""
         parts = layout.num_servers
         return replace(
             self,
@@ -103,7 +100,7 @@ class Hardware:
         )
 
     def num_gpus_needed(self, shape: ModelShape, num_bytes: int) -> int | None:
-        """The fewest over which one copy can be split and that hold so much; None: too many."""
+        """The fewest GPUs that can share one copy and hold `num_bytes`; None if too many."""
         for num_gpus in _SPLITS:
             if can_split(shape, num_gpus) and num_gpus * self._usable_bytes() > num_bytes:
                 return num_gpus
@@ -114,10 +111,10 @@ class Hardware:
 
 
 def num_copies(shape: ModelShape, num_gpus: int) -> int:
-    """How often each byte of KV lies on the GPUs together; raises where heads cannot be split.
+    """How many GPUs hold each byte of KV. Raises ConfigError if the heads cannot be split.
 
-    Heads are split as far as they go. With more GPUs than KV heads several keep the same ones: 4
-    KV heads over 8 GPUs are 2 copies. What MLA keeps has no heads: every GPU has all of it.
+    With more GPUs than KV heads, several GPUs hold the same heads: 4 KV heads over 8 GPUs are 2
+    copies. MLA has no KV heads to split, so every GPU holds everything.
     """
     if shape.num_heads is not None and shape.num_heads % num_gpus:
         raise ConfigError(
@@ -129,7 +126,7 @@ def num_copies(shape: ModelShape, num_gpus: int) -> int:
     if shape.num_kv_heads % num_gpus and num_gpus % shape.num_kv_heads:
         raise ConfigError(
             f"{shape.num_kv_heads} KV heads cannot be split over {num_gpus} GPUs: expected a "
-            "number of GPUs that divides them, or a multiple of them"
+            "number of GPUs that divides them or is a multiple of them"
         )
     return max(1, num_gpus // shape.num_kv_heads)
 
@@ -143,10 +140,10 @@ def can_split(shape: ModelShape, num_gpus: int) -> bool:
 
 
 def layouts(shape: ModelShape, hardware: Hardware) -> list[Layout]:
-    """Every sensible one; GPUs may be left over. Raises where the one that is asked for cannot be.
+    """Every sensible layout; GPUs may stay unused. Raises if the requested one is impossible.
 
-    A pool that an engine has reported belongs to the layout that engine has: all GPUs, unless
-    `tensor_parallel` says otherwise.
+    A reported KV pool belongs to the layout of the engine that reported it: one copy on all GPUs,
+    unless `tensor_parallel` is given.
     """
     given = hardware.tensor_parallel
     if given is None and hardware.device_kv_bytes is not None:
@@ -165,46 +162,38 @@ def layouts(shape: ModelShape, hardware: Hardware) -> list[Layout]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Of one server, or with `times` of several: bytes are those of all GPUs together."""
+    """What fits on one server, or on several (`times`). Bytes are totals over its GPUs."""
 
-    bytes_per_token: int  # a token within every window
+    bytes_per_token: int  # of a token that every layer keeps
     session_bytes: int
-    own_bytes: int  # of a session, what it shares with nobody
+    own_bytes: int  # the part of a session that is not shared
     shared_bytes: int
     weight_bytes: int
     pool_bytes: int
-    host_bytes: int  # what there is, or what is recommended
+    host_bytes: int  # as given, or as recommended
     disk_bytes: int
     sessions_on_device: int
     sessions_with_host: int
     sessions_with_disk: int
-    least_host_bytes: int  # so that all sessions fit device and DRAM, no block twice
+    least_host_bytes: int  # so that all sessions fit if no block is in both device and DRAM
     recommended_host_bytes: int
-    num_kv_copies: int = 1  # how often each byte of KV lies on a server's GPUs
-    live_bytes: int = 0  # what a trace reads again, with these copies
+    num_kv_copies: int = 1  # how many of a server's GPUs hold each byte of KV
+    live_bytes: int = 0  # KV that a trace reads again, including copies
 
     def times(self, num_servers: int) -> Fit:
-        """All servers together. A session lies on one of them, what all share on each."""
+        """All servers together. Each session is on one server, the shared prefix on every one."""
         whole = {name: getattr(self, name) * num_servers for name in _SUMMED}
         return replace(self, **whole)
 
     def count(self, room_bytes: float) -> int:
-        """How many sessions find room, the shared beginning once."""
+        """How many sessions fit, counting the shared prefix once."""
         return _count(room_bytes, self.shared_bytes, self.own_bytes)
 
 
 _SUMMED = (
-    "shared_bytes",
-    "weight_bytes",
-    "pool_bytes",
-    "host_bytes",
-    "disk_bytes",
-    "sessions_on_device",
-    "sessions_with_host",
-    "sessions_with_disk",
-    "least_host_bytes",
-    "recommended_host_bytes",
-    "live_bytes",
+    *("shared_bytes", "weight_bytes", "pool_bytes", "host_bytes", "disk_bytes", "live_bytes"),
+    *("sessions_on_device", "sessions_with_host", "sessions_with_disk"),
+    *("least_host_bytes", "recommended_host_bytes"),
 )
 
 
@@ -219,12 +208,12 @@ def fit(shape: ModelShape, weight_bytes: int, hardware: Hardware, demand: Demand
     own_bytes = session_bytes - shared_bytes
     pool_bytes = hardware.pool_bytes(weight_bytes)
     all_bytes = shared_bytes + own_bytes * demand.num_sessions
-    # What lies on the device is in DRAM too, so that it may leave at once.
+    # Counts KV on the device too: a copy in DRAM lets it leave the device at once.
     live_bytes = demand.live_bytes * copies
     wanted = max(all_bytes, live_bytes) * (1 + DRAM_HEADROOM)
     recommended = math.ceil(wanted / GiB) * GiB
     host_bytes = recommended if hardware.host_bytes is None else hardware.host_bytes
-    # Where the weights do not fit, no session runs, however much DRAM there is.
+    # If the weights do not fit, no session runs, however much DRAM there is.
     both = pool_bytes + host_bytes if pool_bytes > 0 else 0
     everything = both + hardware.disk_bytes if pool_bytes > 0 else 0
     return Fit(

@@ -1,4 +1,4 @@
-"""What a trace would read again if nothing were ever forgotten. Pure, and one pass."""
+"""How much KV a trace would reuse with an unbounded cache. Pure; one pass."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from penstock.types import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class ReuseStats:
-    """Of all requests of a trace. Blocks are those of the trace."""
+    """Over all requests of a trace. Blocks have the trace's own block size."""
 
     name: str
     num_requests: int
-    requests_per_second: float | None  # None where all come at once
+    requests_per_second: float | None  # None if all arrive at once
     mean_prompt_tokens: float
     p50_tokens: int  # prompt and answer
     p90_tokens: int
     max_tokens: int
-    reuse_share: float  # of all prompt tokens, those in blocks that an unbounded cache would have
+    reuse_share: float  # share of prompt tokens that an unbounded cache would hit
     block_tokens: int
-    num_distinct_blocks: int  # what an unbounded cache would hold in the end
-    num_live_blocks: int  # the most that at one time had been seen and would be read again
+    num_distinct_blocks: int  # in an unbounded cache at the end
+    num_live_blocks: int  # peak number of blocks seen before and read again later
 
 
 def analyse(trace: Trace) -> ReuseStats:
     if not trace.requests:
         raise ConfigError(
-            f"the trace {trace.name} has no requests: expected at least one; give another"
+            f"the trace {trace.name} has no requests: expected at least one; give another trace"
         )
     first: dict[BlockKey, int] = {}
     last: dict[BlockKey, int] = {}
@@ -39,7 +39,7 @@ def analyse(trace: Trace) -> ReuseStats:
         is_leading = True
         num_left = request.num_input_tokens
         for key in request.prompt_blocks:
-            # A prefix cache can use no block behind one that it has not.
+            # A prefix cache cannot use a block after a missing one.
             is_leading = is_leading and first.get(key, index) < index
             if is_leading:
                 num_reused_tokens += min(trace.block_tokens, num_left)
@@ -76,7 +76,7 @@ def _percentile(ordered: Sequence[int], share: float) -> int:
 
 
 def _most_at_once(spans: Sequence[tuple[int, int]]) -> int:
-    """Of spans from a first use to a last one, how many overlap at the most."""
+    """The most spans, each from a first use to a last one, that overlap at a time."""
     starts, ends = sorted(start for start, _ in spans), sorted(end for _, end in spans)
     most = num_ended = 0
     for num_begun, start in enumerate(starts, 1):

@@ -1,4 +1,4 @@
-"""Whether to offload, and how: one verdict with its reasons, number by number. Pure."""
+"""Whether to offload, and how: one verdict with its reasons. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from penstock.plan.fit import Demand, Fit, Hardware
 from penstock.plan.ways import Mode, Way, target_of
 from penstock.shapes.shape import ModelShape
 from penstock.types import Tier
-from penstock.units import format_bytes, format_seconds
+from penstock.units import counted, format_bytes, format_seconds
 
-# Of all prompt tokens: below this, what is kept is hardly ever read.
+# Share of prompt tokens. Below it, cached KV is hardly ever read again.
 LITTLE_REUSE = 0.05
 
 
@@ -33,20 +33,20 @@ class Kind(StrEnum):
 
     @property
     def runs(self) -> bool:
-        """Whether there is anything to run, and settings to paste."""
+        """Whether the plan can run, so that there are settings for it."""
         return self not in (Kind.DOES_NOT_FIT, Kind.NOT_SUPPORTED, Kind.CONTEXT_TOO_LONG)
 
 
 TITLES = {
     Kind.DOES_NOT_FIT: "It does not fit on these GPUs",
-    Kind.NOT_SUPPORTED: "Penstock does not take this model's KV",
-    Kind.CONTEXT_TOO_LONG: "The model does not take so long a context",
+    Kind.NOT_SUPPORTED: "Penstock does not support this model's KV",
+    Kind.CONTEXT_TOO_LONG: "The context is longer than the model allows",
     Kind.DO_NOT_OFFLOAD: "Do not offload",
     Kind.DEVICE_IS_ENOUGH: "The GPU's memory is enough",
-    Kind.FOR_REUSE: "Tier, for what is read again",
-    Kind.NEVER_COLD: "Tier whole sessions: those that decode are on the GPU, the others in DRAM",
-    Kind.TURNS: "Tier whole sessions, and let them take turns on the GPU",
-    Kind.TAIL_PIN: "Tier with tail-pin: the middle of sessions lies in DRAM, their ends on the GPU",
+    Kind.FOR_REUSE: "Offload for reuse: DRAM keeps prompts that come again",
+    Kind.NEVER_COLD: "Offload whole sessions: active ones on the GPU, idle ones in DRAM",
+    Kind.TURNS: "Offload whole sessions: they take turns on the GPU",
+    Kind.TAIL_PIN: "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU",
 }
 
 
@@ -62,9 +62,9 @@ class PlanVerdict:
 
 
 def unsupported(shape: ModelShape) -> str:
-    """Why neither the engine nor the connector takes such a model; empty where they do."""
+    """Why the engine and the connector refuse such a model; empty if they support it."""
     if shape.is_mla:
-        return "it keeps compressed latents in place of keys and values (MLA)"
+        return "The model keeps compressed latents instead of keys and values (MLA)"
     if shape.num_window_layers:
         return (
             f"{shape.num_window_layers} of its {shape.num_layers} layers keep only a sliding "
@@ -83,9 +83,9 @@ def judge(
     load_seconds: Mapping[Tier, float],
     compute_seconds: float | None,
 ) -> PlanVerdict:
-    """`ways` with the best first, and `found` of all servers in that one's layout.
+    """Choose a verdict. `ways` has the best first; `found` covers all servers of its layout.
 
-    `break_evens` and `compute_seconds` say nothing where prefill's rate is not known.
+    If the prefill rate is unknown, `break_evens` is empty and `compute_seconds` is None.
     """
     if not ways:
         return PlanVerdict(Kind.DOES_NOT_FIT, (_no_room(shape, hardware, found),))
@@ -93,8 +93,8 @@ def judge(
         return PlanVerdict(
             Kind.NOT_SUPPORTED,
             (
-                f"{reason}: a prefix could not be restored whole, so the engine and the vLLM "
-                "connector refuse it; the figures above are for planning alone",
+                f"{reason}. A prefix cannot be restored completely, so the engine and the "
+                "vLLM connector refuse the model. Use these figures for planning only.",
             ),
         )
     limit = shape.max_context_tokens
@@ -113,21 +113,17 @@ def judge(
 def _headline(demand: Demand, best: Way) -> str:
     pace = f"a token every {format_seconds(best.token_seconds)}"
     if demand.num_active == 1:
-        return f"the one session that decodes gets {pace}"
-    many = f"all {demand.num_active:,}"
+        return f"The one active session gets {pace}."
+    many = f"All {demand.num_active:,}"
     if best.num_running < demand.num_active:
         many = f"{best.num_running:,} of {demand.num_active:,}"
-    together = f"{format_count(best.tokens_per_second)} tokens/s in all"
-    return f"{many} that decode do so at once, each with {pace}: {together}"
+    total = f"{format_count(best.tokens_per_second)} tokens/s in total"
+    return f"{many} active sessions decode at once. Each gets {pace}: {total}."
 
 
 def format_count(value: float) -> str:
-    """Of tokens per second: small ones with their fraction."""
+    """Tokens per second; small numbers keep their fraction."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _sessions(num: int) -> str:
-    return f"{num:,} session{'' if num == 1 else 's'}"
 
 
 def _choose(
@@ -145,73 +141,71 @@ def _choose(
     if compute_seconds is not None:
         least = break_evens[Tier.HOST]
         if least is None or context < least:
-            needed = "at no length" if least is None else f"from {least:,} tokens on"
+            faster = "never faster" if least is None else f"faster only from {least:,} tokens"
             return Kind.DO_NOT_OFFLOAD, [
-                f"short prompts: {context:,} tokens are computed in "
-                f"{format_seconds(compute_seconds)}; loading from DRAM is faster {needed}"
+                f"Prompts are short: computing {context:,} tokens takes "
+                f"{format_seconds(compute_seconds)}. Loading from DRAM is {faster}."
             ]
     if demand.num_sessions <= on_device:
-        fits = (
-            f"all {_sessions(demand.num_sessions)} fit on the GPU, which has room for "
-            f"{on_device:,} of {context:,} tokens"
+        fits = "The session fits" if demand.num_sessions == 1 else "All sessions fit"
+        fits += (
+            f" on the GPU, which has room for {counted(on_device, 'session')} of {context:,} "
+            "tokens."
         )
         if reuse is not None and reuse < LITTLE_REUSE:
             return Kind.DO_NOT_OFFLOAD, [
-                f"little reuse: {reuse:.1%} of prompt tokens were computed before",
+                f"Little reuse: {reuse:.1%} of prompt tokens were computed before.",
                 fits,
             ]
         if reuse is None:
-            advice = "say how much prompts repeat (--reuse, --trace) to see if DRAM pays for that"
+            advice = "To see whether DRAM helps reuse, give --reuse or --trace."
             return Kind.DEVICE_IS_ENOUGH, [fits, advice]
         if 0 < found.live_bytes <= found.pool_bytes:
-            kept = f"what is read again, {format_bytes(found.live_bytes)} at the most, fits too"
+            kept = f"KV that is read again, at most {format_bytes(found.live_bytes)}, fits too."
             return Kind.DEVICE_IS_ENOUGH, [fits, kept]
         reasons = [
-            f"{reuse:.0%} of prompt tokens were computed before, and DRAM keeps them when the "
-            "GPU's memory has to be used anew",
+            f"{reuse:.0%} of prompt tokens were computed before. DRAM keeps them when the GPU "
+            "needs its memory for other sessions.",
             *_loads(context, load_seconds, compute_seconds),
         ]
         return Kind.FOR_REUSE, reasons
     kept = (
-        f"{_sessions(demand.num_sessions)} of {format_bytes(found.session_bytes)} are wanted; the "
-        f"GPU's memory holds {on_device:,}, with {format_bytes(found.host_bytes)} of DRAM it is "
-        f"{found.sessions_with_host:,}"
+        f"The plan is for {counted(demand.num_sessions, 'session')} of "
+        f"{format_bytes(found.session_bytes)}. The GPU's memory holds {on_device:,}; with "
+        f"{format_bytes(found.host_bytes)} of DRAM, {found.sessions_with_host:,} fit."
     )
     reasons = [kept, *_loads(context, load_seconds, compute_seconds)]
     if best.mode is Mode.WHOLE:
-        reasons.append("all that decode at once fit on the GPU: no token waits for DRAM")
+        reasons.append("All active sessions fit on the GPU: no token waits for DRAM.")
         return Kind.NEVER_COLD, reasons
     reasons.append(
-        f"more decode at once than {_why_fewer(demand, best)}: the others wait in DRAM for their "
-        f"turn, so that each session gets {_pace(best)} over time"
+        f"{_why_turns(demand, best)}, so sessions wait in DRAM for their turn. On average, each "
+        f"active session gets {format_count(best.session_tokens_per_second)} tokens/s."
     )
     return Kind.TURNS, reasons
 
 
-def _why_fewer(demand: Demand, best: Way) -> str:
+def _why_turns(demand: Demand, best: Way) -> str:
     if best.seats_each < best.found.sessions_on_device:
-        return f"can within {format_seconds(target_of(demand))} a token"
-    return "fit on the GPU"
-
-
-def _pace(way: Way) -> str:
-    return f"{format_count(way.session_tokens_per_second)} tokens/s"
+        target = format_seconds(target_of(demand))
+        return f"If all active sessions decoded at once, a token would take more than {target}"
+    return "Not all active sessions fit on the GPU"
 
 
 def _tail_pin(demand: Demand, found: Fit, best: Way) -> list[str]:
     cold = format_bytes(best.cold_bytes * best.layout.num_servers)
     reasons = [
-        f"every token reads {cold} of KV from DRAM, exactly as it would on the GPU: "
-        f"{format_seconds(best.token_seconds)} a token",
-        "the beginning that sessions share and the tail that every token is appended to stay on "
-        "the GPU; least recently used blocks alone would put the tail in DRAM",
+        f"Every step reads {cold} of KV from DRAM, with the same result as on the GPU: "
+        f"{format_seconds(best.token_seconds)} per token.",
+        "The shared prefix and the tail, where new tokens are appended, stay on the GPU. Plain LRU "
+        "would move the tail to DRAM.",
     ]
     if not found.sessions_on_device:
         alone = format_bytes(found.pool_bytes // best.layout.num_servers)
         reasons.insert(
             0,
-            f"one session of {format_bytes(found.session_bytes)} is larger than the {alone} that "
-            "one GPU has for KV: it runs in no other way",
+            f"One session of {format_bytes(found.session_bytes)} is larger than the {alone} that "
+            "one GPU has for KV: there is no other way to run it.",
         )
     return reasons
 
@@ -219,9 +213,11 @@ def _tail_pin(demand: Demand, found: Fit, best: Way) -> list[str]:
 def _loads(
     context: int, load_seconds: Mapping[Tier, float], compute_seconds: float | None
 ) -> Iterator[str]:
-    computed = "" if compute_seconds is None else f", computed in {format_seconds(compute_seconds)}"
     loaded = format_seconds(load_seconds[Tier.HOST])
-    yield f"a session of {context:,} tokens comes back from DRAM in {loaded}{computed}"
+    computed = ""
+    if compute_seconds is not None:
+        computed = f"; computing it takes {format_seconds(compute_seconds)}"
+    yield f"Loading a session of {context:,} tokens from DRAM takes {loaded}{computed}."
 
 
 def _warnings(
@@ -234,55 +230,57 @@ def _warnings(
 ) -> Iterator[str]:
     best, target = ways[0], target_of(demand)
     if not best.keeps_target:
-        whose = "was asked for" if demand.max_token_seconds else "is assumed to be acceptable"
+        whose = "requested" if demand.max_token_seconds else "assumed"
         yield (
-            f"no way that can run keeps the {format_seconds(target)} a token that {whose}: the "
-            f"best takes {format_seconds(best.token_seconds)}; take shorter contexts, more GPUs or "
-            "a faster one"
+            f"The {whose} limit of {format_seconds(target)} per token cannot be met: the best way "
+            f"takes {format_seconds(best.token_seconds)}. Use shorter contexts, more GPUs or "
+            "faster ones."
         )
     if kind.tiers and found.host_bytes < found.least_host_bytes:
         yield (
-            f"{format_bytes(found.host_bytes)} of DRAM keep {found.sessions_with_host:,} of "
-            f"{_sessions(demand.num_sessions)}: {format_bytes(found.least_host_bytes)} is the "
-            f"least for all, {format_bytes(found.recommended_host_bytes)} is advised"
+            f"With {format_bytes(found.host_bytes)} of DRAM, only {found.sessions_with_host:,} of "
+            f"{counted(demand.num_sessions, 'session')} fit. All of them need at least "
+            f"{format_bytes(found.least_host_bytes)}; "
+            f"{format_bytes(found.recommended_host_bytes)} is recommended."
         )
     if best.layout.num_gpus < hardware.num_gpus:
         yield (
-            f"{best.layout.num_gpus:,} of {hardware.num_gpus:,} GPUs are used: the others would "
-            "add nothing for this load, or the model's heads cannot be split so"
+            f"Only {best.layout.num_gpus:,} of {hardware.num_gpus:,} GPUs are used: more would "
+            "not help this load, or the model's heads cannot be split over them."
         )
     if kind.tiers and hardware.disk_bytes and break_evens:
         least = break_evens.get(Tier.DISK)
         if least is None or demand.context_tokens < least:
-            longer = "at no length" if least is None else f"from {least:,} tokens on"
+            faster = "never" if least is None else f"only from {least:,} tokens"
             yield (
-                f"the disk is faster than computing {longer}: at {demand.context_tokens:,} it "
-                "serves restarts, not speed"
+                f"The disk is faster than computing {faster}. At {demand.context_tokens:,} tokens "
+                "it helps after a restart, but does not save time."
             )
 
 
 def _beyond_the_model(demand: Demand, limit: int) -> str:
     return (
-        f"{demand.context_tokens:,} tokens are more than the {limit:,} of the model's own config "
-        f"(max_position_embeddings), and engines refuse them: plan with --context {limit}, choose "
-        "a model for longer contexts, or give the config.json of one whose rope_scaling reaches "
-        "so far"
+        f"{demand.context_tokens:,} tokens are more than the {limit:,} in the model's config "
+        f"(max_position_embeddings), so engines refuse them. Plan with --context {limit}, choose a "
+        "model with a longer context, or give a config.json whose rope_scaling reaches that length."
     )
 
 
 def _no_room(shape: ModelShape, hardware: Hardware, found: Fit) -> str:
     return (
         f"{format_bytes(found.weight_bytes)} of weights leave no room for KV on "
-        f"{hardware.num_gpus} x {hardware.gpu.title}: {_take(shape, hardware, found)}"
+        f"{hardware.num_gpus} x {hardware.gpu.title}. {_use(shape, hardware, found)}, or smaller "
+        "weights."
     )
 
 
 def _no_session(shape: ModelShape, hardware: Hardware, found: Fit, best: Way) -> str:
-    return f"{best.obstacle}: {_take(shape, hardware, found)}, more DRAM, or shorter contexts"
+    use = _use(shape, hardware, found)
+    return f"{best.obstacle}. {use}, smaller weights, more DRAM, or shorter contexts."
 
 
-def _take(shape: ModelShape, hardware: Hardware, found: Fit) -> str:
+def _use(shape: ModelShape, hardware: Hardware, found: Fit) -> str:
     one = found.weight_bytes + found.session_bytes
     if (needed := hardware.num_gpus_needed(shape, one)) is None:
-        return "take larger GPUs, or smaller weights"
-    return f"take {needed} GPUs, or smaller weights"
+        return "Use larger GPUs"
+    return f"Use {needed} GPUs"

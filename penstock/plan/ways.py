@@ -1,8 +1,8 @@
-"""The ways to run a model on these GPUs, what each gives, and which one comes first. Pure.
+"""The ways to run a model on these GPUs, the performance of each, and their ranking. Pure.
 
-The rule: what cannot run comes last. Of what can, the ways that keep the time per token that is
-acceptable come first, the one with the most tokens per second at the top. If none keeps it, the
-one whose tokens come soonest does.
+A way is a mode (on the GPU, in turns, or partly from DRAM) in one layout of the GPUs. Ways that
+cannot run come last. Among the rest, those within the acceptable time per token come first, most
+tokens per second first. If no way is within it, the shortest time per token comes first.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.plan.decode import DecodeCost, decode_cost, most_within, step
+from penstock.plan.decode_cost import DecodeCost, decode_cost, decode_step, most_within
 from penstock.plan.fit import Demand, Fit, Hardware, Layout, fit, layouts
-from penstock.shapes.gpu_rates import Rates, RatesOf
+from penstock.shapes.gpu_rates import GpuRates, RatesOf
 from penstock.shapes.shape import ModelShape
 from penstock.types import Tier
 from penstock.units import format_bytes
 
-# Unless the user says otherwise: five tokens a second, about as fast as people read.
+# By default: five tokens per second, about as fast as people read.
 ACCEPTABLE_TOKEN_SECONDS = 0.2
 # One machine's GPUs. A model is split further only if it does not fit otherwise.
 _SPLIT_WITHIN_MACHINE = 8
-# While others wait, each session decodes for so long; loads then take half of the link's time.
+# The shortest turn. `turn_seconds` is at least twice the time that loading a turn's sessions takes,
+# so that loads use no more than half of the link's time.
 _LEAST_TURN_SECONDS = 0.5
 
 
 class Mode(StrEnum):
-    WHOLE = "whole"  # all that decode at once fit on the GPUs
-    TURNS = "turns"  # as many as fit decode, the others wait in DRAM
-    COLD = "cold"  # all decode at once, part of their KV is read from DRAM at every token
+    WHOLE = "whole"  # all active sessions fit on the GPUs
+    TURNS = "turns"  # as many as fit decode; the rest wait in DRAM
+    COLD = "cold"  # all decode at once; every token reads part of the KV from DRAM
 
 
-class Host(StrEnum):
+class ServingEngine(StrEnum):
     VLLM = "vllm"
     SERVE = "serve"
 
@@ -41,24 +42,24 @@ class Host(StrEnum):
 class Way:
     mode: Mode
     layout: Layout
-    hosts: tuple[Host, ...]  # empty: none can, and `obstacle` says why
+    engines: tuple[ServingEngine, ...]  # those that can run it; if none, `obstacle` says why
     obstacle: str
     num_running: int  # sessions that decode at once, on all servers
-    seats_each: int  # how many one server may let decode at once: peaks may go beyond the demand
-    token_seconds: float  # from one token of a running session to its next
-    tokens_per_second: float  # of all together
-    session_tokens_per_second: float  # of each active session, waiting for its turn included
-    cold_bytes: int  # read from DRAM for every token, on one server
+    seats_each: int  # the limit for one server; may exceed the demand, to leave room for peaks
+    token_seconds: float  # between two tokens of a running session
+    tokens_per_second: float  # of all sessions together
+    session_tokens_per_second: float  # of each active session, including waiting for its turn
+    cold_bytes: int  # read from DRAM in every step, on one server
     keeps_target: bool
-    turn_seconds: float | None  # for `penstock serve`, where sessions take turns
-    part: Demand  # what one server gets
+    turn_seconds: float | None  # for `penstock serve`, if sessions take turns
+    part: Demand  # one server's share of the demand
     found: Fit  # of one server
     cost: DecodeCost  # of one server
-    rates: Rates  # of one server
+    rates: GpuRates  # of one server
 
     @property
     def can_run(self) -> bool:
-        return bool(self.hosts)
+        return bool(self.engines)
 
 
 def target_of(demand: Demand) -> float:
@@ -69,7 +70,7 @@ def target_of(demand: Demand) -> float:
 def find_ways(
     shape: ModelShape, weight_bytes: int, hardware: Hardware, demand: Demand, rates_of: RatesOf
 ) -> list[Way]:
-    """Of each mode, in each layout that has room for the weights; the best first."""
+    """Every mode in every layout that has room for the weights, best first."""
     found = [
         way
         for layout in layouts(shape, hardware)
@@ -78,8 +79,8 @@ def find_ways(
     return sorted(found, key=_rank, reverse=True)
 
 
-def best_of_each(ways: Sequence[Way]) -> list[Way]:
-    """What people compare: of each mode the best layout that uses as many GPUs as the best way."""
+def best_per_mode(ways: Sequence[Way]) -> list[Way]:
+    """For a comparison: the best layout of each mode that uses as many GPUs as the best way."""
     seen: dict[Mode, Way] = {}
     for way in ways:
         if way.layout.num_gpus == ways[0].layout.num_gpus:
@@ -110,32 +111,33 @@ def _in_layout(
     cost = decode_cost(shape, found, part, rates)
 
     def make(mode: Mode, most: int, obstacle: str = "") -> Way:
-        """At most `most` at once on each server, fewer if a token would take too long."""
+        """At most `most` sessions at once per server; fewer if a token would take too long."""
 
         def seconds(num: int) -> float:
-            return step(shape, found, rates, num).seconds
+            return decode_step(shape, found, rates, num).seconds
 
         target = target_of(demand)
         running = most_within(target, most, seconds)
-        # With so few nothing is read from DRAM: that is another way.
+        # So few would fit on the GPU: that is another mode.
         if running == 0 or (mode is Mode.COLD and running <= found.sessions_on_device):
             running = most
         seats = running
         if mode is Mode.WHOLE:
             room = min(part.num_sessions, found.sessions_on_device)
             seats = max(running, most_within(target, room, seconds))
-        now = step(shape, found, rates, running)
+        now = decode_step(shape, found, rates, running)
         token_seconds = now.seconds
         num_running = min(demand.num_active, running * layout.num_servers)
         per_second = num_running / token_seconds
         if mode is Mode.WHOLE and num_running < demand.num_active:
             mode = Mode.TURNS
-        link = rates.links[Tier.HOST].rate.bytes_per_second
+        load_seconds = running * found.own_bytes / rates.links[Tier.HOST].rate.bytes_per_second
+        turn_seconds = max(_LEAST_TURN_SECONDS, 2 * load_seconds)
         return Way(
             mode=mode,
             layout=layout,
-            hosts=() if obstacle else tuple(_hosts(shape, mode, layout)),
-            obstacle=obstacle or _nobody(shape, mode, layout),
+            engines=() if obstacle else tuple(_engines(shape, mode, layout)),
+            obstacle=obstacle or _no_engine(shape, mode, layout),
             num_running=num_running,
             seats_each=seats,
             token_seconds=token_seconds,
@@ -143,9 +145,7 @@ def _in_layout(
             session_tokens_per_second=per_second / demand.num_active,
             cold_bytes=now.cold_bytes,
             keeps_target=token_seconds <= target,
-            turn_seconds=max(_LEAST_TURN_SECONDS, 2 * running * found.own_bytes / link)
-            if mode is Mode.TURNS
-            else None,
+            turn_seconds=turn_seconds if mode is Mode.TURNS else None,
             part=part,
             found=found,
             cost=cost,
@@ -161,23 +161,22 @@ def _in_layout(
         yield make(Mode.COLD, min(part.num_active, max(1, kept)), obstacle)
 
 
-def _hosts(shape: ModelShape, mode: Mode, layout: Layout) -> Iterator[Host]:
+def _engines(shape: ModelShape, mode: Mode, layout: Layout) -> Iterator[ServingEngine]:
     if mode is not Mode.COLD:
-        yield Host.VLLM
+        yield ServingEngine.VLLM
     if layout.gpus_each == 1 and shape.bits == 16:
-        yield Host.SERVE
+        yield ServingEngine.SERVE
 
 
-def _nobody(shape: ModelShape, mode: Mode, layout: Layout) -> str:
-    if any(True for _ in _hosts(shape, mode, layout)):
+def _no_engine(shape: ModelShape, mode: Mode, layout: Layout) -> str:
+    if any(_engines(shape, mode, layout)):
         return ""
-    if shape.bits != 16:
-        return "only `penstock serve` reads KV from DRAM at every token, and it does not keep fp8"
-    return "only `penstock serve` reads KV from DRAM at every token, and it runs on one GPU"
+    why = "does not support fp8" if shape.bits != 16 else "runs on one GPU"
+    return f"Only `penstock serve` reads KV from DRAM in every step, and it {why}"
 
 
 def _too_little_dram(found: Fit) -> str:
     return (
-        f"one session of {format_bytes(found.session_bytes)} is more than "
+        f"One session of {format_bytes(found.session_bytes)} does not fit in "
         f"{format_bytes(found.pool_bytes)} on the GPU and {format_bytes(found.host_bytes)} of DRAM"
     )

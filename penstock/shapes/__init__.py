@@ -1,1 +1,1 @@
-"""What models and GPUs are: KV bytes of a model, the catalog, the rates a GPU should reach."""
+"""Models and GPUs: the KV size of a model, the catalog, and the rates a GPU should reach."""

@@ -1,8 +1,8 @@
-"""Known models, GPUs and links: the tables in `data/`, each row with its source.
+"""Known models, GPUs and links, read from the tables in `data/`. Each row names its source.
 
-models.json   fields of the model's own config.json, under its names; beside them what no config
-              tells: exact counts of parameters, the size of quantised weights
-gpus.json     GPUs as the vendor's sheet has them, and the links between them and DRAM
+models.json   fields of the model's own config.json, under the same names, and what no config has:
+              exact parameter counts, and the size of quantized weights
+gpus.json     GPUs as in the vendor's data sheet, and the links between them and DRAM
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from penstock.shapes.shape import ModelShape
 @dataclass(frozen=True, slots=True)
 class KnownModel:
     name: str
-    repo: str  # on the Hugging Face hub
+    repo: str  # on the Hugging Face Hub
     shape: ModelShape
-    weight_bytes: int | None  # as published; None where the number of parameters is not known
+    weight_bytes: int | None  # as published; None if the number of parameters is unknown
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """Between one GPU and DRAM, one way."""
+    """The link between one GPU and DRAM, in one direction."""
 
     name: str
-    bytes_per_second: float  # blocks of 2 MiB, copied
-    cold_bytes_per_second: float  # the same, read in place by a kernel
-    latency_seconds: float  # of a load, beyond its bytes and the step that follows
+    bytes_per_second: float  # copying blocks of 2 MiB
+    cold_bytes_per_second: float  # a kernel reading the same blocks in place
+    latency_seconds: float  # of a load, beyond its transfer and the step that follows
     source: str
 
 
@@ -52,7 +52,7 @@ class Gpu:
     title: str
     memory_bytes: int
     memory_bytes_per_second: float
-    operations_per_second: float  # dense products in bf16, or in fp16 where it has no bf16
+    operations_per_second: float  # dense matrix products in bf16, or fp16 if it has no bf16
     link: HostLink
     source: str
 
@@ -99,7 +99,7 @@ def _read_gpus() -> tuple[dict[str, Gpu], dict[str, str], DiskLink]:
         gpus[row["name"]] = Gpu(
             row["name"],
             row["title"],
-            # Vendors' GB are taken as 10^9: cautious, since cards report a few percent more.
+            # Vendors' GB count as 10^9 bytes: cautious, because cards report a few percent more.
             int(row["memory_gb"] * 1e9),
             row["memory_gb_per_second"] * 1e9,
             row["dense_tflops"] * 1e12,
@@ -120,7 +120,7 @@ GPUS, _GPU_ALIASES, COMMON_DISK = _read_gpus()
 
 
 def find_gpu(name: str) -> Gpu:
-    """By its name in any case and with any separators."""
+    """Find a GPU by name, in any case and with any separators."""
     plain = "-".join(name.lower().replace("_", "-").replace("/", "-").split())
     plain = plain.removeprefix("nvidia-")
     plain = _GPU_ALIASES.get(plain, plain)
@@ -128,13 +128,11 @@ def find_gpu(name: str) -> Gpu:
         return GPUS[plain]
     close = nearest(plain, [*GPUS, *_GPU_ALIASES])
     hint = f"did you mean {_GPU_ALIASES.get(close, close)}?" if close else "choose one of them"
-    raise ConfigError(
-        f"there is no GPU {name[:80]!r} in the table: expected one of {', '.join(GPUS)}; {hint}"
-    )
+    raise ConfigError(f"GPU {name[:80]!r} is unknown: expected one of {', '.join(GPUS)}; {hint}")
 
 
 def find_model(name: str) -> KnownModel | None:
-    """By its name or by its name on the hub, in any case; None where the table has none."""
+    """Find a model by its short name or its Hugging Face name, in any case; None if unknown."""
     plain = name.strip().lower()
     if plain in MODELS:
         return MODELS[plain]

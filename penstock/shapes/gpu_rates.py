@@ -1,18 +1,17 @@
-"""How fast things would go on a GPU that is not here: the vendor's sheet times a measured share.
+"""Estimated rates of a GPU: the vendor's data sheet times a measured share.
 
-The shares are what one H200 reached with Llama-3.1-8B in bf16 (989.4 TFLOP/s, 4.8 TB/s by the
-sheet):
+The shares are what one H200 (989.4 TFLOP/s, 4.8 TB/s) reached with Llama-3.1-8B in bf16:
 
-    compute  0.70  8,192 tokens took 204 ms (0.74 of the sheet), 32,768 took 1,184 (0.69)
-    memory   0.65  a step at batch 1 took 5.05 ms, in which 16.1 GB of weights are read (0.66)
+    compute  0.70  8,192 tokens took 204 ms (0.74 of the data sheet), 32,768 took 1,184 (0.69)
+    memory   0.65  a step at batch 1 took 5.05 ms and read 16.1 GB of weights (0.66)
 
-For other GPUs that is an extrapolation. Two shares are assumed and not measured:
+For other GPUs this is an extrapolation. Two values are assumed, not measured:
 
-    mixtures of experts prefill at half of the dense share: a token's experts are small products
-    a step over several GPUs waits for two exchanges a layer, whatever they carry
+    mixtures of experts prefill at half of the dense share, because an expert's products are small
+    a step over several GPUs waits for two exchanges per layer, whatever their size
 
-Beyond that several GPUs are taken to scale fully, each with a link of its own: that flatters
-computing as much as loading. A probe's figures take the place of these.
+Otherwise, several GPUs are assumed to scale perfectly, each with its own link. That favors
+computing as much as loading. Rates from a probe replace these.
 """
 
 from __future__ import annotations
@@ -41,36 +40,36 @@ class KnownLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Of all GPUs together."""
+class GpuRates:
+    """Rates of all GPUs of one server together."""
 
     links: Mapping[Tier, KnownLink]  # towards the device
-    cold_bytes_per_second: float  # DRAM read in place by a step
+    cold_bytes_per_second: float  # KV in DRAM, read in place by a step
     memory_bytes_per_second: float
     prefill: PrefillRate | None
     prefill_source: str
-    exchange_seconds: float = 0.0  # of a step, between GPUs that share a model
+    exchange_seconds: float = 0.0  # per step, between GPUs that share a model
 
 
-RatesOf = Callable[[int], Rates]
-"""The rates of one server over so many GPUs."""
+RatesOf = Callable[[int], GpuRates]
+"""Returns the rates of one server with the given number of GPUs."""
 
 
-def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
+def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> GpuRates:
     link = gpu.link
     host = LinkRate(link.bytes_per_second * num_gpus, link.latency_seconds)
     disk = LinkRate(COMMON_DISK.bytes_per_second, COMMON_DISK.latency_seconds)
     each = f", on each of {num_gpus} GPUs" if num_gpus > 1 else ""
-    share, why = COMPUTE_SHARE, "the share that one H200 reached with a dense model"
+    share, why = COMPUTE_SHARE, "as one H200 reached with a dense model"
     if shape.is_mixture:
         share = MIXTURE_COMPUTE_SHARE
         why = (
-            f"for the {(shape.num_active_params or 0) / 1e9:,.1f} billion active parameters of a "
-            f"mixture of experts; assumed: half of the {COMPUTE_SHARE:.0%} that one H200 reached "
-            "with a dense model"
+            f"with {(shape.num_active_params or 0) / 1e9:,.1f} billion active parameters; assumed "
+            f"for a mixture of experts: half of the {COMPUTE_SHARE:.0%} that one H200 reached with "
+            "a dense model"
         )
     exchanges = EXCHANGES_PER_LAYER * shape.num_layers if num_gpus > 1 else 0
-    return Rates(
+    return GpuRates(
         links={
             Tier.HOST: KnownLink(host, f"{link.name}{each}: {link.source}"),
             Tier.DISK: KnownLink(disk, COMMON_DISK.source),
@@ -79,7 +78,7 @@ def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
         memory_bytes_per_second=gpu.memory_bytes_per_second * MEMORY_SHARE * num_gpus,
         prefill=estimate_prefill(shape, gpu.operations_per_second * share * num_gpus),
         prefill_source=(
-            f"{share:.0%} of the sheet's {gpu.operations_per_second / 1e12:,.0f} TFLOP/s"
+            f"{share:.0%} of the {gpu.operations_per_second / 1e12:,.0f} TFLOP/s in the data sheet"
             f"{each}, {why}"
         ),
         exchange_seconds=exchanges * EXCHANGE_SECONDS,
@@ -87,12 +86,11 @@ def rates_from_table(gpu: Gpu, num_gpus: int, shape: ModelShape) -> Rates:
 
 
 def estimate_prefill(shape: ModelShape, operations_per_second: float) -> PrefillRate | None:
-    """What prefill would take at the speed of a matrix product: the order of it, not more.
+    """A rough estimate of prefill at the speed of a matrix product; None without a parameter count.
 
-    Each token is multiplied with all parameters, 2 operations each. Attention multiplies each
-    token with those before it, once for the scores and once for the values: 4 operations for
-    each pair and element of all heads, and half of all pairs. None where the shape has no
-    parameter count.
+    Each token is multiplied with all parameters, 2 operations each. Attention multiplies each token
+    with those before it, once for the scores and once for the values: 4 operations per pair and
+    element of all heads, for half of all pairs.
     """
     if shape.params_per_token is None:
         return None
@@ -103,26 +101,28 @@ def estimate_prefill(shape: ModelShape, operations_per_second: float) -> Prefill
     )
 
 
-def with_prefill(rates: Rates, tokens_per_second: float) -> Rates:
-    """The given rate for the matrix products; what attention adds stays an estimate."""
+def with_prefill(rates: GpuRates, tokens_per_second: float) -> GpuRates:
+    """Use the given rate for the matrix products; the time of attention stays an estimate."""
     quadratic = rates.prefill.quadratic_seconds_per_token2 if rates.prefill else 0.0
     return replace(rates, prefill=PrefillRate(tokens_per_second, quadratic), prefill_source="given")
 
 
-def with_probe(rates: Rates, probe: Any, kv_bytes_per_token: int) -> Rates:
-    """What `penstock probe --json` measured, in place of the table's disk and remote store.
+def with_probe(rates: GpuRates, probe: Any, kv_bytes_per_token: int) -> GpuRates:
+    """Use the disk and remote rates that `penstock probe --json` measured.
 
-    Its copies are from memory to memory, and its compute is this machine's processor: neither is
-    the GPU's. A prefill rate counts where somebody gave it for the same model.
+    Its memory copies and its estimated prefill are ignored: they are the CPU's, not the GPU's. A
+    prefill rate is used only if it was given to the probe for the same model.
     """
-    expected = "expected what `penstock probe --json` prints"
     try:
         found = [(str(link["name"]), _link(link)) for link in probe["links"] if link["loads"]]
         prefill = probe["prefill"]
         is_given = prefill["source"] == "given" and prefill["tokens_per_second"]
         is_same = probe["kv_bytes_per_token"] == kv_bytes_per_token
     except (LookupError, TypeError, ValueError, AttributeError):
-        raise ConfigError(f"the probe's file has other fields: {expected}; make it anew") from None
+        raise ConfigError(
+            "the probe file has missing or wrong fields: expected the output of "
+            "`penstock probe --json`; run it again"
+        ) from None
     links = dict(rates.links)
     for kind, tier in (("disk read", Tier.DISK), ("remote get", Tier.REMOTE)):
         fitting = [rate for name, rate in found if name.startswith(kind)]

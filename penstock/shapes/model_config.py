@@ -11,15 +11,15 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.shapes.shape import ModelShape, is_count
 
-# Of files that name a window and not its layers: one layer of so many sees everything.
+# For configs that give a window but not its layers: one in this many layers has no window.
 _PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
 
 
 def shape_from_config(path: Path, bits: int | None = None) -> ModelShape:
     """Read a Hugging Face `config.json`: the file, or the folder that holds it.
 
-    `bits` overrules the file's dtype (say 8 for an fp8 cache). Without either it is 16, which is
-    what engines fall back to. Raises ConfigError where the file does not tell the size of KV.
+    `bits` overrides the file's dtype (for example 8 for an fp8 cache). Without either it is 16, the
+    default of engines. Raises ConfigError if the file does not determine the size of KV.
     """
     if path.is_dir():
         path = path / "config.json"
@@ -29,11 +29,11 @@ def shape_from_config(path: Path, bits: int | None = None) -> ModelShape:
 def shape_from_fields(
     values: Mapping[str, Any], origin: str, bits: int | None = None
 ) -> ModelShape:
-    """The same of fields that were read already; `origin` names them in errors."""
+    """A model's shape from config fields; `origin` names their source in errors."""
     whole = dict(values)
     text = whole.get("text_config")
     if isinstance(text, dict):
-        # A multimodal model's KV is its language model's; what that leaves out lies at the top.
+        # A multimodal model's KV is its language model's. Fields missing there are at the top.
         whole |= {name: value for name, value in text.items() if value is not None}
     fields = _Fields(whole, origin)
     fields.check_layers_keep_kv()
@@ -71,7 +71,7 @@ def shape_from_fields(
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The fields of one config.json, and errors that name it."""
+    """The fields of one config.json, with errors that name the file."""
 
     values: Mapping[str, Any]
     origin: str
@@ -85,12 +85,12 @@ class _Fields:
         if value is None:
             raise ConfigError(
                 f"{self.origin} has no {name}: expected the config.json of a decoder with "
-                "attention; choose another file or name a known model"
+                "attention; choose another file or a known model"
             )
         return value
 
     def maybe(self, name: str) -> int | None:
-        """None where the field is absent or null, as some writers put it."""
+        """None if the field is missing or null."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -99,7 +99,7 @@ class _Fields:
         return value
 
     def about(self, name: str) -> int:
-        """0 where nothing sensible is given: for estimates, which refuse nothing."""
+        """0 if the field is missing or invalid: for estimates, which must not fail."""
         value = self.values.get(name)
         return value if is_count(value) else 0
 
@@ -108,7 +108,7 @@ class _Fields:
         return ConfigError(f"{name} in {self.origin} is {value}: {expected}; correct the file")
 
     def check_layers_keep_kv(self) -> None:
-        """Layers with a running state instead of KV would be counted as if they grew."""
+        """Refuse layers with a running state: their size does not grow with the tokens."""
         kinds = self.values.get("layer_types")
         for kind in kinds if isinstance(kinds, list) else []:
             if "attention" not in str(kind) or "linear" in str(kind):
@@ -129,13 +129,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({str(error)[:200]}): {advice}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds {type(value).__name__} in place of an object: {advice}")
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object: {advice}")
     return value
 
 
 def _head_dim(fields: _Fields, num_heads: int) -> int:
     if fields.maybe("kv_lora_rank") is not None:
-        # Some writers put the rotary part alone under head_dim; a query is as wide as both parts.
+        # Some configs give only the rotary part as head_dim; a query has both parts.
         return fields.about("qk_nope_head_dim") + fields.count("qk_rope_head_dim")
     if (head_dim := fields.maybe("head_dim")) is not None:
         return head_dim
@@ -148,7 +148,7 @@ def _head_dim(fields: _Fields, num_heads: int) -> int:
 
 
 def _windows(fields: _Fields) -> tuple[int | None, int]:
-    """The sliding window, and how many layers have it; older files leave the layers to the code."""
+    """The sliding window and how many layers have it. Older configs do not name the layers."""
     window, num_layers = fields.about("sliding_window"), fields.count("num_hidden_layers")
     if not window or fields.values.get("use_sliding_window") is False:
         return None, 0
@@ -156,7 +156,7 @@ def _windows(fields: _Fields) -> tuple[int | None, int]:
     if isinstance(kinds, list):
         num_windows = sum("sliding" in str(kind) for kind in kinds)
     elif period := fields.about("sliding_window_pattern") or _PERIODS.get(fields.kind, 0):
-        num_windows = num_layers - num_layers // period  # one layer of each period sees all
+        num_windows = num_layers - num_layers // period  # one layer per period has no window
     elif first := fields.about("max_window_layers"):
         num_windows = max(0, num_layers - first)
     else:
@@ -165,7 +165,7 @@ def _windows(fields: _Fields) -> tuple[int | None, int]:
 
 
 def _max_context(fields: _Fields) -> int | None:
-    """The longest sequence that engines let the model take, stretched as its file says."""
+    """The longest sequence that engines accept, including the config's rope scaling."""
     limit = fields.about("max_position_embeddings") or fields.about("n_positions")
     scaling = fields.values.get("rope_scaling") or fields.values.get("rope_parameters")
     if not limit or not isinstance(scaling, dict):
@@ -173,7 +173,7 @@ def _max_context(fields: _Fields) -> int | None:
     kind = str(scaling.get("rope_type", scaling.get("type", "")))
     factor = scaling.get("factor")
     if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
-        return limit  # llama3 and longrope: the file names the stretched length already
+        return limit  # llama3 and longrope: the config has the scaled length already
     if kind == "yarn":
         original = scaling.get("original_max_position_embeddings")
         limit = original if is_count(original) else limit
@@ -196,9 +196,9 @@ def _bits(fields: _Fields) -> int:
 
 
 def _count_params(fields: _Fields, attention: int) -> tuple[int | None, int | None]:
-    """All parameters and, for a mixture of experts, those one token passes through; both about.
+    """Estimate all parameters and, for a mixture of experts, those that one token uses.
 
-    Exact for Llama and its kin: gated MLPs, norms of one vector, no biases.
+    Exact for models like Llama: gated MLPs, one vector per norm, no biases.
     """
     num_layers = fields.count("num_hidden_layers")
     hidden, vocab = fields.about("hidden_size"), fields.about("vocab_size")
@@ -227,7 +227,7 @@ def _count_params(fields: _Fields, attention: int) -> tuple[int | None, int | No
 
 
 def _attention_params(fields: _Fields, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """One layer's projections: query, key, value, output; for MLA those through its low ranks."""
+    """One layer's query, key, value and output projections; for MLA, the low-rank ones."""
     hidden = fields.about("hidden_size")
     kv_rank, query_rank = fields.about("kv_lora_rank"), fields.about("q_lora_rank")
     if not kv_rank:

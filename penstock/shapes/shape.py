@@ -1,4 +1,4 @@
-"""What decides the size of a model's KV. Pure."""
+"""The shape of a model, which determines the size of its KV. Pure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def check_count(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides the size of a model's KV, and roughly the work of computing it.
+    """Determines the size of a model's KV and, roughly, the work of computing it.
 
-    With `latent_dim` the model keeps one compressed vector per token and layer (MLA, multi-head
-    latent attention) in place of keys and values for each head. With `window_tokens`,
-    `num_window_layers` of its layers keep only that many of the last tokens.
+    With `latent_dim`, the model keeps one compressed vector per token and layer (MLA, multi-head
+    latent attention) instead of keys and values per head. With `window_tokens`,
+    `num_window_layers` of its layers keep only that many of the most recent tokens.
     """
 
     num_layers: int
@@ -39,10 +39,10 @@ class ModelShape:
     num_heads: int | None = None
     hidden_size: int | None = None
     latent_dim: int | None = None
-    num_active_params: int | None = None  # of a mixture of experts: what one token passes through
+    num_active_params: int | None = None  # for a mixture of experts: those that one token uses
     window_tokens: int | None = None
     num_window_layers: int = 0
-    max_context_tokens: int | None = None  # the longest sequence it takes; None: not known
+    max_context_tokens: int | None = None  # the longest sequence; None: unknown
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
@@ -59,8 +59,8 @@ class ModelShape:
         most = self.num_layers if self.window_tokens is not None else 0
         if not 0 <= self.num_window_layers <= most:
             raise ConfigError(
-                f"num_window_layers is {self.num_window_layers}: expected 0 to {most}, and a "
-                "window_tokens with it; correct it"
+                f"num_window_layers is {self.num_window_layers}: expected 0 to {most}, with "
+                "window_tokens set; correct it"
             )
 
     @property
@@ -69,29 +69,29 @@ class ModelShape:
 
     @property
     def is_mixture(self) -> bool:
-        """Of experts: a token passes through some of the parameters."""
+        """Whether it is a mixture of experts: a token uses only some of the parameters."""
         return self.num_active_params is not None
 
     @property
     def bytes_per_token(self) -> int:
         """2 (K and V) x layers x KV heads x head_dim x bits/8; for MLA layers x latent x bits/8.
 
-        Of a token that every layer keeps: beyond a sliding window, fewer do (`kv_bytes`).
+        For a token that every layer keeps. Beyond a sliding window fewer layers do: see `kv_bytes`.
         """
         return self._bytes(self.num_layers)
 
     @property
     def full_bytes_per_token(self) -> int:
-        """Of the layers that keep every token, however long the sequence."""
+        """Counts only the layers that keep every token, however long the sequence."""
         return self._bytes(self.num_layers - self.num_window_layers)
 
     @property
     def params_per_token(self) -> int | None:
-        """Parameters one token is multiplied with, about: the work of prefill."""
+        """About how many parameters one token is multiplied with: the work of prefill."""
         return self.num_params if self.num_active_params is None else self.num_active_params
 
     def kv_bytes(self, num_tokens: int, batch: int = 1) -> int:
-        """Of `batch` sequences; layers with a window keep no more of each than that."""
+        """KV of `batch` sequences; layers with a window keep at most that window."""
         if self.window_tokens is None or num_tokens <= self.window_tokens:
             return self.bytes_per_token * num_tokens * batch
         windows = self._bytes(self.num_window_layers) * self.window_tokens
@@ -103,9 +103,9 @@ class ModelShape:
 
 
 def suggest_block_tokens(bytes_per_token: int) -> int:
-    """The power of two, 16 or more, that makes a block of more than 1 MiB and up to 2.
+    """The power of two, at least 16, that makes a block larger than 1 MiB and at most 2 MiB.
 
-    Where 16 tokens are more than 2 MiB already, 16: host engines have no smaller blocks.
+    16 if 16 tokens already exceed 2 MiB, because engines have no smaller blocks.
     """
     check_count("bytes_per_token", bytes_per_token)
     fitting_tokens = max(_MAX_BLOCK_BYTES // bytes_per_token, _MIN_BLOCK_TOKENS)

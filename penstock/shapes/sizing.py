@@ -1,4 +1,4 @@
-"""How many bytes of KV a model makes per token, from its name, its shape or its `config.json`."""
+"""Finds a model's shape, and so its KV size, by name or from its `config.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRESETS: dict[str, ModelShape] = {name: model.shape for name, model in MODELS.it
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of a preset by its name (in any case), or else of the config.json at that path."""
+    """The shape of a known model, by name in any case, or of the config.json at that path."""
     name = model.strip().lower()
     if name in PRESETS:
         return PRESETS[name]
@@ -24,5 +24,5 @@ def find_shape(model: str) -> ModelShape:
     close = nearest(name, PRESETS)
     hint = f"did you mean {close}?" if close else f"known models are {', '.join(PRESETS)}"
     raise ConfigError(
-        f"there is no model {model!r}: expected a known name or the path of a config.json; {hint}"
+        f"model {model!r} is unknown: expected a known name or the path of a config.json; {hint}"
     )

@@ -17,7 +17,7 @@ from penstock.costs.rates import PrefillRate
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.shapes.gpu_rates import Rates
+    from penstock.shapes.gpu_rates import GpuRates
     from penstock.shapes.sizing import ModelShape
 
 _WEIGHT_BYTES = 2  # per parameter
@@ -86,7 +86,7 @@ class ComputeRates:
 _LAUNCH_SECONDS = 0.003
 
 
-def rates_of(shape: ModelShape, rates: Rates) -> ComputeRates:
+def rates_of(shape: ModelShape, rates: GpuRates) -> ComputeRates:
     """The rates of a model on a GPU (see `penstock.shapes.gpu_rates`)."""
     num_params = shape.params_per_token
     if num_params is None or rates.prefill is None:

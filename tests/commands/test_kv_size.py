@@ -69,7 +69,9 @@ def test_layers_with_a_window_keep_no_more_than_that(run: Run) -> None:
     assert (found["window_tokens"], found["num_window_layers"]) == (4096, 21)
     per_layer = found["kv_bytes_per_token"] // 42
     assert found["kv_bytes_per_sequence"] == per_layer * 21 * (8192 + 4096)
-    assert "21 keep the last 4,096" in " ".join(run("kv-size", "gemma-2-9b").stdout.split())
+    assert "21 layers with a window of 4,096" in " ".join(
+        run("kv-size", "gemma-2-9b").stdout.split()
+    )
 
 
 def test_a_compressed_cache_says_so(run: Run, tmp_path: Path) -> None:
@@ -81,10 +83,10 @@ def test_a_compressed_cache_says_so(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "neither a model nor a shape"),
-        (["llama-3.1-8b", "--layers", "32"], "both the model"),
+        ([], "no model is given"),
+        (["llama-3.1-8b", "--layers", "32"], "both llama-3.1-8b and --layers"),
         (["--layers", "32", "--head-dim", "128"], "--kv-heads is missing"),
-        (["--bits", "8"], "neither a model nor a shape"),
+        (["--bits", "8"], "no model is given"),
         ([*SHAPE, "--bits", "7"], "bits is 7"),
         (["llama-3.1-8", "--tokens", "1"], "did you mean llama-3.1-8b?"),
         (["llama-3.1-8b", "--tokens", "0"], "--tokens is 0"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tools import Desk, cap_for, flip_bit, key_of, spec
 
-from penstock.commands import audit
+from penstock.commands import disk_audit
 from penstock.errors import Foreign
 from penstock.stores import folder
 from penstock.stores.disk_folder import DiskFolder
@@ -144,10 +144,10 @@ def damage_in_every_way(directory: Path) -> dict[int, str]:
     os.truncate(directory / "slab-00000", 6 * 8192 + 4096)
     os.unlink(directory / "slab-00002")
     return {
-        1: "it fails its checksum",
-        5: "its record is damaged",
-        6: "slab-00000 is cut off",
-        20: "slab-00002 is gone",
+        1: "the block fails its checksum",
+        5: "the record is damaged",
+        6: "slab-00000 is truncated",
+        20: "slab-00002 is missing",
     }
 
 
@@ -189,7 +189,10 @@ def test_a_record_of_another_model_is_damage(run: Run, store_dir: Path, files: P
     data[:RECORD_BYTES] = pack_record(SlabRecord(True, 7, key_of(0), bytes(32), 8192, bytes(16)))
     (files / "index").write_bytes(data)
     (damage,) = run("store", "check", store_dir, "--json").json["namespaces"][0]["damaged"]
-    assert (damage["slot"], damage["problem"]) == (0, "it is of another model or layout")
+    assert (damage["slot"], damage["problem"]) == (
+        0,
+        "the block belongs to another model or layout",
+    )
 
 
 def test_a_slot_rewritten_during_the_check_is_not_damage(
@@ -197,7 +200,7 @@ def test_a_slot_rewritten_during_the_check_is_not_damage(
 ) -> None:
     """A writer replaces one block and drops another, between the index and the payload."""
     writer = DiskFolder(store_dir, SPEC, CAP_BYTES)
-    read_index = audit.read_index
+    read_index = disk_audit.read_index
 
     def read_index_then_write(directory: Path) -> Any:
         entries = list(read_index(directory))
@@ -206,7 +209,7 @@ def test_a_slot_rewritten_during_the_check_is_not_damage(
         writer.drop(key_of(2), Slot(2))
         return iter(entries)
 
-    monkeypatch.setattr(audit, "read_index", read_index_then_write)
+    monkeypatch.setattr(disk_audit, "read_index", read_index_then_write)
     try:
         ran = run("store", "check", store_dir, "--json")
     finally:

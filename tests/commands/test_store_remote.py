@@ -154,7 +154,7 @@ def test_ls_groups_by_namespace(run: Run, folder: Path, url: str) -> None:
     drawn = run("store", "ls", url)
     assert drawn.code == 0
     assert prefix_of(names[0]) in drawn.stdout
-    for words in (url, "20 values", "3 values", "8.0 KiB", "15:06:40", "never", "of one value"):
+    for words in (url, "20 values", "3 values", "8.0 KiB", "15:06:40", "never", "one sample value"):
         assert words in drawn.stdout
     assert contents(folder) == before
 
@@ -178,8 +178,8 @@ def test_ls_of_what_is_not_ours_or_not_whole(run: Run, folder: Path, url: str) -
     (group,) = found["namespaces"]
     assert (group["num_values"], group["sample"]) == (2, None)
     drawn = run("store", "ls", url).stdout
-    assert "see penstock store check" in drawn
-    assert "1 value, 4 B, by their names" in drawn
+    assert "run penstock store check" in drawn
+    assert "1 value, 4 B, judging by their names" in drawn
 
 
 def test_ls_does_not_stumble_over_a_damaged_head(run: Run, folder: Path, url: str) -> None:
@@ -238,10 +238,10 @@ def damage_in_every_way(folder: Path, names: Sequence[str]) -> dict[str, str]:
     problems = [
         "the body of a remote value fails its checksum",
         "the head of a remote value fails its checksum",
-        "it has no head that can be read",
-        "its head is damaged, or of another namespace",
-        "it has 8,191 bytes where its head says 8,192",
-        "it is shorter than a head",
+        "the header cannot be read",
+        "the header is damaged, or of another namespace",
+        "8,191 bytes of data, but the header says 8,192",
+        "shorter than a header",
         "a remote value belongs to another block",
     ]
     return dict(zip(names, problems, strict=False))
@@ -263,7 +263,7 @@ def test_damage_is_found_and_repaired(
     assert kinds(ran.json) == {"ok": NUM - len(expected), "corrupt": len(expected)}
     drawn = run("store", "check", url)
     assert drawn.code == 1
-    assert "damage was found" in drawn.stdout
+    assert "damage found" in drawn.stdout
     assert "--repair" in drawn.stdout
     assert names[0].split("/")[3][:16] in drawn.stdout
     assert contents(folder) == before
@@ -287,7 +287,7 @@ def test_another_secret_s_values_are_not_damage(
     monkeypatch.setenv(ENV_REMOTE_SECRET, "yet another secret of a fleet")
     ran = run("store", "check", url, "--repair", "--json")
     assert (ran.code, kinds(ran.json)) == (0, {"foreign": NUM + 3 + 2 + 1})
-    assert "nothing in it is of this secret" in run("store", "check", url).stdout
+    assert "no value was written with this secret" in run("store", "check", url).stdout
     monkeypatch.delenv(ENV_REMOTE_SECRET)
     ran = run("store", "check", url, "--repair", "--json")
     assert (ran.code, kinds(ran.json)) == (0, {"ok": 2, "foreign": NUM + 3 + 1})
@@ -305,7 +305,7 @@ def test_of_encrypted_values_the_head_is_verified(
     ran = run("store", "check", url, "--json")
     assert (ran.code, kinds(ran.json)) == (1, {"encrypted": NUM - 1, "corrupt": 1})
     assert [entry["name"] for entry in ran.json["damaged"]] == [names[0]]
-    assert "only tenants can tell more" in run("store", "check", url).stdout
+    assert "the data needs the tenant's name" in run("store", "check", url).stdout
 
 
 def test_what_has_expired_is_no_damage(run: Run, url: str) -> None:
@@ -394,7 +394,7 @@ def test_clear_of_one_namespace(run: Run, folder: Path, url: str) -> None:
     names, others = save(url), save(url, OTHER, 3)
     ran = run("store", "clear", url, "--namespace", prefix_of(names[0]), "--yes")
     assert ran.code == 0
-    assert "20 values, 163.8 KiB, were deleted" in ran.stdout
+    assert "Deleted 20 values, 163.8 KiB" in ran.stdout
     assert sorted(contents(folder)) == sorted(others)
     for wrong in ("", prefix_of(others[0])[:-1], "penstock", "../" * 10 + "ab"):
         assert "32 hexadecimal digits" in run("store", "clear", url, "--namespace", wrong).refusal
@@ -409,7 +409,7 @@ def test_clear_asks(
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     ran = run("store", "clear", url)
     assert ran.code == code
-    assert f"Delete all 20 values, 163.8 KiB, under penstock/1/ in {url}?" in ran.stderr
+    assert f"Delete 20 values, 163.8 KiB, under penstock/1/ in {url}?" in ran.stderr
     assert len(contents(folder)) == (0 if code == 0 else len(names))
     if code == 1:
         assert "nothing was done" in ran.stderr

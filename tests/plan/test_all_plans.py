@@ -10,7 +10,7 @@ import pytest
 
 from penstock.plan.fit import Demand, Hardware, default_active
 from penstock.plan.planner import Plan, PlannedModel, make_plan
-from penstock.plan.ways import Host, Way, target_of
+from penstock.plan.ways import ServingEngine, Way, target_of
 from penstock.shapes.catalog import GPUS, MODELS
 from penstock.units import GiB
 
@@ -59,8 +59,8 @@ def check_headline(plan: Plan) -> None:
     assert best.can_run
     assert best.num_running >= 1
     assert best.layout.num_gpus <= plan.hardware.num_gpus
-    pasted = {Host.VLLM: plan.pasted.vllm, Host.SERVE: plan.pasted.serve}
-    assert all(pasted[host] is not None for host in best.hosts)
+    settings = {ServingEngine.VLLM: plan.settings.vllm, ServingEngine.SERVE: plan.settings.serve}
+    assert all(settings[host] is not None for host in best.engines)
     split_alike = [
         way
         for way in plan.ways
@@ -96,7 +96,7 @@ def test_every_plan_makes_sense(name: str, demand: Demand) -> None:
             if plan.verdict.kind.runs:
                 check_headline(plan)
             else:
-                assert plan.pasted.serve is plan.pasted.vllm is None
+                assert plan.settings.serve is plan.settings.vllm is None
         for fewer, more in pairwise(several):
             assert worth(more) >= worth(fewer), (more.hardware, worth(fewer), worth(more))
 

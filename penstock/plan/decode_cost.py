@@ -1,4 +1,4 @@
-"""What a step of decoding costs on one server, by where the KV lies. Pure."""
+"""The cost of a decode step on one server, depending on where the KV is. Pure."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from penstock.plan.fit import Demand, Fit
-from penstock.shapes.gpu_rates import Rates
+from penstock.shapes.gpu_rates import GpuRates
 from penstock.shapes.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """One step in which all active sessions get a token, whether or not they fit on the GPU."""
+    """One step that gives every active session a token, whether or not all fit on the GPU."""
 
     resident_bytes: int
     cold_bytes: int  # read from DRAM
-    device_seconds: float  # weights and resident KV, from the GPU's own memory
-    cold_seconds: float  # on the link, beside the resident KV's reading
+    device_seconds: float  # reading weights and resident KV from GPU memory
+    cold_seconds: float  # reading cold KV over the link, in parallel with resident KV
     step_seconds: float
-    tokens_per_second: float  # of all that are active
-    whole_tokens_per_second: float  # of as many as fit on the GPUs whole, taking turns
-    # What may be read from DRAM in a step that keeps the target; None without a target.
+    tokens_per_second: float  # of all active sessions
+    whole_tokens_per_second: float  # if only whole sessions run, taking turns
+    # How much a step may read from DRAM within the target; None without a target.
     cold_bytes_within_target: int | None
     sessions_within_target: int | None
 
     def times(self, num_servers: int, num_active: int) -> DecodeCost:
-        """All servers together; the last one may have fewer than its share."""
+        """The cost for all servers together; the last one may have fewer sessions."""
         within, sessions = self.cold_bytes_within_target, self.sessions_within_target
         return replace(
             self,
@@ -41,7 +41,7 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One in which a number of sessions get a token."""
+    """A step in which a given number of sessions get a token."""
 
     resident_bytes: int
     cold_bytes: int
@@ -51,8 +51,8 @@ class DecodeStep:
     seconds: float
 
 
-def step(shape: ModelShape, found: Fit, rates: Rates, num_sessions: int) -> DecodeStep:
-    """Reading and computing run side by side: the slower sets the pace."""
+def decode_step(shape: ModelShape, found: Fit, rates: GpuRates, num_sessions: int) -> DecodeStep:
+    """Reading and computing run in parallel: the slower determines the time."""
     running = found.shared_bytes + found.own_bytes * num_sessions
     resident = min(running, max(0, found.pool_bytes))
     weights = _weights_read(shape, found.weight_bytes, num_sessions)
@@ -72,7 +72,7 @@ def step(shape: ModelShape, found: Fit, rates: Rates, num_sessions: int) -> Deco
 
 
 def most_within(target_seconds: float, most: int, seconds: Callable[[int], float]) -> int:
-    """How many sessions, up to `most`, one step serves in that time. `seconds` never falls."""
+    """The most sessions, up to `most`, that a step serves in time. `seconds` must not decrease."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -83,17 +83,19 @@ def most_within(target_seconds: float, most: int, seconds: Callable[[int], float
     return low
 
 
-def decode_cost(shape: ModelShape, found: Fit, demand: Demand, rates: Rates) -> DecodeCost:
-    now = step(shape, found, rates, demand.num_active)
+def decode_cost(shape: ModelShape, found: Fit, demand: Demand, rates: GpuRates) -> DecodeCost:
+    now = decode_step(shape, found, rates, demand.num_active)
     within = sessions = None
     target = demand.max_token_seconds
     if target is not None:
         left = max(0.0, target - now.weight_seconds - rates.exchange_seconds)
         within = min(found.host_bytes, int(left * rates.cold_bytes_per_second))
         most = found.count(max(0, found.pool_bytes) + found.host_bytes)
-        sessions = most_within(target, most, lambda num: step(shape, found, rates, num).seconds)
+        sessions = most_within(
+            target, most, lambda num: decode_step(shape, found, rates, num).seconds
+        )
     num_whole = min(demand.num_active, found.sessions_on_device)
-    whole_seconds = step(shape, found, rates, num_whole).seconds if num_whole else 1.0
+    whole_seconds = decode_step(shape, found, rates, num_whole).seconds if num_whole else 1.0
     return DecodeCost(
         resident_bytes=now.resident_bytes,
         cold_bytes=now.cold_bytes,
@@ -108,7 +110,7 @@ def decode_cost(shape: ModelShape, found: Fit, demand: Demand, rates: Rates) -> 
 
 
 def _weights_read(shape: ModelShape, weight_bytes: int, num_tokens: int) -> float:
-    """Of a mixture of experts, what so many tokens pass through, at most all of it."""
+    """For a mixture of experts: at most the weights that `num_tokens` tokens use."""
     if shape.num_params is None or shape.num_active_params is None:
         return weight_bytes
     return weight_bytes * min(1.0, shape.num_active_params * num_tokens / shape.num_params)

@@ -1,4 +1,4 @@
-"""`penstock store` for a folder: look into its namespaces, audit them, empty it."""
+"""`penstock store` for a disk store: list, check and clear its namespaces."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from typing import Any
 
 import typer
 
-from penstock.commands import (
-    Tick,
-    audit,
-    new_table,
-    print_fields,
-    print_json,
-    progress_bar,
-    stdout_console,
-)
+from penstock.commands import Tick, disk_audit, print_fields, print_json, progress_bar
+from penstock.commands.disk_audit import DiskAudit, DiskDamage
+from penstock.commands.store import print_damages
 from penstock.errors import ConfigError
 from penstock.stores import folder
 from penstock.stores.directory import lock_directory, remove_store_files
@@ -25,14 +19,14 @@ from penstock.stores.disk import DiskStore
 from penstock.stores.folder import Shelf
 from penstock.stores.shared_cap import remove_store
 from penstock.stores.slab import FORMAT_VERSION, Geometry
-from penstock.units import format_bytes, printable
+from penstock.units import counted, format_bytes, printable
 
-_MAX_SHOWN = 50
 _KEY_DIGITS = 16
 
 
-def list_local(directory: Path, *, blocks: bool, as_json: bool) -> None:
-    shelves = audit.shelves(directory)
+def show(place: str, *, blocks: bool, as_json: bool) -> None:
+    directory = Path(place)
+    shelves = disk_audit.shelves(directory)
     with progress_bar() as tick:
         listed = [_list_store(shelf, tick, blocks=blocks) for shelf in shelves]
     writer = folder.find_writer(directory)
@@ -57,7 +51,7 @@ def list_local(directory: Path, *, blocks: bool, as_json: bool) -> None:
         typer.echo()
         print_fields(shelf.title, _rows(shelf, found))
         if blocks:
-            # Plain lines, not a table: there may be millions.
+            # Plain lines, not a table: there may be millions of blocks.
             typer.echo(f"\n{'slot':>10}  {'key':<{_KEY_DIGITS + 1}}  generation")
             for block in found.get("blocks") or ():
                 key = block["key"][:_KEY_DIGITS]
@@ -65,9 +59,9 @@ def list_local(directory: Path, *, blocks: bool, as_json: bool) -> None:
 
 
 def _list_store(shelf: Shelf, tick: Tick, *, blocks: bool) -> dict[str, Any]:
-    problem, geometry = audit.find_problem(shelf), shelf.geometry
+    problem, geometry = disk_audit.find_problem(shelf), shelf.geometry
     facts: dict[str, Any] = {
-        "namespace": shelf.namespace if geometry is None else geometry.namespace,
+        "namespace": _namespace(shelf),
         "description": None if geometry is None else geometry.description,
         "last_used": _when(shelf.last_used),
         "disk_bytes": shelf.disk_bytes,
@@ -75,15 +69,15 @@ def _list_store(shelf: Shelf, tick: Tick, *, blocks: bool) -> dict[str, Any]:
     }
     if problem or geometry is None:
         return facts
-    num_slots, num_used, num_damaged = audit.count_slots(shelf.path), 0, 0
+    num_slots, num_used, num_damaged = disk_audit.count_slots(shelf.path), 0, 0
     held = []
-    for entry in audit.read_index(shelf.path):
+    for entry in disk_audit.read_index(shelf.path):
         num_damaged += entry.damaged
         if entry.record is not None and entry.record.held:
             num_used += 1
             if blocks:
                 held.append((entry.slot, entry.record.key.hex(), entry.record.generation))
-        if entry.slot % audit.RECORDS_AT_ONCE == 0:
+        if entry.slot % disk_audit.RECORDS_AT_ONCE == 0:
             tick(f"reading the index of {shelf.title}", entry.slot / num_slots)
     num_free = num_slots - num_used
     facts |= {
@@ -103,6 +97,10 @@ def _list_store(shelf: Shelf, tick: Tick, *, blocks: bool) -> dict[str, Any]:
     return facts
 
 
+def _namespace(shelf: Shelf) -> str:
+    return shelf.namespace if shelf.geometry is None else shelf.geometry.namespace
+
+
 def _rows(shelf: Shelf, found: dict[str, Any]) -> list[tuple[str, str]]:
     head = [("namespace", shelf.namespace)]
     tail = [("on disk", format_bytes(shelf.disk_bytes)), ("last used", found["last_used"])]
@@ -111,8 +109,8 @@ def _rows(shelf: Shelf, found: dict[str, Any]) -> list[tuple[str, str]]:
         return [*head, ("problem", found["problem"]), *tail]
     num_slots, num_used = found["num_slots"], found["num_used"]
     num_damaged = found["num_damaged_records"]
-    damaged = f"{num_damaged:,} record{'s' * (num_damaged > 1)}; see penstock store check"
-    shown = ("model", "dtype", "block_tokens")  # above, and with the block's size
+    damaged = f"{counted(num_damaged, 'record')}; run penstock store check"
+    shown = ("model", "dtype", "block_tokens")  # shown in the title and in the "block" row
     return [
         *head,
         *(
@@ -120,8 +118,11 @@ def _rows(shelf: Shelf, found: dict[str, Any]) -> list[tuple[str, str]]:
             for name, text in geometry.description.items()
             if name not in shown
         ),
-        ("block", f"{geometry.block_tokens:,} tokens, {format_bytes(geometry.block_bytes)}"),
-        ("room for", _count(num_slots, geometry)),
+        (
+            "block",
+            f"{counted(geometry.block_tokens, 'token')}, {format_bytes(geometry.block_bytes)}",
+        ),
+        ("capacity", _count(num_slots, geometry)),
         ("used", f"{_count(num_used, geometry)} ({num_used / max(num_slots, 1):.0%})"),
         *([("damaged", damaged)] if num_damaged else []),
         *tail,
@@ -129,15 +130,16 @@ def _rows(shelf: Shelf, found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _count(num_blocks: int, geometry: Geometry) -> str:
-    return f"{num_blocks:,} blocks, {format_bytes(num_blocks * geometry.block_bytes)}"
+    return f"{counted(num_blocks, 'block')}, {format_bytes(num_blocks * geometry.block_bytes)}"
 
 
 def _when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def check_local(directory: Path, *, repair: bool, as_json: bool) -> None:
-    shelves = audit.shelves(directory)
+def check(place: str, *, repair: bool, as_json: bool) -> None:
+    directory = Path(place)
+    shelves = disk_audit.shelves(directory)
     lock = lock_directory(directory) if repair else None
     try:
         with progress_bar() as tick:
@@ -150,55 +152,61 @@ def check_local(directory: Path, *, repair: bool, as_json: bool) -> None:
         _print_check(directory, shelves, checked)
     else:
         print_fields(
-            f"{directory}: {'damage was found' if num_damages else 'sound'}",
+            f"{directory}: {'damage found' if num_damages else 'sound'}",
             [
                 ("namespaces", f"{len(shelves):,}"),
                 ("ok", f"{sum(found.num_ok for found in checked):,}"),
                 ("corrupt", f"{num_damages:,}"),
                 ("empty", f"{sum(found.num_empty for found in checked):,}"),
-                *_if_any("changed meanwhile", sum(found.num_changed for found in checked)),
+                *_if_any("changed during the check", sum(found.num_changed for found in checked)),
                 *_if_any("cleared", sum(found.num_cleared for found in checked)),
             ],
         )
         for shelf, found in zip(shelves, checked, strict=True):
             if found.damages:
-                _print_damages(shelf, found.damages)
+                rows = [_damage_row(damage) for damage in found.damages]
+                print_damages(("slot", "key", "problem"), rows, shelf.title)
         if num_damages and not repair:
-            typer.echo(f"Clear them with: penstock store check {directory} --repair")
+            typer.echo(f"Remove the damaged blocks with: penstock store check {directory} --repair")
     if num_damages:
         raise typer.Exit(1)
+
+
+def _damage_row(damage: DiskDamage) -> tuple[str, str, str]:
+    key = "–" if damage.key is None else f"{damage.key.hex()[:_KEY_DIGITS]}…"
+    return "–" if damage.slot is None else str(damage.slot), key, damage.problem
 
 
 def _if_any(name: str, count: int) -> list[tuple[str, str]]:
     return [(name, f"{count:,}")] if count else []
 
 
-def _check_store(shelf: Shelf, tick: Tick, *, repair: bool) -> audit.DiskAudit:
-    if (problem := audit.find_problem(shelf)) is not None:
-        return audit.DiskAudit(damages=[audit.DiskDamage(None, None, problem)])
+def _check_store(shelf: Shelf, tick: Tick, *, repair: bool) -> DiskAudit:
+    if (problem := disk_audit.find_problem(shelf)) is not None:
+        return DiskAudit(damages=[DiskDamage(None, None, problem)])
     geometry = shelf.geometry
     assert geometry is not None
-    repair = repair and audit.count_slots(shelf.path) > 0
+    repair = repair and disk_audit.count_slots(shelf.path) > 0
     store = DiskStore(shelf.path, geometry.spec, None, read_only=not repair)
     try:
-        found = audit.audit(store, geometry, lambda share: tick(f"checking {shelf.title}", share))
+        found = disk_audit.audit(
+            store, geometry, lambda share: tick(f"checking {shelf.title}", share)
+        )
         if repair:
-            found.num_cleared = audit.clear_records(store, found.damages)
+            found.num_cleared = disk_audit.clear_records(store, found.damages)
     finally:
         store.close()
     return found
 
 
-def _print_check(directory: Path, shelves: list[Shelf], checked: list[audit.DiskAudit]) -> None:
+def _print_check(directory: Path, shelves: list[Shelf], checked: list[DiskAudit]) -> None:
     print_json(
         {
             "directory": str(directory),
             "sound": not any(found.damages for found in checked),
             "namespaces": [
                 {
-                    "namespace": shelf.namespace
-                    if shelf.geometry is None
-                    else shelf.geometry.namespace,
+                    "namespace": _namespace(shelf),
                     "num_ok": found.num_ok,
                     "num_corrupt": len(found.damages),
                     "num_empty": found.num_empty,
@@ -219,22 +227,10 @@ def _print_check(directory: Path, shelves: list[Shelf], checked: list[audit.Disk
     )
 
 
-def _print_damages(shelf: Shelf, damages: list[audit.DiskDamage]) -> None:
-    table = new_table("slot", "key", "problem", title=shelf.title)
-    table.columns[1].justify = table.columns[2].justify = "left"
-    for damage in damages[:_MAX_SHOWN]:
-        key = f"{damage.key.hex()[:_KEY_DIGITS]}…" if damage.key is not None else "–"
-        table.add_row("–" if damage.slot is None else str(damage.slot), key, damage.problem)
-    stdout_console().print(table)
-    if len(damages) > _MAX_SHOWN:
-        typer.echo(f"and {len(damages) - _MAX_SHOWN:,} more; --json lists all")
-
-
-def clear_local(directory: Path, *, namespace: str | None, yes: bool, as_json: bool) -> None:
-    if as_json and not yes:
-        raise ConfigError("--json leaves no place for a question: expected --yes with it")
-    audit.check_is_store(directory)
-    # Taken before asking: what is asked about is then what is deleted.
+def clear(place: str, *, namespace: str | None, yes: bool, as_json: bool) -> None:
+    directory = Path(place)
+    disk_audit.check_is_store(directory)
+    # Locked before asking, so that exactly what the question names is deleted.
     lock = lock_directory(directory)
     try:
         paths = folder.store_paths(directory)
@@ -253,9 +249,9 @@ def clear_local(directory: Path, *, namespace: str | None, yes: bool, as_json: b
     if as_json:
         print_json({"directory": str(directory), "freed_bytes": freed_bytes})
     elif namespace is None:
-        typer.echo(f"{directory} is empty; {format_bytes(freed_bytes)} were given back.")
+        typer.echo(f"Cleared {directory}: {format_bytes(freed_bytes)} freed.")
     else:
-        typer.echo(f"{paths[0]} is gone; {format_bytes(freed_bytes)} were given back.")
+        typer.echo(f"Deleted {paths[0]}: {format_bytes(freed_bytes)} freed.")
 
 
 def _find_namespace(directory: Path, paths: list[Path], namespace: str) -> Path:
@@ -263,7 +259,7 @@ def _find_namespace(directory: Path, paths: list[Path], namespace: str) -> Path:
     if not found:
         names = ", ".join(path.name for path in paths) or "none"
         raise ConfigError(
-            f"--namespace is {namespace[:80]!r}, which {directory} does not hold: expected one "
-            f"that `penstock store ls {directory}` shows ({names})"
+            f"--namespace is {namespace[:80]!r}, which {directory} does not hold: expected one of "
+            f"those that `penstock store ls {directory}` shows ({names})"
         )
     return found[0]

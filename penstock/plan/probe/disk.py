@@ -1,4 +1,4 @@
-"""What a disk carries: direct writes and reads of whole blocks, as the disk tier does them."""
+"""Measures a disk with direct writes and reads of whole blocks, as the disk tier does."""
 
 from __future__ import annotations
 
@@ -13,28 +13,18 @@ from itertools import cycle
 from pathlib import Path
 
 from penstock.errors import ConfigError, StoreError
-from penstock.plan.links import (
-    BLOCK_BYTES,
-    Link,
-    Tick,
-    check_size,
-    fill,
-    new_arena,
-    single_seconds,
-    threads_label,
-    tick_part,
-    walk,
-)
+from penstock.plan.probe import links
+from penstock.plan.probe.links import BLOCK_BYTES, Link, Tick
 from penstock.types import Slot
-from penstock.units import format_bytes
+from penstock.units import counted, format_bytes
 
-DISK_THREADS = 4  # as many as the disk tier has by default
-_NUM_SOURCE_BLOCKS = 16  # different blocks in memory that are written in turn
+DISK_THREADS = 4  # the disk tier's default
+_NUM_SOURCE_BLOCKS = 16  # different blocks in memory, written in turn
 
 
 @dataclass(frozen=True, slots=True)
 class DiskProbe:
-    """A file without a name in `directory`: gone with its descriptor, even after kill -9."""
+    """Uses an unnamed file in `directory`, which disappears even after kill -9."""
 
     directory: Path
     size_bytes: int
@@ -42,13 +32,13 @@ class DiskProbe:
     num_threads: int = DISK_THREADS
 
     def __post_init__(self) -> None:
-        check_size(self.size_bytes)
+        links.check_size(self.size_bytes)
         _check_folder(self.directory)
         usage = os.statvfs(self.directory)
         free = usage.f_bavail * usage.f_frsize
-        if usage.f_blocks and free < self.size_bytes:  # 0 blocks: a filesystem that does not say
+        if usage.f_blocks and free < self.size_bytes:  # 0: the filesystem does not report it
             raise ConfigError(
-                f"{self.directory} has {format_bytes(free)} free: expected room for --size "
+                f"{self.directory} has {format_bytes(free)} free: expected at least --size, "
                 f"{format_bytes(self.size_bytes)}; lower --size or choose another --dir"
             )
 
@@ -61,18 +51,20 @@ class DiskProbe:
             reason = error.strerror or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
                 raise ConfigError(
-                    f"{self.directory} does not take a file of {format_bytes(self.size_bytes)} "
-                    f"({reason}): lower --size or choose another --dir"
+                    f"a file of {format_bytes(self.size_bytes)} cannot be written to "
+                    f"{self.directory} ({reason}): lower --size or choose another --dir"
                 ) from None
-            raise StoreError(f"{self.directory} failed while measured: {reason}") from None
+            raise StoreError(f"{self.directory} failed during the measurement: {reason}") from None
 
     def _measure(self, scratch: _Scratch, tick: Tick) -> Iterator[Link]:
         num_threads = min(self.num_threads, scratch.num_blocks)
-        arena = new_arena(max(_NUM_SOURCE_BLOCKS, num_threads) * BLOCK_BYTES)
-        fill(arena)
-        notes = [] if scratch.direct else ["through the page cache: direct I/O was refused"]
-        if _lies_in_memory(self.directory):
-            notes.append(f"{self.directory} lies in memory, not on a disk")
+        arena = links.new_arena(max(_NUM_SOURCE_BLOCKS, num_threads) * BLOCK_BYTES)
+        links.fill(arena)
+        notes = (
+            [] if scratch.direct else ["measured through the page cache: direct I/O was refused"]
+        )
+        if _is_in_memory(self.directory):
+            notes.append(f"{self.directory} is in memory, not on a disk")
         note = "; ".join(notes)
 
         def write(_thread: int, block: int) -> None:
@@ -82,11 +74,11 @@ class DiskProbe:
             write(thread, block)
             scratch.flush()
 
-        block_seconds = single_seconds(write_through, scratch.num_blocks)
-        name = f"disk write, {threads_label(num_threads)}"
-        part = tick_part(tick, name, 0, 2)
-        # Once over the file: a second round would find its extents already written to.
-        num_written, seconds = walk(
+        block_seconds = links.single_seconds(write_through, scratch.num_blocks)
+        name = f"disk write, {counted(num_threads, 'thread')}"
+        part = links.tick_part(tick, name, 0, 2)
+        # Only once: a second pass would write to extents that are already allocated.
+        num_written, seconds = links.move_blocks(
             write, iter(range(scratch.num_blocks)), num_threads, self.seconds, part, scratch.flush
         )
         rate = num_written * BLOCK_BYTES / seconds
@@ -96,23 +88,23 @@ class DiskProbe:
             scratch.read(arena.view(Slot(thread)), block)
 
         scratch.forget()
-        block_seconds = single_seconds(read, num_written)
+        block_seconds = links.single_seconds(read, num_written)
         scratch.forget()
         order = list(range(num_written))
-        # Blocks of a store that has run for a while are found in no order.
+        # Random order, as in a store that has run for a while.
         random.Random(0).shuffle(order)
-        name = f"disk read, {threads_label(num_threads)}"
-        part = tick_part(tick, name, 1, 2)
-        # A second round through the page cache would measure the page cache.
+        name = f"disk read, {counted(num_threads, 'thread')}"
+        part = links.tick_part(tick, name, 1, 2)
+        # With the page cache, a second pass would measure the cache instead of the disk.
         blocks = cycle(order) if scratch.direct else iter(order)
-        num_read, seconds = walk(read, blocks, num_threads, self.seconds, part)
+        num_read, seconds = links.move_blocks(read, blocks, num_threads, self.seconds, part)
         rate = num_read * BLOCK_BYTES / seconds
         yield Link(name, num_threads, rate, block_seconds, loads=True, note=note)
         yield written
 
 
 class _Scratch:
-    """The file that is written and read: nameless, preallocated, past the page cache if it can."""
+    """The unnamed, preallocated file to write and read; avoids the page cache if possible."""
 
     def __init__(self, descriptor: int, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -129,7 +121,7 @@ class _Scratch:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def flush(self) -> None:
-        """Wait until the page cache has passed on what it took; direct writes have no need to."""
+        """Wait until the page cache is written to disk; not needed after direct writes."""
         if not self.direct:
             os.fdatasync(self._descriptor)
 
@@ -140,8 +132,8 @@ class _Scratch:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-            # Some filesystems take the flag and refuse the first write.
-            self.write(new_arena(BLOCK_BYTES).view(Slot(0)), 0)
+            # Some filesystems accept the flag but refuse the first write.
+            self.write(links.new_arena(BLOCK_BYTES).view(Slot(0)), 0)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -159,13 +151,13 @@ def _check_folder(directory: Path) -> None:
         )
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"--dir {directory} is not writable: expected a folder this user may write to; "
+            f"--dir {directory} is not writable: expected a folder that this user can write to; "
             "choose another"
         )
 
 
-def _lies_in_memory(directory: Path) -> bool:
-    """Where /tmp is a tmpfs, the default folder would give memory's rates for a disk's."""
+def _is_in_memory(directory: Path) -> bool:
+    """If /tmp is a tmpfs, the default folder measures memory instead of a disk."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

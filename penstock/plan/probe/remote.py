@@ -1,6 +1,6 @@
-"""What a remote store carries: puts and gets of whole blocks and lookups, by the tier's own client.
+"""Measures a remote store with puts, gets and lookups, through the remote tier's own client.
 
-All that is written lies under penstock/probe/ and a random word, and is removed at the end.
+All values are under penstock/probe/ and a random name, and are removed at the end.
 """
 
 from __future__ import annotations
@@ -16,42 +16,32 @@ from typing import NamedTuple
 from penstock.config import RemoteConfig
 from penstock.config.urls import shown_value, without_password
 from penstock.errors import ConfigError, Full, StoreError
-from penstock.plan.links import (
-    BLOCK_BYTES,
-    Link,
-    Tick,
-    check_size,
-    fill,
-    new_arena,
-    single_seconds,
-    threads_label,
-    tick_part,
-    walk,
-)
+from penstock.plan.probe import links
+from penstock.plan.probe.links import BLOCK_BYTES, Link, Tick
 from penstock.stores.base import Answers
 from penstock.stores.envelope import HEAD_BYTES
 from penstock.stores.host import HostArena
 from penstock.stores.remote import Client, Item
 from penstock.stores.remotes import open_client, threads_for
 from penstock.types import Slot
-from penstock.units import format_bytes
+from penstock.units import counted, format_bytes
 
 BATCH_BLOCKS = 16
-LOOKUP_NAMES = 512  # as many as the tier asks for at once
-_BLOCK_SIZES = (64 * 23_040, BLOCK_BYTES)  # of SmolLM2-135M, 64 tokens a block; as of the others
+LOOKUP_NAMES = 512  # as many as the remote tier looks up at once
+_BLOCK_SIZES = (64 * 23_040, BLOCK_BYTES)  # 64 tokens of SmolLM2-135M; the other probes' size
 _NUM_PARTS = 2 * len(_BLOCK_SIZES) + 1
 _NAMES_AT_ONCE = 1000
 _TIMEOUT_SECONDS = 30.0
-# For a process that is killed; of no use in stores that do not expire values themselves.
+# In case this process is killed. Has no effect in stores that do not expire values.
 _TTL_SECONDS = 3600.0
 
 
 class LookupTimes(NamedTuple):
-    """Questions for existence, many names in each, one after the other."""
+    """Lookups of many names each, one after another."""
 
-    num_names: int  # of one question
+    num_names: int  # per lookup
     names_per_second: float
-    seconds: float  # of one question
+    seconds: float  # per lookup
 
 
 class _Measured(NamedTuple):
@@ -60,11 +50,11 @@ class _Measured(NamedTuple):
 
 
 _Move = Callable[[int, int, int], None]
-"""A thread moves blocks: from this one on, so many."""
+"""Takes a thread, its first block and the number of blocks to move."""
 
 
 class RemoteProbe:
-    """Values under names that nobody else has. Keeps at most `size_bytes` there at a time."""
+    """Uses values under unique names. Stores at most `size_bytes` at a time."""
 
     def __init__(
         self,
@@ -73,20 +63,23 @@ class RemoteProbe:
         seconds: float,
         num_threads: int | None = None,
     ) -> None:
-        """Raises ConfigError or StoreError for a store that cannot be asked."""
-        check_size(size_bytes)
+        """Raises ConfigError or StoreError if the store cannot be reached."""
+        links.check_size(size_bytes)
         if "://" not in url:
             raise ConfigError(
-                f"--remote is {shown_value(url)}: expected a URL such as redis://host:6379/0; "
-                "correct it"
+                f"--remote is {shown_value(url)}: expected a URL such as redis://host:6379/0"
             )
         self.shown = without_password(url)
-        self.lookups: LookupTimes | None = None  # known once all has been measured
+        self.lookups: LookupTimes | None = None  # known after `measure`
         self.prefix = f"penstock/probe/{os.urandom(8).hex()}/"
         self._url = url
-        # The servers of other stores are what is measured with them; a folder's cache is not.
+        # Other stores' servers, caches included, are part of what is measured.
         in_folder = url.lower().startswith("file:")
-        self._note = "a folder is measured through the page cache" if in_folder else ""
+        self._note = (
+            "measured through the page cache, because the remote store is a folder"
+            if in_folder
+            else ""
+        )
         self._size_bytes = size_bytes
         self._seconds = seconds
         self._num_threads = num_threads or threads_for(RemoteConfig(url=url))
@@ -95,16 +88,16 @@ class RemoteProbe:
             client.exists([f"{self.prefix}0"])
         except StoreError as error:
             raise StoreError(
-                f"{self.shown} does not answer ({error}): expected a remote store to measure; "
-                "start it, or correct --remote"
+                f"{self.shown} does not answer ({error}): expected a running remote store; start "
+                "it, or correct --remote"
             ) from None
         finally:
             client.close()
 
     def measure(self, tick: Tick) -> Iterator[Link]:
         batch_blocks = min(BATCH_BLOCKS, self._size_bytes // BLOCK_BYTES)
-        arena = new_arena(self._num_threads * batch_blocks * BLOCK_BYTES)
-        fill(arena)
+        arena = links.new_arena(self._num_threads * batch_blocks * BLOCK_BYTES)
+        links.fill(arena)
         client = self._open()
         try:
             client.register(arena)
@@ -117,17 +110,17 @@ class RemoteProbe:
                 try:
                     yield from self._measure(values, num_batches, tick, 2 * index)
                     if index == len(_BLOCK_SIZES) - 1:
-                        self.lookups = self._look(client, names, tick)
+                        self.lookups = self._lookup(client, names, tick)
                 finally:
                     values.end()
                     self._remove(client, names)
         except Full as error:
             raise ConfigError(
-                f"{self.shown} does not take {format_bytes(self._size_bytes)} of blocks ({error}): "
-                "lower --size, or give it room"
+                f"{self.shown} has no room for {format_bytes(self._size_bytes)} ({error}): lower "
+                "--size, or give the store more room"
             ) from None
         except StoreError as error:
-            raise StoreError(f"{self.shown} failed while measured: {error}") from None
+            raise StoreError(f"{self.shown} failed during the measurement: {error}") from None
         finally:
             client.close()
 
@@ -136,15 +129,15 @@ class RemoteProbe:
         batch_blocks, block_bytes = values.batch_blocks, values.block_bytes
 
         def measure(verb: str, move: _Move, batches: Iterator[int], num_held: int) -> _Measured:
-            """Singles are of the first `num_held` batches."""
-            name = f"remote {verb}, {format_bytes(block_bytes)}, {threads_label(num_threads)}"
-            ticked = tick_part(tick, name, part + (verb == "get"), _NUM_PARTS)
+            """Single blocks are taken from the first `num_held` batches."""
+            name = f"remote {verb}, {format_bytes(block_bytes)}, {counted(num_threads, 'thread')}"
+            ticked = links.tick_part(tick, name, part + (verb == "get"), _NUM_PARTS)
             block_seconds = _uninterrupted(
-                lambda: single_seconds(
+                lambda: links.single_seconds(
                     lambda thread, block: move(thread, block, 1), num_held * batch_blocks
                 )
             )
-            num_moved, seconds = walk(
+            num_moved, seconds = links.move_blocks(
                 lambda thread, batch: move(thread, batch * batch_blocks, batch_blocks),
                 batches,
                 num_threads,
@@ -158,19 +151,19 @@ class RemoteProbe:
 
         written = measure("put", values.put, iter(range(num_batches)), num_batches)
         order = list(range(written.num_batches))
-        random.Random(0).shuffle(order)  # blocks of a prompt are found in no order
+        random.Random(0).shuffle(order)  # as the blocks of many prompts would be
         yield measure("get", values.get, cycle(order), written.num_batches).link
         yield written.link
 
-    def _look(self, client: Client, names: Sequence[str], tick: Tick) -> LookupTimes:
+    def _lookup(self, client: Client, names: Sequence[str], tick: Tick) -> LookupTimes:
         absent = [f"{self.prefix}absent/{number}" for number in range(LOOKUP_NAMES)]
         asked = [*names, *absent][:LOOKUP_NAMES]
 
-        def look(_thread: int, _number: int) -> None:
+        def lookup(_thread: int, _number: int) -> None:
             client.exists(asked)
 
-        ticked = tick_part(tick, "remote lookups", _NUM_PARTS - 1, _NUM_PARTS)
-        num_asked, seconds = walk(look, cycle((0,)), 1, self._seconds, ticked)
+        ticked = links.tick_part(tick, "remote lookups", _NUM_PARTS - 1, _NUM_PARTS)
+        num_asked, seconds = links.move_blocks(lookup, cycle((0,)), 1, self._seconds, ticked)
         return LookupTimes(LOOKUP_NAMES, num_asked * LOOKUP_NAMES / seconds, seconds / num_asked)
 
     def _remove(self, client: Client, names: Sequence[str]) -> None:
@@ -179,8 +172,8 @@ class RemoteProbe:
                 client.remove(names[start : start + _NAMES_AT_ONCE])
         except StoreError as error:
             raise StoreError(
-                f"what the probe wrote could not be removed ({error}); "
-                f"delete what lies under {self.prefix}"
+                f"the probe's values could not be removed ({error}); delete everything under "
+                f"{self.prefix}"
             ) from None
 
     def _open(self) -> Client:
@@ -188,7 +181,7 @@ class RemoteProbe:
 
 
 class _Values:
-    """Blocks of one size, by number and by batch; each thread has memory for one batch."""
+    """Blocks of one size, by number and by batch. Each thread has memory for one batch."""
 
     def __init__(
         self, client: Client, arena: HostArena, prefix: str, block_bytes: int, batch_blocks: int
@@ -198,8 +191,8 @@ class _Values:
         self._client = client
         self._arena = arena
         self._prefix = prefix
-        self._change = threading.Condition()  # of the two below
-        self._num_puts = 0  # under way
+        self._change = threading.Condition()  # guards the two fields below
+        self._num_puts = 0  # running
         self._ended = False
 
     def name(self, block: int) -> str:
@@ -221,7 +214,7 @@ class _Values:
         _check(self._client.get(self._items(thread, first, num_blocks)))
 
     def end(self) -> None:
-        """No put is under way when this returns, and none begins: all there is can be removed."""
+        """Wait for running puts and refuse new ones, so that all values can be removed."""
         with self._change:
             self._ended = True
             self._change.wait_for(lambda: not self._num_puts)
@@ -238,7 +231,7 @@ class _Values:
 
 
 def _uninterrupted(measure: Callable[[], float]) -> float:
-    """On a thread: a put that Ctrl-C breaks off may be made after all was removed."""
+    """Run on another thread, so that Ctrl-C cannot leave a put to finish after the cleanup."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(measure).result()
 

@@ -10,20 +10,18 @@ import pytest
 
 from penstock.costs.rates import break_even_tokens
 from penstock.errors import ConfigError, StoreError
-from penstock.plan import disk_link, links
-from penstock.plan.disk_link import DiskProbe
-from penstock.plan.links import (
-    BLOCK_BYTES,
+from penstock.plan.probe import disk, links
+from penstock.plan.probe.disk import DiskProbe
+from penstock.plan.probe.links import BLOCK_BYTES, Link, measure_links, move_blocks
+from penstock.plan.probe.memory import (
     ChecksumProbe,
     CopyProbe,
-    Link,
-    measure_links,
     measure_matrix_product,
     thread_counts,
-    walk,
 )
 from penstock.shapes.gpu_rates import estimate_prefill
 from penstock.shapes.sizing import PRESETS, ModelShape
+from penstock.stores.host import HostArena
 from penstock.types import Slot
 
 SIZE = 4 * BLOCK_BYTES
@@ -38,7 +36,8 @@ def test_ticks_name_the_link_and_never_go_back(tmp_path: Path) -> None:
     probes = [CopyProbe(SIZE, SHORT, 2), ChecksumProbe(SHORT), DiskProbe(tmp_path, SIZE, SHORT)]
     found = measure_links(probes, lambda name, share: ticks.append((name, share)))
     assert len(found) == 5
-    assert {name for name, _ in ticks} <= {link.name for link in found}
+    names = {name for name, _ in ticks}
+    assert {"memory copy, 1 thread", "checksum, 1 thread"} <= names <= {link.name for link in found}
     shares = [share for _, share in ticks]
     assert shares == sorted(shares)
     assert all(0 <= share <= 1 for share in shares)
@@ -69,7 +68,7 @@ def test_thread_counts() -> None:
 
 def test_walk_moves_every_block_once() -> None:
     moved: list[int] = []
-    num, seconds = walk(
+    num, seconds = move_blocks(
         lambda _, block: moved.append(block), iter(range(100)), 3, 60.0, lambda _share: None
     )
     assert sorted(moved) == list(range(100))
@@ -85,7 +84,7 @@ def test_walk_ends_its_threads_when_interrupted() -> None:
 
     endless = iter(int, 1)
     with pytest.raises(KeyboardInterrupt):
-        walk(lambda _thread, _block: None, endless, 2, 60.0, interrupt)
+        move_blocks(lambda _thread, _block: None, endless, 2, 60.0, interrupt)
     assert threading.active_count() == before
 
 
@@ -93,7 +92,7 @@ def test_copies_do_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     arenas = []
     new_arena = links.new_arena
 
-    def keep(size_bytes: int) -> links.HostArena:
+    def keep(size_bytes: int) -> HostArena:
         arenas.append(new_arena(size_bytes))
         return arenas[-1]
 
@@ -107,15 +106,17 @@ def test_copies_do_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_direct_io_refused_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = disk_link.fcntl.fcntl
+    real = disk.fcntl.fcntl
 
     def refuse(descriptor: int, command: int, argument: int = 0) -> int:
         if argument & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(descriptor, command, argument)
 
-    monkeypatch.setattr(disk_link.fcntl, "fcntl", refuse)
-    for link in measure_links([DiskProbe(tmp_path, SIZE, SHORT)], no_tick):
+    monkeypatch.setattr(disk.fcntl, "fcntl", refuse)
+    found = measure_links([DiskProbe(tmp_path, SIZE, SHORT)], no_tick)
+    assert len(found) == 2
+    for link in found:
         assert link.bytes_per_second > 0
         assert "direct I/O was refused" in link.note
     assert list(tmp_path.iterdir()) == []
@@ -125,7 +126,7 @@ def test_memory_is_not_taken_for_a_disk() -> None:
     if not os.path.ismount("/dev/shm") or not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no memory filesystem here")
     found = measure_links([DiskProbe(Path("/dev/shm"), SIZE, SHORT)], no_tick)
-    assert all("lies in memory" in link.note for link in found)
+    assert ["is in memory" in link.note for link in found] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_a_failing_disk_leaves_nothing(
     def fail(_descriptor: int, _memory: memoryview, _offset: int) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(disk_link.os, "pwrite", fail)
+    monkeypatch.setattr(disk.os, "pwrite", fail)
     with pytest.raises(kind, match=str(tmp_path)):
         measure_links([DiskProbe(tmp_path, SIZE, SHORT)], no_tick)
     assert list(tmp_path.iterdir()) == []
@@ -150,7 +151,7 @@ def test_an_interrupted_disk_probe_leaves_nothing(
     def interrupt(*_: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(disk_link, "single_seconds", interrupt)
+    monkeypatch.setattr(links, "single_seconds", interrupt)
     with pytest.raises(KeyboardInterrupt):
         measure_links([DiskProbe(tmp_path, SIZE, SHORT)], no_tick)
     assert list(tmp_path.iterdir()) == []
@@ -163,7 +164,7 @@ def test_too_little_room_on_disk(tmp_path: Path) -> None:
 
 
 def test_too_little_memory() -> None:
-    with pytest.raises(ConfigError, match="of memory at hand"):
+    with pytest.raises(ConfigError, match="of available memory"):
         CopyProbe(1 << 62, SHORT, 1)
 
 

@@ -1,4 +1,4 @@
-"""What lies in the files of a disk store: read record by record, and checked block by block."""
+"""Reads the index of a disk store record by record, and verifies its blocks."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _ZERO = bytes(RECORD_BYTES)
 
 
 class AuditedSlot(NamedTuple):
-    """One slot as the index has it."""
+    """One slot, as recorded in the index."""
 
     slot: Slot
-    record: SlabRecord | None  # None: never written, or damaged
+    record: SlabRecord | None  # None if never written, or damaged
     damaged: bool
 
 
 class DiskDamage(NamedTuple):
-    slot: Slot | None  # None where nothing of the store can be read
-    key: BlockKey | None  # None where the record itself is damaged
+    slot: Slot | None  # None if the whole namespace cannot be read
+    key: BlockKey | None  # None if the record itself is damaged
     problem: str
 
 
@@ -44,7 +44,7 @@ class DiskDamage(NamedTuple):
 class DiskAudit:
     num_ok: int = 0
     num_empty: int = 0
-    num_changed: int = 0  # rewritten by a live writer while they were looked at; no damage
+    num_changed: int = 0  # rewritten by a server during the check; not damage
     num_cleared: int = 0
     damages: list[DiskDamage] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ def count_slots(directory: Path) -> int:
 
 
 def read_index(directory: Path) -> Iterator[AuditedSlot]:
-    """Every slot, in order. Unlike a store's own scan it tells damaged records from empty ones."""
+    """Every slot, in order. Unlike the store's own scan, tells damaged records from empty ones."""
     num_slots = count_slots(directory)
     with (directory / "index").open("rb") as file:
         for start in range(0, num_slots, RECORDS_AT_ONCE):
@@ -70,12 +70,12 @@ def _read_entry(directory: Path, slot: Slot) -> AuditedSlot:
 
 def _entry(slot: int, data: bytes) -> AuditedSlot:
     record = slab.unpack_record(data)
-    # Nothing at all: the index became shorter meanwhile.
+    # No bytes at all: the index has been shortened since its size was read.
     return AuditedSlot(Slot(slot), record, damaged=record is None and data not in (_ZERO, b""))
 
 
 def audit(store: DiskStore, geometry: Geometry, tick: Callable[[float], None]) -> DiskAudit:
-    """Read every block that the index names and hold it against its checksum. Changes nothing."""
+    """Read every block in the index and verify its checksum. Changes nothing."""
     found, suspects = DiskAudit(), list[Slot]()
     num_slots = count_slots(store.directory)
     arena = HostArena(geometry.spec, max(_BATCH_BYTES, geometry.stride_bytes))
@@ -105,16 +105,17 @@ def audit(store: DiskStore, geometry: Geometry, tick: Callable[[float], None]) -
             tick((entry.slot + 1) / num_slots)
     check_batch()
     if suspects:
-        _look_again(store.directory, geometry, sorted(suspects), arena.view(Slot(0)), found)
+        _check_again(store.directory, geometry, sorted(suspects), arena.view(Slot(0)), found)
     return found
 
 
-def _look_again(
+def _check_again(
     directory: Path, geometry: Geometry, slots: list[Slot], memory: memoryview, found: DiskAudit
 ) -> None:
-    """A live writer may have been halfway through a slot, or have made a slab longer meanwhile.
+    """Read suspect slots again through newly opened files.
 
-    What fails twice in the same state, the second time through files opened anew, is damaged.
+    A running server may have been writing a slot or extending a slab. A slot is damaged if it
+    fails twice and its record has not changed.
     """
     time.sleep(_SETTLE_SECONDS)
     store = DiskStore(directory, geometry.spec, 0, read_only=True)
@@ -123,7 +124,7 @@ def _look_again(
             entry = _read_entry(directory, slot)
             record = entry.record
             if entry.damaged:
-                found.damages.append(DiskDamage(slot, None, "its record is damaged"))
+                found.damages.append(DiskDamage(slot, None, "the record is damaged"))
             elif record is None or not record.held:
                 found.num_changed += 1
             elif (error := store.get([Block(record.key, slot, memory)])[0]) is None:
@@ -143,16 +144,16 @@ def _name_problem(
     number, offset = geometry.place(slot)
     path = slab.slab_path(directory, number)
     if not path.exists():
-        return f"{path.name} is gone"
+        return f"{path.name} is missing"
     if path.stat().st_size < offset + geometry.stride_bytes:
-        return f"{path.name} is cut off"
+        return f"{path.name} is truncated"
     if (record.namespace.hex(), record.length) != (geometry.namespace, geometry.block_bytes):
-        return "it is of another model or layout"
-    return "it fails its checksum" if isinstance(error, Corrupt) else str(error)
+        return "the block belongs to another model or layout"
+    return "the block fails its checksum" if isinstance(error, Corrupt) else str(error)
 
 
 def clear_records(store: DiskStore, damages: list[DiskDamage]) -> int:
-    """Make the damaged slots empty, so that they are not offered again; returns how many are."""
+    """Mark damaged slots as empty, so that they are not used again. Returns how many are."""
     num_cleared = 0
     for damage in damages:
         assert damage.slot is not None
@@ -163,7 +164,7 @@ def clear_records(store: DiskStore, damages: list[DiskDamage]) -> int:
 
 
 def shelves(directory: Path) -> list[Shelf]:
-    """The namespaces of a folder, most recently used first."""
+    """The namespaces in a folder, most recently used first."""
     _check_is_folder(directory)
     found = folder.look_into(directory)
     if found is None:
@@ -172,12 +173,12 @@ def shelves(directory: Path) -> list[Shelf]:
 
 
 def find_problem(shelf: Shelf) -> str | None:
-    """Why nothing of a namespace can be read, and what to do."""
-    clear = f"empty it with `{slab.clear_command(shelf.path)}`"
+    """Why a namespace cannot be read, and what to do; None if it can."""
+    clear = f"delete it with `{slab.clear_command(shelf.path)}`"
     if shelf.geometry is None:
-        return f"its MANIFEST is gone or damaged, and nothing in it can be trusted: {clear}"
+        return f"its MANIFEST is missing or damaged, so its blocks cannot be trusted: {clear}"
     if not (shelf.path / "index").is_file():
-        return f"its index is gone, and nothing can be found without it: {clear}"
+        return f"its index is missing, so its blocks cannot be found: {clear}"
     return None
 
 
@@ -188,7 +189,7 @@ def _check_is_folder(directory: Path) -> None:
 
 
 def check_is_store(directory: Path) -> None:
-    """A damaged MANIFEST is no reason to refuse, but somebody else's file of that name is."""
+    """Accept a damaged MANIFEST, but refuse a file of that name that Penstock did not write."""
     _check_is_folder(directory)
     if not (directory / "MANIFEST").is_file():
         raise _no_store(directory, "it has no MANIFEST")
@@ -198,7 +199,7 @@ def check_is_store(directory: Path) -> None:
     except (ValueError, RecursionError):
         is_ours = False
     if not is_ours and not has_our_lock(directory):
-        raise _no_store(directory, "its MANIFEST is not Penstock's and no LOCK lies beside it")
+        raise _no_store(directory, "its MANIFEST was not written by Penstock, and there is no LOCK")
 
 
 def _no_store(directory: Path, reason: str) -> Foreign:
