@@ -122,6 +122,7 @@ class Transfer:
     deadline: float | None = None  # on the Clock that books and transfers share
     tenants: tuple[str, ...] = ()  # per block, whose it is; empty: nobody's in particular
     parents: tuple[BlockKey | None, ...] = ()  # the block before each in its prompt, if known
+    ticket: TicketId | None = None  # the load or save it belongs to; None between lower tiers
 
     @property
     def direction(self) -> Direction:

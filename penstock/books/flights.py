@@ -79,6 +79,7 @@ class Flights:
                 deadline,
                 tuple(tenants[part]),
                 tuple(parents[part]),
+                None if ticket is None else ticket.id,
             )
             self._open[transfer.id] = Flight(transfer, ticket, positions[part])
             self._outbox.setdefault((transfer.link, transfer.direction), deque()).append(transfer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.stores.host import ArenaHandle
-from penstock.types import Slot, Transfer, TransferId, Verdict
+from penstock.types import Outcome, Slot, Transfer, TransferId
 
 
 class Load(NamedTuple):
@@ -36,41 +36,21 @@ class Orders:
     is_last_resort: bool = False  # the books are gone: `complete` names all that may still wait
 
 
-class Report(NamedTuple):
-    """A transfer has ended on `num_workers` of the workers."""
-
-    verdicts: tuple[Verdict, ...]
-    seconds: float
-    error: str = ""
-    num_workers: int = 1
-
-    def joined(self, other: Report) -> Report:
-        pairs = zip(self.verdicts, other.verdicts, strict=True)
-        return Report(
-            tuple(one if one is not Verdict.OK else two for one, two in pairs),
-            max(self.seconds, other.seconds),
-            self.error or other.error,
-            self.num_workers + other.num_workers,
-        )
-
-
 @dataclass(slots=True)
 class Reports:
-    """What workers have to say at the end of a step."""
+    """The workers' reports at the end of a step."""
 
-    transfers: dict[TransferId, Report] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)  # one per worker and transfer
     step_seconds: dict[int, float] = field(default_factory=dict)
 
     def join(self, other: Reports) -> Reports:
-        for transfer_id, report in other.transfers.items():
-            mine = self.transfers.get(transfer_id)
-            self.transfers[transfer_id] = report if mine is None else mine.joined(report)
+        self.outcomes += other.outcomes
         for step, seconds in other.step_seconds.items():
             self.step_seconds[step] = max(seconds, self.step_seconds.get(step, 0.0))
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.transfers or self.step_seconds)
+        return bool(self.outcomes or self.step_seconds)
 
 
 @dataclass(frozen=True, slots=True)

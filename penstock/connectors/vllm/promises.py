@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.connectors.vllm.orders import Orders, Report, Reports
+from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.types import Outcome, Slot, Transfer, TransferId, Verdict
 
 
@@ -81,9 +81,7 @@ class Promises:
         # Before anything is taken off the list: what raises here is failed with all the rest.
         pairs = list(zip(transfer.target_slots, outcome.verdicts, strict=True))
         del self._under_way[outcome.transfer_id]
-        self._reports.transfers[outcome.transfer_id] = Report(
-            outcome.verdicts, outcome.seconds, outcome.error
-        )
+        self._reports.outcomes.append(outcome)
         request_id = self._request_of.pop(outcome.transfer_id, None)
         if request_id is None:
             return
