@@ -1,4 +1,4 @@
-"""News of blocks in the words of vLLM's KV events."""
+"""Converts block news to vLLM's KV events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may hold, and the whole `--kv-transfer-config` made of it."""
+"""The settings in `kv_connector_extra_config`, and the `--kv-transfer-config` made from them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ POLICY = "recompute"
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """The names of `penstock serve`. Sizes are in GiB."""
+    """Named like the options of `penstock serve`. Sizes are in GiB."""
 
-    kv_offloading_size: float | None = None  # DRAM, for all workers together
+    kv_offloading_size: float | None = None  # DRAM for all workers together
     disk_path: str | None = None
     disk_size: float | None = None
-    remote: str | None = field(default=None, repr=False)  # the URL of a store that instances share
-    config: str | None = None  # a TOML file of settings
-    # Single settings, which overrule all others.
+    remote: str | None = field(default=None, repr=False)  # the URL of a store shared by instances
+    config: str | None = None  # the path of a TOML file with settings
+    # Settings by name; they override all others.
     set: Mapping[str, object] | None = field(default=None, repr=False)
-    always_load: bool = False  # also what would be computed sooner
+    always_load: bool = False  # even if computing would be faster
     allow_untested_vllm: bool = False
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class VllmSettings:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and 0 < value <= 1 << 33):
                 raise ConfigError(
-                    f"{name} is {value!r}: expected more than 0 GiB; correct it, or leave it out."
+                    f"{name} is {value!r}: expected more than 0 GiB; correct it or remove it."
                 )
         for name, what in (("disk_path", "path"), ("config", "path"), ("remote", "URL")):
             value = getattr(self, name)
@@ -58,7 +58,7 @@ class VllmSettings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> VllmSettings:
-        """From `kv_connector_extra_config`; a key that nobody knows is an error."""
+        """Read `kv_connector_extra_config`. Raises ConfigError for an unknown key."""
         names = [field.name for field in fields(cls)]
         for key in extra:
             if key not in names:
@@ -70,9 +70,9 @@ class VllmSettings:
         return cls(**extra)
 
     def tiers(self, names: Mapping[str, str] = OPTIONS) -> Config:
-        """Later sources win: the file, the environment, the names above, `set`.
+        """The tiers' settings. Later sources win: file, environment, the fields above, `set`.
 
-        Errors name the options as `names` has them.
+        Errors use the option names in `names`.
         """
         overrides: dict[str, object] = {}
         if self.kv_offloading_size is not None:
@@ -87,7 +87,7 @@ class VllmSettings:
         return load_tiers(overrides, path, self.set or {}, names)
 
     def extra(self) -> dict[str, Any]:
-        """As `kv_connector_extra_config`: only what differs from the defaults."""
+        """The settings that differ from their defaults, as `kv_connector_extra_config`."""
         return {
             field.name: value
             for field in fields(self)
@@ -96,7 +96,7 @@ class VllmSettings:
 
 
 def transfer_config(settings: VllmSettings, names: Mapping[str, str] = OPTIONS) -> dict[str, Any]:
-    """The whole of `--kv-transfer-config`. Raises ConfigError where the settings are wrong."""
+    """The value of `--kv-transfer-config`. Raises ConfigError if a setting is wrong."""
     settings.tiers(names)
     return {
         "kv_connector": CONNECTOR,
