@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.clock import Clock
 from penstock.connectors.vllm.load_choice import LoadChooser
@@ -17,31 +18,19 @@ _SAME_ANSWER_SECONDS = 0.02  # vLLM looks up a request that waits for room at ev
 _ENOUGH_BYTES = 2 << 30
 
 
+@dataclass(slots=True)
 class RequestLookups:
-    def __init__(
-        self,
-        offloader: Offloader,
-        requests: TrackedRequests,
-        chooser: LoadChooser,
-        clock: Clock,
-        *,
-        block_bytes: int,
-        may_load: bool,
-        observers: Iterable[Observer],
-        settle: Callable[[], None],
-        wake: Callable[[], None],
-    ) -> None:
-        self._offloader = offloader
-        self._requests = requests
-        self._chooser = chooser
-        self._clock = clock
-        self._block_bytes = block_bytes
-        self._may_load = may_load
-        self._observers = list(observers)
-        self._settle, self._wake = settle, wake
-        self._num_bytes_begun = 0  # of loads that start with the next step
-        self._will_compute = False  # whether the next step computes something for a new request
-        self._computing: set[str] = set()  # requests of the last step
+    offloader: Offloader
+    requests: TrackedRequests
+    chooser: LoadChooser
+    clock: Clock
+    block_bytes: int
+    may_load: bool
+    observers: Sequence[Observer]
+    settle: Callable[[], None]  # take in what the tiers have finished
+    _num_bytes_begun: int = 0  # of loads that start with the next step
+    _will_compute: bool = False  # whether the next step computes something for a new request
+    _computing: set[str] = field(default_factory=set)  # requests of the last step
 
     def num_to_load(self, tracked: Tracked, num_computed: int) -> int | None:
         """Tokens after the first `num_computed` that are worth loading, in whole blocks.
@@ -49,11 +38,11 @@ class RequestLookups:
         None means: ask again at the next step. Either the remote tier has not answered yet, or
         the loads of other requests should start first.
         """
-        block_tokens = self._requests.block_tokens
+        block_tokens = self.requests.block_tokens
         if (
-            not self._requests.is_named(tracked)
-            or not self._may_load
-            or self._clock.now() < tracked.barred_until
+            not self.requests.is_named(tracked)
+            or not self.may_load
+            or self.clock.now() < tracked.barred_until
             or num_computed % block_tokens
             or getattr(tracked.request, "skip_reading_prefix_cache", False)
         ):
@@ -72,12 +61,12 @@ class RequestLookups:
         if offer is not None:
             if tracked.num_found is None:
                 tracked.num_found = offer.start + offer.match.num_blocks
-            self._offloader.note(offer.match)
+            self.offloader.note(offer.match)
             if offer.match.num_blocks:
                 choice = offer.choice
                 seconds = choice.load_seconds, choice.compute_seconds
                 event = Decided(offer.match.num_blocks, choice.num_blocks, *seconds)
-                tell(self._observers, [event])
+                tell(self.observers, [event])
         if num_external == 0:
             return None
         if offer is None or num_external > offer.num_tokens:
@@ -85,8 +74,8 @@ class RequestLookups:
                 f"vLLM wants to load {num_external} tokens of a request, but was offered "
                 f"{0 if offer is None else offer.num_tokens}"
             )
-        num_blocks = -(-num_external // self._requests.block_tokens)
-        self._num_bytes_begun += num_blocks * self._block_bytes
+        num_blocks = -(-num_external // self.requests.block_tokens)
+        self._num_bytes_begun += num_blocks * self.block_bytes
         return offer
 
     def step_started(self, computing: Iterable[str]) -> None:
@@ -105,11 +94,11 @@ class RequestLookups:
         return self._num_bytes_begun >= _ENOUGH_BYTES and not will_compute
 
     def _offer(self, tracked: Tracked, start: int) -> Offer:
-        now, offer = self._clock.now(), tracked.offer
+        now, offer = self.clock.now(), tracked.offer
         is_old = offer is not None and now - offer.at > _SAME_ANSWER_SECONDS
         if offer is None or offer.start != start or is_old:
-            match = self._offloader.match(tracked.prompt_keys()[start:])
-            offer = tracked.offer = self._chooser.choose(start, match, now)
+            match = self.offloader.match(tracked.prompt_keys()[start:])
+            offer = tracked.offer = self.chooser.choose(start, match, now)
         return offer
 
     def _is_waiting_for_remote(self, tracked: Tracked, start: int) -> bool:
@@ -117,13 +106,11 @@ class RequestLookups:
         if not tracked.has_looked_up:
             tracked.has_looked_up = True
             keys = tracked.prompt_keys()
-            self._offloader.used(keys[:start], tenant=tracked.tenant)
-            tracked.lookup = self._offloader.lookup(keys[start:])
-            if tracked.lookup is not None:
-                self._wake()
+            self.offloader.used(keys[:start], tenant=tracked.tenant)
+            tracked.lookup = self.offloader.lookup(keys[start:])
         if tracked.lookup is not None:
-            self._settle()
-            if self._offloader.is_looking_up(tracked.lookup):
+            self.settle()
+            if self.offloader.is_looking_up(tracked.lookup):
                 return True
             tracked.lookup = None
         return False

@@ -29,8 +29,5 @@ class TransferParamHints:
         except ConfigError as error:
             if not self._has_warned:
                 self._has_warned = True
-                log.warning(
-                    "kv_transfer_params: %s. Invalid hints are ignored, this one and later ones.",
-                    error,
-                )
+                log.warning("Invalid hints in kv_transfer_params are ignored: %s", error)
             return NO_HINTS

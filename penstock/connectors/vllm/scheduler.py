@@ -70,38 +70,33 @@ class SchedulerSide:
         self._engine = tiers.engine
         self._clock = clock
         self._block_tokens = namespace.block_tokens
-        self._lock = threading.RLock()
-        self._ticker = Ticker(self._tick)
-        wake = self._ticker.wake
         self._sessions = Sessions(offloader)
-        self._requests = TrackedRequests(namespace, naming or Naming(), self._sessions, wake)
+        self._requests = requests = TrackedRequests(namespace, naming or Naming(), self._sessions)
         self._dispatch = Dispatch(tiers.engine, tiers.arena)
         self._chooser = LoadChooser(block_bytes, namespace.block_tokens, always_load=always_load)
         self._lookups = RequestLookups(
             offloader,
-            self._requests,
+            requests,
             self._chooser,
             clock,
-            block_bytes=block_bytes,
-            may_load=may_load,
-            observers=observers,
-            settle=self._settle,
-            wake=wake,
+            block_bytes,
+            may_load,
+            list(observers),
+            self._settle,
         )
-        self._loads = RequestLoads(
-            offloader, self._requests, self._dispatch, clock, block_bytes=block_bytes, wake=wake
-        )
-        self._saves = RequestSaves(
-            offloader, self._requests, may_save=may_save, news=news, wake=wake
-        )
-        self._ticker.start()
+        self._loads = RequestLoads(offloader, requests, self._dispatch, clock, block_bytes)
+        self._saves = RequestSaves(offloader, requests, may_save, news)
+        self._lock = threading.RLock()
+        self._ticker = Ticker(self._tick)
 
     # vLLM's calls for a request, in their order.
 
     def lookup(self, request: Any, num_computed: int) -> int | None:
         """How many tokens after the first `num_computed` to load. None: ask at the next step."""
         with self._lock:
-            return self._lookups.num_to_load(self._requests.track(request), num_computed)
+            num_tokens = self._lookups.num_to_load(self._requests.track(request), num_computed)
+            self._wake_ticker()
+            return num_tokens
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
         """vLLM has allocated blocks for a request, of which `num_external` tokens are loaded."""
@@ -115,6 +110,7 @@ class SchedulerSide:
             self._dispatch.gather(before=True)
             tracked.block_ids = list(block_ids)
             self._loads.start(tracked, offer, num_external)
+            self._wake_ticker()
 
     def orders(
         self,
@@ -143,6 +139,7 @@ class SchedulerSide:
             orders.is_idle = not num_tokens
             orders.is_timed = self._chooser.expect_time(orders.step, chunks)
             self._lookups.step_started(num_tokens)
+            self._wake_ticker()
             return orders
 
     def report(self, reports: Reports, ready: Iterable[str]) -> None:
@@ -160,7 +157,7 @@ class SchedulerSide:
     def finished(self, request: Any) -> dict[str, Any] | None:
         """A request has ended or was aborted. Returns what to add to its response."""
         with self._lock:
-            tracked = self._requests.pop(request.request_id)
+            tracked = self._requests.pop(request.request_id, None)
             self._lookups.finished(request.request_id)
             if tracked is None:
                 return None
@@ -171,6 +168,7 @@ class SchedulerSide:
                 self._saves.save_rest(tracked)
                 self._dispatch.gather(before=True)
             self._requests.apply_hints(tracked)
+            self._wake_ticker()
             if not tracked.tokens_from:
                 return None
             hits = {tier.label: count for tier, count in tracked.tokens_from.items()}
@@ -224,7 +222,8 @@ class SchedulerSide:
             self._offloader.check()
             self._dispatch.check()
             self._sessions.check()
-            waiting = {one.loading.ticket for one in self._requests if one.loading is not None}
+            requests = self._requests.values()
+            waiting = {one.loading.ticket for one in requests if one.loading is not None}
             if not waiting <= set(self._dispatch.loads_under_way):
                 raise BookError("a request waits for a load that is not under way")
 
@@ -256,6 +255,10 @@ class SchedulerSide:
                 self._loads.ended(done)
             else:
                 self._saves.ended(done)
+
+    def _wake_ticker(self) -> None:
+        if self._offloader.is_moving:
+            self._ticker.wake()
 
     def _tick(self) -> bool:
         with self._lock:

@@ -21,8 +21,6 @@ class Ticker:
         self._awake = threading.Event()
         self._awake.set()  # the index of a disk may have to be read
         self._thread = threading.Thread(target=self._run, name="penstock-ticker", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def wake(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,38 +87,25 @@ class Tracked:
         return keys[start:], [Slot(block) for block in self.block_ids[start:num_full]]
 
 
-class TrackedRequests:
-    """The requests by id, from vLLM's first question about one until it has finished."""
+class TrackedRequests(dict[str, Tracked]):
+    """The requests by id, from vLLM's first lookup of one until it has finished."""
 
-    def __init__(
-        self, namespace: Namespace, naming: Naming, sessions: Sessions, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, namespace: Namespace, naming: Naming, sessions: Sessions) -> None:
+        super().__init__()
         self.block_tokens = namespace.block_tokens
         self.namespace = namespace
         self.naming = naming
         self._hints = TransferParamHints()
         self._sessions = sessions
-        self._wake = wake
-        self._tracked: dict[str, Tracked] = {}
-
-    def __iter__(self) -> Iterator[Tracked]:
-        return iter(self._tracked.values())
 
     def track(self, request: Any) -> Tracked:
-        tracked = self._tracked.get(request.request_id)
+        tracked = self.get(request.request_id)
         if tracked is None:
             keys = self.naming.keys(self.namespace, request)
             hints = self._hints.of(request)
-            tracked = self._tracked[request.request_id] = Tracked(request, keys, hints)
-            if self._sessions.began(hints, tracked.tenant):
-                self._wake()
+            tracked = self[request.request_id] = Tracked(request, keys, hints)
+            self._sessions.began(hints, tracked.tenant)
         return tracked
-
-    def get(self, request_id: str) -> Tracked | None:
-        return self._tracked.get(request_id)
-
-    def pop(self, request_id: str) -> Tracked | None:
-        return self._tracked.pop(request_id, None)
 
     def apply_hints(self, tracked: Tracked) -> None:
         """Do what a finished request's hints ask for its blocks."""
@@ -137,5 +124,5 @@ class TrackedRequests:
         """Use a new namespace for this run only; requests under way are not saved any more."""
         self.namespace = replace(self.namespace, tenant=f"reset {time.time_ns()}")
         self._sessions.clear()
-        for tracked in self:
+        for tracked in self.values():
             tracked.keys = tracked.offer = None
