@@ -290,10 +290,10 @@ def test_at_the_last_a_request_that_was_ready_once_before_is_told(
     assert desk.step(Orders(0)) == Results({"r"}, set())
     heard = ["r"]  # it runs, is preempted, and waits again
     if is_told:
-        desk.step(Orders(0, loads=[Load("r", second)], heard=heard))
+        desk.step(Orders(0, loads=[Load("r", second)], confirmed=heard))
         desk.settle(second)
         heard = []
-    last = Orders(-1, complete={"r": (Slot(2), Slot(3))}, is_last_resort=True, heard=heard)
+    last = Orders(-1, complete={"r": (Slot(2), Slot(3))}, is_last_resort=True, confirmed=heard)
     assert desk.step(last) == Results({"r"}, {2, 3})
 
 

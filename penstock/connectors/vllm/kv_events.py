@@ -79,10 +79,8 @@ class BlockNews:
         named = self._named.get(key)
         if named is not None and tier not in named.tiers:
             named.tiers.add(tier)
-            told = TierEvent(
-                tier, named.hash, True, named.parent, named.tokens.tolist(), named.lora
-            )
-            self._news.append(told)
+            tokens = named.tokens.tolist()
+            self._news.append(TierEvent(tier, named.hash, True, named.parent, tokens, named.lora))
 
     def _removed(self, tier: Tier, key: BlockKey) -> None:
         named = self._named.get(key)

@@ -28,7 +28,7 @@ class Orders:
     # Requests whose loads have all been ordered, with the blocks that could not be loaded.
     complete: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     # Requests whose load vLLM has seen end since the last step.
-    heard: list[str] = field(default_factory=list)
+    confirmed: list[str] = field(default_factory=list)
     # Saves of blocks that this step completes.
     saves_after: list[Transfer] = field(default_factory=list)
     is_idle: bool = False  # the step computes nothing

@@ -40,7 +40,7 @@ class Promises:
         self._under_way: dict[TransferId, Transfer] = {}
         self._request_of: dict[TransferId, str] = {}  # of loads under way
         self._waiting: dict[str, _Waiting] = {}
-        self._told: set[str] = set()  # reported as ready, not yet confirmed by vLLM
+        self._reported: set[str] = set()  # reported as ready, not yet confirmed by vLLM
         self._reports = Reports()
 
     @property
@@ -57,10 +57,10 @@ class Promises:
 
     def take_on(self, orders: Orders) -> None:
         """Record a step's orders before it does anything. A second call changes nothing."""
-        self._told.difference_update(orders.heard)
+        self._reported.difference_update(orders.confirmed)
         if orders.is_last_resort:
             # vLLM asserts that a request is reported once: leave out those already reported.
-            self._complete({n: b for n, b in orders.complete.items() if n not in self._told})
+            self._complete({n: b for n, b in orders.complete.items() if n not in self._reported})
             return
         if orders.step == self._step:
             return
@@ -105,7 +105,7 @@ class Promises:
         bad: set[int] = set()
         for request_id in ready:
             bad.update(self._waiting.pop(request_id).bad)
-        self._told |= ready
+        self._reported |= ready
         return Results(ready, bad)
 
     def take_reports(self) -> Reports:

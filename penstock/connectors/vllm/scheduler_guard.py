@@ -34,7 +34,7 @@ class GuardedScheduler:
         self._block_tokens = block_tokens
         self._starts: dict[str, int] = {}  # by request: the first block to load
         self._awaited: dict[str, tuple[Slot, ...]] = {}  # loads that vLLM has not seen end
-        self._heard: list[str] = []  # loads that it has, for the workers
+        self._confirmed: list[str] = []  # loads that it has, for the workers
 
     @property
     def side(self) -> SchedulerSide | None:
@@ -59,7 +59,7 @@ class GuardedScheduler:
         orders = self.ask(None, lambda side: side.orders(*plan()))
         if orders is None:
             orders = Orders(-1, complete=dict(self._awaited), is_last_resort=True)
-        orders.heard, self._heard = self._heard, []
+        orders.confirmed, self._confirmed = self._confirmed, []
         return orders
 
     def report(self, reports: Reports, ready: Iterable[str]) -> None:
@@ -67,7 +67,7 @@ class GuardedScheduler:
         ready = list(ready)
         for request_id in ready:
             self._awaited.pop(request_id, None)
-        self._heard += ready
+        self._confirmed += ready
         self.ask(None, lambda side: side.report(reports, ready))
 
     def finished(self, request: Any) -> dict[str, Any] | None:
