@@ -66,7 +66,10 @@ OPTIONS = [
 
 
 def spent(
-    models: Models, options: dict[str, Any], break_it: Callable[[Vllm, int, bool], Break]
+    models: Models,
+    options: dict[str, Any],
+    break_it: Callable[[Vllm, int, bool], Break],
+    num_steps: int = 60,
 ) -> int:
     """How many of the errors happened, each in the life of a server of its own."""
     num_happened = 0
@@ -75,7 +78,7 @@ def spent(
             seed = random.Random(f"{number} {is_after}").randrange(1000)
             vllm = models(disk=True, seed=seed, **options)
             broken = break_it(vllm, number, is_after)
-            live(vllm, seed, 60)
+            live(vllm, seed, num_steps)
             num_happened += broken.has_happened
             request = vllm.add([1] * 30, 2)  # and it goes on serving
             vllm.run()
@@ -92,7 +95,7 @@ def test_an_error_in_the_schedulers_side(
         return Break(vllm.side, name, number, is_after=is_after)
 
     assert spent(models, options, break_it) >= 2
-    assert "offloads nothing any more" in caplog.text
+    assert "offloading is off until a restart" in caplog.text
 
 
 @pytest.mark.parametrize("is_after", [False, True])
@@ -118,7 +121,9 @@ def test_an_error_in_the_books(models: Models, name: str) -> None:
     def break_it(vllm: Vllm, number: int, is_after: bool) -> Break:
         return Break(vllm.offloader, name, number, is_after=is_after)
 
-    assert spent(models, {"overlaps": True}, break_it) >= 2
+    # On a busy machine few requests are aborted just while they load.
+    num_steps = 200 if name == "cancel" else 60
+    assert spent(models, {"overlaps": True}, break_it, num_steps) >= 2
 
 
 @pytest.mark.parametrize("name", DISPATCH)
@@ -141,7 +146,7 @@ def test_an_error_in_a_workers_side(
         return Break(vllm.workers[-1]._side, name, number, is_after=is_after)
 
     assert spent(models, options, break_it) >= 8
-    assert "this worker copies nothing any more" in caplog.text
+    assert "this worker stops copying until a restart" in caplog.text
 
 
 @pytest.mark.parametrize("name", COPIER)

@@ -26,7 +26,7 @@ def refuse(cache: Cache, why: str, page_bytes: int = 512, num_blocks: int = BLOC
     with pytest.raises(ConfigError, match=why) as refused:
         read_layout({"model.layers.3.attn": cache}, num_blocks, page_bytes)
     assert "model.layers.3.attn" in str(refused.value)
-    assert "choose another attention backend" in str(refused.value)
+    assert "Choose another attention backend" in str(refused.value)
 
 
 def test_layers_of_their_own_are_a_stretch_each_in_the_order_given() -> None:
@@ -88,7 +88,7 @@ def test_kernel_blocks_smaller_than_the_managers_are_taken_together() -> None:
     assert memory.stretches == (PageStretch(0, 1024, 1024),)
     assert words == "1 layers of 4x[8, 16] strides [16, 1] bfloat16"
     apart = cache._replace(strides=(129, 16, 1))
-    refuse(apart, "parts of a block do not follow each other", 1024)
+    refuse(apart, "parts of a block are not adjacent", 1024)
 
 
 def test_layers_of_different_shapes_are_described_one_by_one() -> None:
@@ -119,7 +119,7 @@ def test_layers_that_share_one_cache_count_once() -> None:
     ],
 )
 def test_gaps_and_overlaps_are_refused(strides: tuple[int, ...]) -> None:
-    refuse(Cache(0, (BLOCKS, 8, 32), strides, 2, "bfloat16"), "gaps, or blocks lie within")
+    refuse(Cache(0, (BLOCKS, 8, 32), strides, 2, "bfloat16"), "gaps, or blocks overlap")
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,16 @@ def test_gaps_and_overlaps_are_refused(strides: tuple[int, ...]) -> None:
 )
 def test_a_first_dimension_that_does_not_count_blocks_is_refused(shape: tuple[int, ...]) -> None:
     cache = dense(0, *shape) if shape else Cache(0, (), (), 2, "bfloat16")
-    refuse(cache, rf"first dimension does not count the {BLOCKS} blocks")
+    refuse(cache, rf"first dimension is not a multiple of {BLOCKS}, the number of blocks")
 
 
 @pytest.mark.parametrize("page_bytes", [511, 513, 1024])
 def test_a_block_of_another_size_than_vllm_says_is_refused(page_bytes: int) -> None:
-    refuse(dense(0, BLOCKS, 8, 32), rf"512 bytes, not the {page_bytes} of vLLM", page_bytes)
+    refuse(dense(0, BLOCKS, 8, 32), rf"512 bytes, but vLLM says {page_bytes}", page_bytes)
 
 
 def test_no_cache_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing to offload"):
+    with pytest.raises(ConfigError, match="no KV cache to offload"):
         read_layout({}, BLOCKS, 512)
 
 

@@ -14,9 +14,9 @@ from connectors.pool_model import Request
 from connectors.vllm_model import Vllm
 from tools import flip_bit
 
-from penstock.connectors.vllm import scheduler
+from penstock.connectors.vllm import lookups
 from penstock.connectors.vllm.kv_events import BlockNews
-from penstock.connectors.vllm.offers import Offers
+from penstock.connectors.vllm.load_choice import LoadChooser
 from penstock.connectors.vllm.tracked import Loading
 from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.errors import BookError
@@ -420,7 +420,7 @@ def test_copies_begin_before_all_that_came_at_once_is_looked_up(
     prompts = [[first, *PROMPT[1:]] for first in range(50, 53)]
     for prompt in prompts:
         ask(vllm, prompt)
-    monkeypatch.setattr(scheduler, "_ENOUGH_BYTES", 1)
+    monkeypatch.setattr(lookups, "_ENOUGH_BYTES", 1)
     requests = [vllm.add(prompt, 1) for prompt in prompts]
     begun = [len(vllm.step().orders.loads) for _ in range(2)]
     assert begun == [1, 1]
@@ -435,7 +435,7 @@ def test_nobody_is_asked_again_before_a_step_that_takes_its_time(
     vllm = models()
     ask(vllm)
     ask(vllm, [50, *PROMPT[1:]])
-    monkeypatch.setattr(scheduler, "_ENOUGH_BYTES", 1)
+    monkeypatch.setattr(lookups, "_ENOUGH_BYTES", 1)
     vllm.add(range(100, 110), 1)  # to be computed
     requests = [vllm.add(prompt, 1) for prompt in (PROMPT, [50, *PROMPT[1:]])]
     vllm.step()
@@ -456,10 +456,10 @@ def test_a_load_that_nobody_offered_is_an_error(models: Models) -> None:
     vllm = models()
     ask(vllm)
     request = Request("r", PROMPT, 1)
-    with pytest.raises(BookError, match="nobody offered"):
+    with pytest.raises(BookError, match="8 tokens of a request, but was offered 0"):
         vllm.side.allocated(request, [0, 1, 2], 8)
     assert vllm.side.lookup(request, 0) == 20
-    with pytest.raises(BookError, match="nobody offered"):
+    with pytest.raises(BookError, match="24 tokens of a request, but was offered 20"):
         vllm.side.allocated(request, list(range(6)), 24)
     vllm.side.finished(request)
 
@@ -479,7 +479,7 @@ def test_what_is_sooner_computed_is_not_offered(models: Models) -> None:
     ask(vllm)
     assert loaded(vllm, ask(vllm)) == {"host": 20}, "to load is how rates become known"
     for _ in range(100):
-        vllm.side._offers.costs.observe([(1000, 0)], 1e-6)  # a machine that computes in no time
+        vllm.side._chooser.costs.observe([(1000, 0)], 1e-6)  # a machine that computes in no time
     seen.clear()
     assert loaded(vllm, ask(vllm)) == {}
     (decided,) = [event for event in seen if isinstance(event, Decided)]
@@ -634,8 +634,9 @@ def test_news_remember_no_block_that_was_not_saved(models: Models) -> None:
 
 def test_many_loads_at_once_do_not_make_loading_look_slow() -> None:
     """48 prompts of a gigabyte: the last waits for a second, and loading is still the better."""
-    offers = Offers(2 << 20, 16, always_load=False)
-    offers.computed([(8192, 0)], 0.2)
+    chooser = LoadChooser(2 << 20, 16, always_load=False)
+    assert chooser.expect_time(1, [(8192, 0)])
+    chooser.computed({1: 0.2})
     match = Match(512, (Run(Tier.HOST, 512),))
     size = 512 * (2 << 20)
 
@@ -643,7 +644,7 @@ def test_many_loads_at_once_do_not_make_loading_look_slow() -> None:
         return Loading("a", TicketId(1), 0, (), 0, Tier.HOST, size, started)
 
     for number in range(48):
-        offers.waited([loading(0.0)], 0.022 * (number + 1))
-    offers.waited([loading(2.0) for _ in range(48)], 3.1)  # all seen to end in one step
-    offer = offers.make(0, match, 4.0)
+        chooser.waited([loading(0.0)], 0.022 * (number + 1))
+    chooser.waited([loading(2.0) for _ in range(48)], 3.1)  # all seen to end in one step
+    offer = chooser.choose(0, match, 4.0)
     assert offer.choice.num_blocks == 512

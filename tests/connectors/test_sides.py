@@ -13,7 +13,7 @@ from connectors.memory_model import PART_BYTES, VOCABULARY
 from connectors.pool_model import Request
 from connectors.vllm_model import Vandal, Vllm
 
-from penstock.connectors.vllm import scheduler
+from penstock.connectors.vllm import lookups
 
 Models = Callable[..., Vllm]
 
@@ -32,7 +32,7 @@ HINTS: list[Any] = [
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
     """Makes models; each is closed at the end, and must close cleanly."""
-    monkeypatch.setattr(scheduler, "_ENOUGH_BYTES", 4 * PART_BYTES)
+    monkeypatch.setattr(lookups, "_ENOUGH_BYTES", 4 * PART_BYTES)
     made: list[Vllm] = []
 
     def make(*, disk: bool = False, **options: Any) -> Vllm:

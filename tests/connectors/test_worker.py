@@ -105,7 +105,7 @@ def test_a_request_is_ready_once_all_its_blocks_have_arrived(desk: Desk) -> None
     assert desk.step(Orders(0)) == Results({"r"}, set())
     assert desk.step(Orders(0)) == NOTHING, "vLLM must not hear twice"
     reports = desk.worker.take_reports()
-    assert {i: r.verdicts for i, r in reports.transfers.items()} == {
+    assert {one.transfer_id: one.verdicts for one in reports.outcomes} == {
         first.id: (OK, OK),
         second.id: (OK,),
     }
@@ -170,7 +170,7 @@ def test_the_hook_that_vllm_calls_once_or_twice_saves_once(desk: Desk) -> None:
     desk.settle(order)
     desk.worker.results(orders)
     reports = desk.worker.take_reports()
-    assert list(reports.transfers) == [order.id]
+    assert [one.transfer_id for one in reports.outcomes] == [order.id]
     assert list(reports.step_seconds) == [orders.step]
     assert desk.mover.moved == [order.id]
 
@@ -203,12 +203,12 @@ def test_a_worker_that_cannot_copy_loses_its_blocks_and_holds_nobody_up(
     )
     assert run(worker, orders) == Results({"r"}, {3, 4})
     reports = worker.take_reports()
-    assert {i: r.verdicts for i, r in reports.transfers.items()} == {
+    assert {one.transfer_id: one.verdicts for one in reports.outcomes} == {
         brought.id: (FAILED, FAILED),
         kept.id: (FAILED,),
         last.id: (FAILED,),
     }
-    assert "nothing can be copied here" in reports.transfers[kept.id].error
+    assert all("nothing can be copied here" in one.error for one in reports.outcomes)
     assert "cannot be started" in caplog.text
     worker.close()
 
@@ -290,10 +290,10 @@ def test_at_the_last_a_request_that_was_ready_once_before_is_told(
     assert desk.step(Orders(0)) == Results({"r"}, set())
     heard = ["r"]  # it runs, is preempted, and waits again
     if is_told:
-        desk.step(Orders(0, loads=[Load("r", second)], heard=heard))
+        desk.step(Orders(0, loads=[Load("r", second)], confirmed=heard))
         desk.settle(second)
         heard = []
-    last = Orders(-1, complete={"r": (Slot(2), Slot(3))}, is_last_resort=True, heard=heard)
+    last = Orders(-1, complete={"r": (Slot(2), Slot(3))}, is_last_resort=True, confirmed=heard)
     assert desk.step(last) == Results({"r"}, {2, 3})
 
 
@@ -365,12 +365,12 @@ def test_after_an_error_anywhere_all_that_was_ordered_is_lost_and_nobody_waits(h
     if hook != "submit":  # which only loses what it was asked for
         assert found == Results({"r", "gone", "early"}, {2, 5, 9})
         assert copier.is_closed
-    reports = worker.take_reports().transfers
+    reports = {one.transfer_id: one for one in worker.take_reports().outcomes}
     assert set(reports) - {early.id} == {before.id, brought.id, after.id}
     assert all(set(report.verdicts) == {FAILED} for report in reports.values())
     another = load(3)
     assert run(worker, Orders(3, loads=[Load("s", another)], complete={"s": ()})) == Results(
         {"s"}, {3}
     )
-    assert set(worker.take_reports().transfers) == {another.id}
+    assert [one.transfer_id for one in worker.take_reports().outcomes] == [another.id]
     worker.close()

@@ -212,7 +212,7 @@ class Vllm:
         self.pool.forget_all()
         if with_connector:
             self.scheduler.reset()
-            self.namespace = self.side._namespace
+            self.namespace = self.side._requests.namespace
             self._epoch += 1
             for request in self.requests.values():
                 self._begin(request)
@@ -221,7 +221,7 @@ class Vllm:
     def _begin(self, request: Request) -> None:
         lora = "" if request.lora_request is None else request.lora_request.lora_name
         request.past = Past(f"{request.cache_salt} {lora} {self._epoch}")
-        namespace = self.side._naming.namespace(self.namespace, request)
+        namespace = self.side._requests.naming.namespace(self.namespace, request)
         request.chain = None if namespace is None else KeyChain(namespace)
         request.num_chained = 0
 

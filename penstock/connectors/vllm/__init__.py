@@ -2,8 +2,9 @@
 
     vllm serve MODEL --kv-transfer-config "$(penstock vllm-config --kv-offloading-size 32)"
 
-The scheduler's process keeps the books, DRAM and all tiers below; each worker copies its part of
-the blocks between its device and that DRAM. Between them travel `orders` and `reports`, plain data.
+The scheduler's process keeps the books, DRAM and the lower tiers. Each worker copies its part of
+the blocks between its device and that DRAM. They exchange `orders` and `reports`, which are plain
+data.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM finds the connector here; whoever wants only its settings need not have vLLM."""
+    """Import the connector when vLLM asks for it: its settings can be used without vLLM."""
     if name == "PenstockConnector":
         from penstock.connectors.vllm.connector import PenstockConnector
 

@@ -1,16 +1,16 @@
-"""LoRA adapters, named by the weights that vLLM computes with.
+"""Names LoRA adapters by their weights.
 
-vLLM reads an adapter's files when it needs them: at the first request, when somebody loads it by
-hand, after it was evicted, and at every step for a request with `load_inplace`. Nobody tells a
-connector. So a name holds only while the files cannot have been anything else: unchanged since
-before this process began. Then it is the digest of the files, and other processes find it.
+vLLM reads an adapter's files when it needs them: at the first request, when a user loads it, after
+it was evicted, and at every step for a request with `load_inplace`. The connector is not notified.
+So the digest of the files names an adapter only if they have not changed since before this process
+started. Other processes then find the same name.
 
     files                                             name
     older than this process, never changed since      their digest
-    newer, or adapters may be loaded while serving    of this run alone, with the adapter's id
-    changed since a request was first seen, an id     none: neither loaded nor saved
-      used for two adapters, `load_inplace`, read
-      by tensorizer, not found on this machine
+    newer, or users may load adapters at run time     valid for this run only, with the adapter's id
+    changed since first used, one id for two          none: its requests are neither loaded nor
+      adapters, `load_inplace`, read by tensorizer,     saved
+      not found on this machine
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What stood behind an adapter's id when it was first asked for."""
+    """The files of an adapter's id when it was first used."""
 
     path: str
     place: Path
@@ -47,7 +47,7 @@ class _Seen:
 
 
 class Adapters:
-    """The names of the adapters of one engine. `settings` is what its configuration adds."""
+    """The names of one engine's adapters. `settings`, from its configuration, is part of each."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class Adapters:
         self._may_change = _may_change() if may_change is None else may_change
         self._run = secrets.token_hex(16)
         self._seen: dict[int, _Seen] = {}
-        self._unknown: dict[int, str] = {}  # ids that may stand for several weights, and why
+        self._unknown: dict[int, str] = {}  # ids whose weights are not certain, and why
 
     def name(self, lora_request: Any) -> str | None:
-        """None if nobody can say with which weights vLLM computes this request."""
+        """None if it is not certain which weights vLLM uses for this request."""
         number = lora_request.lora_int_id
         if getattr(lora_request, "load_inplace", False):
-            self._leave(lora_request, "it is loaded in place: its weights may change at any step")
+            self._leave(lora_request, "with load_inplace its weights may change at any step")
         if getattr(lora_request, "tensorizer_config_dict", None):  # not in all versions of vLLM
-            self._leave(lora_request, "tensorizer reads its weights from another place")
+            self._leave(lora_request, "tensorizer reads its weights from elsewhere")
         if number in self._unknown:
             return None
         path = str(lora_request.lora_path)
@@ -77,7 +77,7 @@ class Adapters:
         if seen is None:
             return self._first(lora_request, path)
         if seen.path != path:
-            self._leave(lora_request, f"its id {number} also stands for {seen.path}")
+            self._leave(lora_request, f"its id {number} was also used for {seen.path}")
             return None
         if _find(path) != seen.place or not is_unchanged(seen.state):
             self._leave(lora_request, "its files have changed since it was first used")
@@ -104,7 +104,7 @@ class Adapters:
         if lora_request.lora_int_id not in self._unknown:
             self._unknown[lora_request.lora_int_id] = why
             log.warning(
-                "requests with the LoRA adapter %s are served without offloading: %s.",
+                "Requests with the LoRA adapter %s are not offloaded: %s.",
                 lora_request.lora_name,
                 why,
             )
@@ -117,10 +117,10 @@ def _find(path: str) -> Path | None:
 def _state(place: Path) -> FilesState | None:
     try:
         return state_of(place)
-    except OSError:  # gone since
+    except OSError:  # deleted meanwhile
         return None
 
 
 def _may_change() -> bool:
-    """Whether vLLM's server lets its users load adapters while it runs."""
+    """Whether users may load adapters while vLLM's server runs."""
     return os.environ.get(_UPDATING, "0").strip().lower() in {"1", "true"}

@@ -1,7 +1,7 @@
-"""A digest of everything in vLLM's configuration that is not known to be harmless to KV.
+"""Digests everything in vLLM's configuration that is not known to be harmless to KV.
 
-Config objects are walked field by field. What `harmless.py` lists is left out; everything else is
-written down by name and value, so that a field nobody has heard of parts namespaces.
+Config objects are walked field by field. Fields that `harmless.py` lists are left out. All others
+count with name and value, so that an unknown field splits the cache.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from penstock.connectors.vllm.harmless_environment import COUNTED_ELSEWHERE, HAR
 
 log = logging.getLogger(__name__)
 
-# Of a model's config, what says nothing about its KV.
+# Keys of a model's config that have no effect on its KV.
 _LABELS = ("_name_or_path", "transformers_version")
 
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
 
-# Models whose code in vLLM 0.26 to 0.32 never asks for `max_model_len`, and ropes that never do.
-# Phi-3's (longrope) asks only on which side of the length it was trained with it lies. All others
-# may ask anything: Llama 4 scales its attention beyond 32768.
+# Models and ropes whose code in vLLM 0.26 to 0.32 does not read `max_model_len`. Phi-3's longrope
+# only compares it with the length the model was trained with. Any other model may depend on it:
+# Llama 4 scales its attention beyond 32768.
 _LENGTH_FREE_MODELS = frozenset(
     [
         "llama",
@@ -82,7 +82,7 @@ _LONG_ROPE = "longrope"
 
 
 def configuration_digest(vllm_config: Any, environment: Mapping[str, str] | None = None) -> str:
-    """Equal for two configurations that make the same KV of the same tokens and weights."""
+    """Equal for two configurations only if they make the same KV of the same tokens and weights."""
     found = {
         "config": describe(vllm_config),
         "length": _length(vllm_config.model_config),
@@ -93,18 +93,18 @@ def configuration_digest(vllm_config: Any, environment: Mapping[str, str] | None
 
 
 def adapter_settings(lora_config: Any) -> str:
-    """As `configuration_digest`, of what changes nothing but requests with a LoRA adapter."""
+    """A digest of the settings that only affect requests with a LoRA adapter."""
     return _digest(describe(lora_config))
 
 
 def config_digest(hf_config: Any) -> str:
-    """Of everything that a model's own config says, rope and its scaling among it."""
+    """A digest of a model's own config, including rope and its scaling."""
     known = {key: value for key, value in hf_config.to_dict().items() if key not in _LABELS}
     return _digest(describe(known))
 
 
 def describe(value: Any, where: str = "vLLM's configuration") -> Any:
-    """A config object as plain JSON, without what is harmless."""
+    """A config object as plain JSON, without its harmless fields."""
     match value:
         case None | bool() | int() | float() | str():
             return value.value if isinstance(value, enum.Enum) else value
@@ -129,8 +129,8 @@ def describe(value: Any, where: str = "vLLM's configuration") -> Any:
     if callable(getattr(value, "to_dict", None)):
         return describe(value.to_dict(), where)
     log.warning(
-        "%s holds an object of %s, which Penstock cannot compare: KV is kept for this run only, "
-        "and not shared with the next.",
+        "%s contains an object of %s, which Penstock cannot compare. KV is therefore not reused "
+        "after a restart or by other instances.",
         where,
         type(value),
     )
@@ -142,7 +142,7 @@ def sorted_items(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def harmless_fields(name: str) -> set[str]:
-    """Of the config class called `name`."""
+    """The harmless fields of the config class `name`."""
     return {field for fields in HARMLESS.get(name, {}).values() for field in fields}
 
 
@@ -164,13 +164,13 @@ def _describe_fields(config: Any) -> dict[str, Any]:
 
 def _is_without_effect(name: str, field: str, value: Any) -> bool:
     if (name, field) == ("VllmConfig", "speculative_config"):
-        # Guesses from the prompt itself: what they cost is computed by the model as ever.
+        # N-gram drafts come from the prompt; the model itself computes their KV.
         return value is None or getattr(value, "method", None) == "ngram"
     return value in HARMLESS_VALUES.get((name, field), ())
 
 
 def _length(model: Any) -> Any:
-    """What `max_model_len` changes."""
+    """The effect of `max_model_len` on KV."""
     config = getattr(model, "hf_text_config", None) or model.hf_config
     said = config.to_dict()
     ropes = _ropes(said.get("rope_parameters")) + _ropes(said.get("rope_scaling"))
@@ -191,7 +191,7 @@ def _length(model: Any) -> Any:
 
 
 def _is_length_free(text: dict[str, Any], whole: dict[str, Any]) -> bool:
-    """By the code that vLLM runs, which the architecture names: anybody's may be a `llama`."""
+    """Checks the architecture too, which names vLLM's code: any model may claim to be `llama`."""
     kind = text.get("model_type")
     if kind not in _LENGTH_FREE_MODELS:
         return False
@@ -204,14 +204,14 @@ def _joined(name: str) -> str:
 
 
 def _ropes(said: Any) -> list[dict[str, Any]]:
-    """One rope, or one for each kind of layer."""
+    """The rope, or one rope for each kind of layer."""
     if not isinstance(said, dict):
         return []
     return [said, *(each for each in said.values() if isinstance(each, dict))]
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of the variables that vLLM reads. What is not set has the default of this version."""
+    """Those variables that count. Unset ones have the default of this version of vLLM."""
     counted = {*COUNTED_ELSEWHERE, *(_vllm_variables() - harmless_variables())}
     return {name: value for name, value in environment.items() if name in counted}
 
@@ -219,13 +219,13 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
 def _vllm_variables() -> set[str]:
     try:
         from vllm import envs
-    except ImportError:  # tests of this room alone
+    except ImportError:  # tests run without vLLM
         return set()
     return set(envs.environment_variables)
 
 
 def _plugins() -> list[str]:
-    """Code of others that vLLM loads at start: it may bring models and kernels of its own."""
+    """Plugins that vLLM loads at start: they may add models and kernels."""
     return sorted(
         f"{point.name} {point.value} {point.dist.version if point.dist else ''}"
         for group in _PLUGINS

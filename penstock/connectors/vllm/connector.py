@@ -1,7 +1,6 @@
-"""PenstockConnector: vLLM's interface, hook by hook, over the two sides.
+"""PenstockConnector: implements vLLM's connector interface with the two sides.
 
-Nothing that goes wrong in here may reach vLLM: `scheduler_guard` and `worker_guard` say what
-becomes of an error of ours on either side.
+No error of ours may reach vLLM: `scheduler_guard` and `worker_guard` handle it on either side.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class PenstockHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 def _log_as_vllm_does() -> None:
-    """vLLM gives handlers to its own loggers alone; what Penstock says belongs beside."""
+    """Use vLLM's log handlers, which it installs only for its own loggers."""
     ours, theirs = logging.getLogger("penstock"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)
@@ -110,16 +109,16 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         enabled = publishing is not None and publishing.enable_kv_cache_events
         self._news = BlockNews() if enabled else None
 
-    # What vLLM asks of the class.
+    # Properties and factories.
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """vLLM up to 0.31: one stretch of memory for all layers of a block."""
+        """Ask vLLM up to 0.31 to store all layers of a block in one stretch of memory."""
         return True
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a save that is dropped is a later miss
+        return False  # a dropped save is only a later miss
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PenstockStats:
@@ -137,7 +136,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         if self._scheduler is not None and not self._scheduler.close():
-            log.warning("a tier did not answer in time; what it had not taken yet is lost")
+            log.warning("A tier did not answer in time; the blocks not yet written to it are lost")
         if self._worker is not None:
             worker, self._worker = self._worker, None
             worker.close()
@@ -147,12 +146,12 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """All workers have registered their caches: the tiers can be opened."""
+        """Open the tiers, once all workers have registered their caches."""
         shards = [metadata[rank].shard for rank in sorted(metadata)]
         expected = self._vllm_config.parallel_config.world_size
         if len(shards) != expected:
             raise ConfigError(
-                f"{len(shards)} of {expected} workers told how they keep KV; Penstock needs all."
+                f"{len(shards)} of {expected} workers reported their KV layout; expected all."
             )
         namespace = model_namespace(self._vllm_config, vllm.__version__, shards)
         block_bytes = sum(shard.block_bytes for shard in shards)
@@ -181,7 +180,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._scheduler = GuardedScheduler(side, namespace.block_tokens)
         log.info(
-            "Penstock keeps KV in %s of DRAM%s; a block has %d tokens and %s.",
+            "Penstock stores KV in %s of DRAM%s. A block has %d tokens and %s.",
             format_bytes(config.host.size_bytes),
             f" and {format_bytes(config.disk.size_bytes)} in {config.disk.path}"
             if config.disk.path
@@ -191,7 +190,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def _own_disk(self, config: Config) -> Config:
-        """Engines of one data-parallel group have a folder each: a store has one owner."""
+        """Give each engine of a data-parallel group its own folder: a store has one owner."""
         parallel = self._vllm_config.parallel_config
         if config.disk.path is None or parallel.data_parallel_size == 1:
             return config
@@ -231,7 +230,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Never hold blocks back: whoever writes to them next is fenced.
+        # False: vLLM may reuse the blocks. A step that writes to them is fenced.
         return False, None if self._scheduler is None else self._scheduler.finished(request)
 
     def get_external_cache_hit_sources(
@@ -293,12 +292,12 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.load(self._get_connector_metadata().orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are of whole requests, before they are scheduled."""
+        """Nothing to do: a request is scheduled only after all of its layers are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Saves are of whole blocks, after the step."""
+        """Nothing to do: blocks are saved with all layers, after the step."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:

@@ -1,4 +1,4 @@
-"""A worker's device as vLLM registered it, and how its blocks are copied."""
+"""A worker's device as vLLM registered it, and the copier for its blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WorkerDevice:
     def of_layers(
         cls, kv_caches: Mapping[str, Any], kv_cache_config: Any, spec: Any
     ) -> WorkerDevice:
-        """A tensor for each layer."""
+        """For one tensor per layer."""
         caches = {name: Cache.of(tensor) for name, tensor in kv_caches.items()}
         memory, layout = read_layout(caches, kv_cache_config.num_blocks, spec.page_size_bytes)
         device = next(iter(kv_caches.values())).device
@@ -42,7 +42,7 @@ class WorkerDevice:
 
     @classmethod
     def of_blocks(cls, kv_cache: Any, kv_cache_config: Any, spec: Any) -> WorkerDevice:
-        """One tensor for all layers, which may come before or after the blocks."""
+        """For one tensor of all layers. Its first dimension is either the layers or the blocks."""
         group = kv_cache_config.kv_cache_groups[0]
         num_layers, num_blocks = len(group.layer_names), kv_cache_config.num_blocks
         if kv_cache.shape[0] == num_layers != num_blocks:
@@ -63,7 +63,7 @@ class WorkerDevice:
         return cls(memory, layout, layer_names, device, rank, size, stages)
 
     def described(self, vllm_config: Any) -> WorkerDevice:
-        """With the attention backend in the layout: two may pack the same shape differently."""
+        """Add the attention backend to the layout: two may pack the same shape differently."""
         layers = vllm_config.compilation_config.static_forward_context
         names = set()
         for name in self.layer_names:
@@ -79,7 +79,7 @@ class WorkerDevice:
         return Shard(self.rank, memory.block_bytes, memory.num_blocks, self.layout, os.getpid())
 
     def open(self, handle: ArenaHandle, num_threads: int) -> Copier:
-        """What copies between this device and the shared DRAM."""
+        """The copier between this device and the shared DRAM."""
         host = HostArena.open(handle)
         seals = Seals(host, memory=host.seals)
         part = Part(self.memory, host, self.rank, self.num_workers)
@@ -89,8 +89,10 @@ class WorkerDevice:
 
 
 def _gpu(device: Any) -> str:
-    """vLLM chooses kernels by what a GPU can do: where there is no FP8 to multiply in, weights in
-    FP8 meet activations in 16 bits, and the same model makes other KV."""
+    """The GPU's compute capability, by which vLLM chooses kernels.
+
+    Without FP8 arithmetic, FP8 weights are multiplied by 16-bit activations, and the KV differs.
+    """
     if device.type != "cuda":
         return str(device.type)
     major, minor = torch.cuda.get_device_capability(device)
@@ -98,7 +100,7 @@ def _gpu(device: Any) -> str:
 
 
 def _processor() -> str:
-    """vLLM packs keys and values for the widest instructions it finds."""
+    """The processor's widest instructions, for which vLLM packs keys and values."""
     cpu: Any = torch.cpu
     wide = [
         name

@@ -1,15 +1,15 @@
-"""What the workers are told at the next step, and what they have under way."""
+"""Collects the orders for the workers' next step, and tracks what they have under way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from penstock.connectors.vllm.orders import Load, Orders, Report
+from penstock.connectors.vllm.orders import Load, Orders
 from penstock.connectors.vllm.tracked import Loading
 from penstock.errors import BookError
 from penstock.stores.host import ArenaHandle
 from penstock.transfer.delegate import DelegatingEngine
-from penstock.types import Direction, Slot, Transfer, TransferId
+from penstock.types import Direction, Outcome, Slot, TicketId, Transfer, TransferId
 
 
 class Dispatch:
@@ -18,25 +18,29 @@ class Dispatch:
     def __init__(self, engine: DelegatingEngine, arena: ArenaHandle) -> None:
         self._engine = engine
         self._arena = arena
-        self._loading_into: dict[Slot, Loading] = {}
+        self._loadings: dict[TicketId, Loading] = {}
         self._saving_from: dict[Slot, TransferId] = {}
-        self._orders = Orders(0)  # what has gathered for the next step
+        self._orders = Orders(0)  # of the next step
         self._num_steps = 0
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether workers have something to be told or to report, so that steps must go on."""
+        """Whether workers have orders or reports outstanding, so vLLM must keep stepping."""
         return bool(self._engine.num_flying or self._orders.complete)
 
+    @property
+    def loads_under_way(self) -> list[TicketId]:
+        return list(self._loadings)
+
     def expect(self, loading: Loading) -> None:
-        """The books are about to hand out transfers of this load."""
-        self._loading_into |= dict.fromkeys(loading.slots, loading)
+        """A load has started: from now on the books hand out its transfers."""
+        self._loadings[loading.ticket] = loading
 
     def gather(self, *, before: bool) -> None:
-        """Put what the books have handed out into the next orders."""
+        """Add what the books have handed out to the next orders; `before`: saves come first."""
         for transfer in self._engine.take_unsent():
             if transfer.direction is Direction.LOAD:
-                self._tell_load(transfer)
+                self._order_load(transfer)
                 continue
             saves = self._orders.saves_before if before else self._orders.saves_after
             saves.append(transfer)
@@ -44,7 +48,7 @@ class Dispatch:
                 self._saving_from[slot] = transfer.id
 
     def fence(self, blocks: Iterable[int]) -> None:
-        """The next step writes to these: it waits for the saves that still read them."""
+        """The next step writes to these blocks: it waits for the saves that still read them."""
         if not self._saving_from:
             return
         for block in self._saving_from.keys() & set(blocks):
@@ -53,7 +57,7 @@ class Dispatch:
                 self._orders.fence.append(transfer_id)
 
     def fence_loads(self) -> None:
-        """The same for blocks that the next step loads into."""
+        """Fence the blocks that the next step loads into."""
         for _, transfer in self._orders.loads:
             self.fence(transfer.target_slots)
 
@@ -64,31 +68,35 @@ class Dispatch:
         orders.step, orders.arena = self._num_steps, self._arena
         return orders
 
-    def reported(self, transfer_id: TransferId, report: Report) -> None:
-        """Workers have ended a transfer, or their part of it."""
-        transfer = self._engine.report(transfer_id, *report)
-        if transfer is None:
-            return
-        if transfer.direction is Direction.SAVE:
+    def reported(self, outcome: Outcome) -> None:
+        """A worker has finished its part of a transfer."""
+        transfer = self._engine.report(
+            outcome.transfer_id, outcome.verdicts, outcome.seconds, outcome.error
+        )
+        if transfer is not None and transfer.direction is Direction.SAVE:
             for slot in transfer.source_slots:
                 if self._saving_from.get(slot) == transfer.id:
                     del self._saving_from[slot]
 
-    def ended(self, loading: Loading, bad: Iterable[Slot]) -> None:
-        """A load is over for the books. Workers that were told all of it know; else they hear."""
-        for slot in loading.slots:
-            if self._loading_into.get(slot) is loading:  # others may load there already
-                del self._loading_into[slot]
-        if loading.num_untold:
-            self._orders.complete[loading.request_id] = tuple(bad)
+    def ended(self, ticket: TicketId, bad: Sequence[int]) -> Loading:
+        """The books have ended a load, in which the blocks at the positions `bad` did not arrive.
+
+        Workers know already if they were ordered all of it; otherwise the next orders say so.
+        """
+        loading = self._loadings.pop(ticket)
+        if loading.num_unordered:
+            slots = tuple(loading.slots[index] for index in bad)
+            self._orders.complete[loading.request_id] = slots
+        return loading
 
     def check(self) -> None:
         if len(set(self._saving_from.values())) > self._engine.num_flying:
-            raise BookError("a block is held back for a save that has ended")
+            raise BookError("a block is fenced for a save that has ended")
 
-    def _tell_load(self, transfer: Transfer) -> None:
-        loading = self._loading_into[transfer.target_slots[0]]
-        loading.num_untold -= len(transfer.keys)
+    def _order_load(self, transfer: Transfer) -> None:
+        assert transfer.ticket is not None
+        loading = self._loadings[transfer.ticket]
+        loading.num_unordered -= len(transfer.keys)
         self._orders.loads.append(Load(loading.request_id, transfer))
-        if loading.num_untold == 0:
+        if loading.num_unordered == 0:
             self._orders.complete[loading.request_id] = ()

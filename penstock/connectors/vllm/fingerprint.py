@@ -1,8 +1,8 @@
-"""Weights named by what is in their files: another checkpoint never shares KV with this one.
+"""Names weights by the content of their files, so that two checkpoints never share KV.
 
-Every byte counts: an edit to one matrix changes the KV of all layers behind it. Hashing takes about
-as long as reading the files from the page cache, and a file that has not changed since the last
-start (same inode, size and time) is not read again.
+Every byte counts: an edit to one matrix changes the KV of all later layers. Hashing takes about as
+long as reading the files from the page cache. A file that has not changed since the last start
+(same inode, size and times) is not read again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _WEIGHTS = [
     ".pdparams",
     ".onnx",
 ]
-# Files of a model's folder that cannot change the KV of given tokens: what the tokenizer and
-# readers need. A model's config counts as vLLM has read it, overrides included.
+# Files in a model's folder that cannot change the KV of given tokens: those of the tokenizer, and
+# documentation. The model's config is digested elsewhere, as vLLM has read it, with overrides.
 _HARMLESS_NAMES = frozenset(
     {
         "config.json",
@@ -70,17 +70,18 @@ _HARMLESS_SUFFIXES = frozenset(
     ]
 )
 _HARMLESS_STEMS = frozenset({"README", "LICENSE", "NOTICE", "USE_POLICY"})
-# `original` holds the same weights once more, in a format that vLLM does not read from there.
+# `original` has the same weights in a format that vLLM does not read.
 _SKIPPED_FOLDERS = frozenset({"original", "__pycache__"})
 _SPLIT_GGUF = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 _SAID_AFTER_SECONDS = 2.0
 
 
 def fingerprint_files(source: Path, remembered: Path | None = None) -> str | None:
-    """Of a folder with weights or of one file; None if there are none, or they change meanwhile.
+    """The digest of one file or of a folder with weights.
 
-    In a folder every file counts that is not known to be harmless: an index says which tensors
-    are read, scales and code lie beside the weights, adapters have a config.
+    None if there are no weights, or if files change meanwhile. In a folder every file counts unless
+    it is known to be harmless: an index says which tensors are read, scales and code are stored
+    beside the weights, and adapters have a config.
     """
     files = files_of(source)
     if not files:
@@ -94,13 +95,13 @@ def fingerprint_files(source: Path, remembered: Path | None = None) -> str | Non
             name = "" if file == source else file.relative_to(_root(source)).as_posix()
             hasher.update(len(name).to_bytes(8, "little") + name.encode() + memory.digest(file))
         if state_of(source) != before:
-            log.warning("the files in %s change while they are read", source)
+            log.warning("The files in %s changed while they were read", source)
             return None
     except OSError as error:
-        log.warning("the files in %s cannot be read: %s", source, error)
+        log.warning("The files in %s cannot be read: %s", source, error)
         return None
     if time.monotonic() - started > _SAID_AFTER_SECONDS:
-        log.info("hashed the weights in %s in %.0f s", source, time.monotonic() - started)
+        log.info("Hashed the weights in %s in %.0f s", source, time.monotonic() - started)
     memory.write()
     return hasher.hexdigest()
 
@@ -115,14 +116,14 @@ class _Stat(NamedTuple):
 
 
 class FilesState(NamedTuple):
-    """What stat says of files: equal only while nobody has touched them."""
+    """The stats of files. Equal only if no file has been touched."""
 
     stats: tuple[_Stat, ...]
-    changed: float  # when the last of them was changed, put there or linked there
+    changed: float  # the latest time at which a file was changed, created or linked
 
 
 def state_of(source: Path) -> FilesState:
-    """Raises OSError if there is nothing to read."""
+    """The state of the files. Raises OSError if there are none."""
     folders = [] if source.is_file() else sorted(folder for folder, _ in _walk(source))
     paths = [*_links_on_the_way(source), source, *folders, *files_of(source)]
     stats = tuple(_stat(str(path)) for path in paths)
@@ -130,7 +131,7 @@ def state_of(source: Path) -> FilesState:
 
 
 def is_unchanged(state: FilesState) -> bool:
-    """Whether `state_of` would say the same again, for less. A new file changes its folder."""
+    """Whether `state_of` would return the same, but cheaper. A new file changes its folder."""
     try:
         return all(_stat(found.path) == found for found in state.stats)
     except OSError:
@@ -150,7 +151,7 @@ def _stat(path: str) -> _Stat:
 
 
 def files_of(source: Path) -> list[Path]:
-    """The files that count, in order; none where there are no weights."""
+    """The files that count, sorted. Empty if there are no weights."""
     if source.is_file():
         return [source, *_beside_gguf(source)]
     found = sorted(_counted_in(source))
@@ -158,7 +159,7 @@ def files_of(source: Path) -> list[Path]:
 
 
 def process_start() -> float:
-    """When this process began, in seconds of the clock that files are stamped with."""
+    """When this process started, by the clock of file timestamps, in seconds."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -183,10 +184,10 @@ def _counted_in(folder: Path) -> Iterable[Path]:
 
 
 def _walk(folder: Path) -> Iterable[tuple[Path, list[str]]]:
-    """A folder and those within that may hold weights, with the names of their files."""
+    """A folder and its subfolders that may contain weights, with their file names."""
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(place)) in seen:  # a link to a folder above
+        if (real := os.path.realpath(place)) in seen:  # a link to a parent folder
             folders.clear()
             continue
         seen.add(real)
@@ -206,7 +207,7 @@ def _is_harmless(path: Path) -> bool:
 
 
 def _beside_gguf(file: Path) -> list[Path]:
-    """The other parts of a split file, and the projector that is loaded with it."""
+    """The other parts of a split GGUF file, and the projector that is loaded with it."""
     if file.suffix != ".gguf":
         return []
     split = _SPLIT_GGUF.fullmatch(file.name)
@@ -220,7 +221,7 @@ def _beside_gguf(file: Path) -> list[Path]:
 
 
 def _links_on_the_way(source: Path) -> list[Path]:
-    """Links among the folders above: whoever turns one shows other files under the same path."""
+    """Parent folders that are links: if one is redirected, the path leads to other files."""
     return [path for path in source.absolute().parents if path.is_symlink()]
 
 
@@ -230,7 +231,7 @@ def _default_memory() -> Path:
 
 
 class _Memory:
-    """Digests of files by inode, size and time. Losing it costs a read, nothing else."""
+    """A cache of file digests by inode, size and times. If it is lost, files are read again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -265,4 +266,4 @@ class _Memory:
                 json.dump(self._known, new)
             os.replace(new.name, self._path)
         except OSError as error:
-            log.info("fingerprints are not remembered: %s", error)
+            log.info("Fingerprints could not be written: %s", error)

@@ -1,50 +1,50 @@
-"""What of vLLM's configuration cannot change the KV of given tokens, each with its reason.
+"""The fields of vLLM's configuration that cannot change the KV of given tokens, with reasons.
 
-Everything that is not listed here is part of the namespace, so a field that a new version of vLLM
-brings costs hits until somebody has read what it does, and never gives wrong KV.
+Every field that is not listed here is part of the namespace. A field that a new version of vLLM
+adds therefore costs cache hits until we have read what it does, but never gives wrong KV.
 
-"The same KV" means what vLLM itself takes for the same when it shares a prefix between requests:
-the same function of the same numbers. Batches, chunks of prompts, compiled graphs and the order of
-a sum change its last bits, and vLLM's own prefix cache does not ask about them. Another format of
-numbers, another formula or other weights make other KV.
+Two settings make "the same KV" if vLLM's own prefix cache would share it: the same function of the
+same numbers. Batching, chunked prefill, compiled graphs and the order of a sum change only the last
+bits, and vLLM's prefix cache ignores them. A different number format, formula or set of weights
+makes different KV.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# By class of vLLM's config objects, then by reason. Where a field holds a config object of its
-# own, naming it here covers all of that object.
+# By class of vLLM's config objects, then by reason. If a field holds another config object, listing
+# the field covers that whole object.
 HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "VllmConfig": {
-        "logs, metrics and traces": (
+        "These control logs, metrics and traces.": (
             "observability_config",
             "logging_config",
             "profiler_config",
             "kv_events_config",
         ),
-        "what is done with logits and tokens once they are there": (
+        "These act on logits and tokens after the KV has been computed.": (
             "structured_outputs_config",
             "reasoning_config",
             "watermark_config",
             "aux_output_config",
         ),
-        "where weights wait until a layer needs them": ("offload_config",),
-        "the KV connector: Penstock itself": ("kv_transfer_config",),
-        "named elsewhere: the device by the layout, adapters by their own name": (
+        "It sets where weights are stored until a layer needs them.": ("offload_config",),
+        "It configures the KV connector, which is Penstock itself.": ("kv_transfer_config",),
+        "The layout names the device, and each adapter has its own name in the key.": (
             "device_config",
             "lora_config",
         ),
-        "derived from quantization, the model's config and its files": ("quant_config",),
-        "encoder outputs that others bring: then media are left alone": (
+        "It is derived from quantization, the model's config and its files.": ("quant_config",),
+        "With encoder outputs from elsewhere, requests with media are not offloaded.": (
             "ec_transfer_config",
             "ec_manager_config",
         ),
-        "a name, a time limit": ("instance_id", "shutdown_timeout"),
-        "how the same function is compiled": ("optimization_level",),
+        "These are a name and a time limit.": ("instance_id", "shutdown_timeout"),
+        "It only changes how the same function is compiled.": ("optimization_level",),
     },
     "ModelConfig": {
-        "names: weights are known by their files, prompts by their token ids": (
+        "These are names. Files identify the weights, and token ids identify the prompts.": (
             "model",
             "model_weights",
             "served_model_name",
@@ -57,11 +57,11 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "tokenizer_revision",
             "skip_tokenizer_init",
         ),
-        "what they change stands in hf_config": ("hf_overrides",),
-        "digested whole, as what a model's config says": ("hf_config", "hf_text_config"),
-        "asked of the rope and the architecture": ("max_model_len",),
-        "weights made up at random are named with it": ("seed",),
-        "what is done with logits and tokens once they are there": (
+        "Its changes are visible in hf_config.": ("hf_overrides",),
+        "The model's config is digested as a whole.": ("hf_config", "hf_text_config"),
+        "Its effect on rope and attention is digested instead.": ("max_model_len",),
+        "It only matters for random weights, whose name contains it.": ("seed",),
+        "These act on logits and tokens after the KV has been computed.": (
             "generation_config",
             "override_generation_config",
             "max_logprobs",
@@ -74,13 +74,13 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "enable_return_routed_experts",
             "pooler_config",
         ),
-        "what requests may ask": (
+        "These limit what requests may ask for.": (
             "allowed_local_media_path",
             "allowed_media_domains",
             "enable_prompt_embeds",
             "allow_deprecated_quantization",
         ),
-        "memory: where weights and caches lie while nothing runs": (
+        "These set where weights and caches are stored while vLLM sleeps.": (
             "enable_sleep_mode",
             "sleep_preserve_parameter_names",
             "sleep_mode_backend",
@@ -88,11 +88,14 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "enable_nccl_comm_suspend",
             "enable_cumem_allocator",
         ),
-        "how the same function is computed: last bits": ("enforce_eager", "disable_cascade_attn"),
-        "how many work on prompts": ("renderer_num_workers",),
+        "The same function is computed another way, which changes only the last bits.": (
+            "enforce_eager",
+            "disable_cascade_attn",
+        ),
+        "It sets how many workers prepare prompts.": ("renderer_num_workers",),
     },
     "MultiModalConfig": {
-        "media are known by the numbers that the encoder is given": (
+        "Media are identified by the numbers that the encoder receives.": (
             "limit_per_prompt",
             "enable_mm_embeds",
             "mm_hasher_algorithm",
@@ -106,10 +109,10 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "mm_encoder_fp8_scale_save_path",
             "mm_encoder_fp8_scale_save_margin",
         ),
-        "how the same function is spread over workers": ("mm_encoder_tp_mode",),
+        "It only changes how the same function is spread over workers.": ("mm_encoder_tp_mode",),
     },
     "CacheConfig": {
-        "how much there is of it": (
+        "These set the size of the cache.": (
             "gpu_memory_utilization",
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",
@@ -120,7 +123,7 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "kv_offloading_size",
             "kv_offloading_backend",
         ),
-        "vLLM's own prefix cache: what it finds, not what it holds": (
+        "These change what vLLM's own prefix cache finds, but not the KV it holds.": (
             "enable_prefix_caching",
             "prefix_caching_hash_algo",
             "prefix_match_unit",
@@ -128,7 +131,7 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "hash_block_size",
             "cache_hit_alignment_tokens",
         ),
-        "named elsewhere: by the block's tokens and by the layout": (
+        "The namespace has the tokens per block and the layout.": (
             "block_size",
             "user_specified_block_size",
             "effective_attention_block_size",
@@ -137,7 +140,7 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "SchedulerConfig": {
-        "which tokens are computed when, and beside which others": (
+        "These decide when tokens are computed, and in which batch.": (
             "max_num_batched_tokens",
             "max_num_scheduled_tokens",
             "max_num_seqs",
@@ -163,7 +166,7 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "LoadConfig": {
-        "how the same files are read": (
+        "These change how the same files are read.": (
             "download_dir",
             "safetensors_load_strategy",
             "safetensors_prefetch_num_threads",
@@ -174,7 +177,7 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "ParallelConfig": {
-        "which machine, process, port or core": (
+        "These choose machines, processes, ports and cores.": (
             "data_parallel_size",
             "data_parallel_size_local",
             "data_parallel_rank",
@@ -208,17 +211,17 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "enable_shm_tensor_arena",
             "disable_nccl_for_dp_synchronization",
         ),
-        "time limits and faults": (
+        "These handle time limits and faults.": (
             "distributed_timeout_seconds",
             "cpu_distributed_timeout_seconds",
             "enable_fault_tolerance",
             "fault_tolerance_config",
         ),
-        "which worker samples": ("enable_batch_sharded_sampling",),
+        "It chooses which worker samples.": ("enable_batch_sharded_sampling",),
     },
     "AttentionConfig": {
-        "named elsewhere: the layout says which backend was chosen": ("backend",),
-        "into how many parts a sum is cut: last bits": (
+        "The layout names the backend that was chosen.": ("backend",),
+        "These split a sum into parts, which changes only the last bits.": (
             "flash_attn_max_num_splits_for_cuda_graph",
             "tokenspeed_mla_min_split_kv",
             "tq_max_kv_splits_for_cuda_graph",
@@ -227,11 +230,11 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "flex_attn_q_block_size",
             "flex_attn_kv_block_size",
         ),
-        "how much memory a kernel works in": ("sparse_mla_prefill_workspace_factor",),
+        "It sets how much memory a kernel works in.": ("sparse_mla_prefill_workspace_factor",),
     },
     "KernelConfig": {
-        "which program computes the same operation: last bits": ("ir_op_priority",),
-        "what is tried before the first request": (
+        "Another kernel computes the same operation, up to the last bits.": ("ir_op_priority",),
+        "These tune and warm up kernels before the first request.": (
             "enable_flashinfer_autotune",
             "enable_rocm_segmented_attn_autotune",
             "enable_cutedsl_warmup",
@@ -239,7 +242,7 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "CompilationConfig": {
-        "how the same function is compiled and replayed: last bits": (
+        "The same function is compiled and replayed, up to the last bits.": (
             "mode",
             "custom_ops",
             "ir_enable_torch_wrap",
@@ -266,13 +269,13 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "dynamic_shapes_config",
             "fast_moe_cold_start",
         ),
-        "where it is written down": (
+        "These set where compiled code is stored, and in which format.": (
             "debug_dump_path",
             "cache_dir",
             "local_cache_dir",
             "compile_cache_save_format",
         ),
-        "notes of the run": (
+        "vLLM records these while it runs.": (
             "enabled_custom_ops",
             "disabled_custom_ops",
             "traced_files",
@@ -283,22 +286,22 @@ HARMLESS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "LoRAConfig": {
-        "how many adapters there is room for": (
+        "These set how many adapters fit, and their largest rank.": (
             "max_lora_rank",
             "max_loras",
             "max_cpu_loras",
             "max_lora_cls_labels",
         ),
-        "which adapter a request gets stands in the request": ("default_mm_loras",),
-        "how the same function is spread or compiled": (
+        "The request itself names the adapter it gets.": ("default_mm_loras",),
+        "These only change how the same function is spread or compiled.": (
             "fully_sharded_loras",
             "specialize_active_lora",
         ),
     },
 }
 
-# Fields that some values leave without effect, whatever other values may do.
+# Fields for which only these values are harmless.
 HARMLESS_VALUES: Final[dict[tuple[str, str], frozenset[str]]] = {
-    # A backend of somebody's own may compute anything.
+    # A custom backend may compute anything.
     ("CompilationConfig", "backend"): frozenset({"", "inductor", "eager"}),
 }

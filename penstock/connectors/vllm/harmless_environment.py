@@ -1,6 +1,6 @@
-"""Which variables of the environment that vLLM reads cannot change the KV of given tokens.
+"""The environment variables of vLLM that cannot change the KV of given tokens, with reasons.
 
-As in `harmless.py`: one that is not listed is part of the namespace wherever it is set.
+As in `harmless.py`, a variable that is not listed is part of the namespace if it is set.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Final
 
 # By reason.
 HARMLESS_ENVIRONMENT: Final[dict[str, tuple[str, ...]]] = {
-    "logs, metrics, traces and debugging": (
+    "These control logs, metrics, traces and debugging.": (
         "VLLM_CONFIGURE_LOGGING",
         "VLLM_LOGGING_CONFIG_PATH",
         "VLLM_LOGGING_LEVEL",
@@ -43,7 +43,7 @@ HARMLESS_ENVIRONMENT: Final[dict[str, tuple[str, ...]]] = {
         "VLLM_DEBUG_WORKSPACE",
         "VLLM_CPU_CI_ENV",
     ),
-    "how vLLM was built": (
+    "These were used to build vLLM; the namespace has its version.": (
         "MAX_JOBS",
         "NVCC_THREADS",
         "CMAKE_BUILD_TYPE",
@@ -61,7 +61,7 @@ HARMLESS_ENVIRONMENT: Final[dict[str, tuple[str, ...]]] = {
         "CUDA_HOME",
         "LD_LIBRARY_PATH",
     ),
-    "hosts, ports, folders and secrets": (
+    "These name hosts, ports, folders and secrets.": (
         "VLLM_HOST_IP",
         "VLLM_PORT",
         "VLLM_RPC_BASE_PATH",
@@ -89,7 +89,7 @@ HARMLESS_ENVIRONMENT: Final[dict[str, tuple[str, ...]]] = {
         "VLLM_USE_MODELSCOPE",
         "VLLM_SKIP_MODEL_NAME_VALIDATION",
     ),
-    "time limits, sizes and counts": (
+    "These set time limits, sizes and counts.": (
         "VLLM_ENGINE_READY_TIMEOUT_S",
         "VLLM_ENGINE_ITERATION_TIMEOUT_S",
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
@@ -122,7 +122,7 @@ HARMLESS_ENVIRONMENT: Final[dict[str, tuple[str, ...]]] = {
         "VLLM_ENABLE_STARTUP_PLAN",
         "VLLM_PREFIX_CACHE_RETENTION_INTERVAL",
     ),
-    "how processes are started, and where they run": (
+    "These set how processes are started, and where they run.": (
         "VLLM_WORKER_MULTIPROC_METHOD",
         "VLLM_PROCESS_NAME_PREFIX",
         "VLLM_USE_RUST_BENCH",
@@ -170,7 +170,7 @@ HARMLESS_ENVIRONMENT: Final[dict[str, tuple[str, ...]]] = {
         "VLLM_WSL2_ENABLE_PIN_MEMORY",
         "VLLM_ENABLE_CUDAGRAPH_GC",
     ),
-    "what becomes of prompts and answers outside the model": (
+    "These change how prompts and answers are handled outside the model.": (
         "VLLM_SERVER_DEV_MODE",
         "VLLM_ENABLE_RESPONSES_API_STORE",
         "VLLM_ENABLE_COHERE_API",
@@ -187,7 +187,7 @@ HARMLESS_ENVIRONMENT: Final[dict[str, tuple[str, ...]]] = {
         "VLLM_XPU_USE_SAMPLER_KERNEL",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     ),
-    "media are known by the numbers that the encoder is given": (
+    "Media are identified by the numbers that the encoder receives.": (
         "VLLM_IMAGE_FETCH_TIMEOUT",
         "VLLM_VIDEO_FETCH_TIMEOUT",
         "VLLM_AUDIO_FETCH_TIMEOUT",
@@ -208,7 +208,7 @@ HARMLESS_ENVIRONMENT: Final[dict[str, tuple[str, ...]]] = {
         "VLLM_MEDIA_CONNECTOR",
         "VLLM_MM_HASHER_ALGORITHM",
     ),
-    "how the same function is compiled: last bits": (
+    "The same function is compiled another way, up to the last bits.": (
         "VLLM_USE_V2_MODEL_RUNNER",
         "VLLM_DEEP_GEMM_WARMUP",
         "VLLM_USE_BREAKABLE_CUDAGRAPH",
@@ -226,10 +226,10 @@ HARMLESS_ENVIRONMENT: Final[dict[str, tuple[str, ...]]] = {
         "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS",
         "VLLM_TUNED_CONFIG_FOLDER",
     ),
-    "asked where an adapter is named": ("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
+    "It is taken into account where an adapter is named.": ("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
 }
 
-# Variables that are not vLLM's own and change the numbers a GPU or CPU multiplies.
+# Variables of other libraries that change the number format in which matrices are multiplied.
 COUNTED_ELSEWHERE: Final = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",

@@ -1,7 +1,7 @@
-"""What makes KV of the same tokens differ in vLLM, as a namespace and as keys.
+"""The namespace and keys of KV in vLLM: everything that makes the KV of the same tokens differ.
 
-Keys are ours, not vLLM's block hashes: those depend on a seed, on Python's pickling or on the
-algorithm chosen, and know the model by nothing at all.
+We do not use vLLM's block hashes: they depend on a seed, on Python's pickling or on the chosen
+algorithm, and do not depend on the model at all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.types import BlockKey
 
 log = logging.getLogger(__name__)
 
-# Formats whose weights are the files of the model's folder, and nothing else.
+# Load formats that read their weights only from files in the model's folder.
 _FROM_FILES = frozenset(
     [
         "auto",
@@ -53,12 +53,12 @@ _FROM_FILES = frozenset(
 
 
 def model_namespace(vllm_config: Any, version: str, shards: Sequence[Shard]) -> Namespace:
-    """The namespace of a model as this vLLM runs it, LoRA and salt aside."""
+    """The namespace of a model as this vLLM runs it, without LoRA adapter and salt."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     layouts = {shard.layout for shard in shards}
     if len(layouts) != 1 or len({shard.block_bytes for shard in shards}) != 1:
         raise ConfigError(
-            "the workers keep KV in different layouts; Penstock needs one for all: "
+            "the workers store KV in different layouts, but Penstock needs the same one in all: "
             + " / ".join(sorted(layouts))
         )
     return Namespace(
@@ -74,7 +74,7 @@ def model_namespace(vllm_config: Any, version: str, shards: Sequence[Shard]) -> 
 
 
 def weights_name(vllm_config: Any) -> str:
-    """The fingerprint of the weights; where no files say what they are, a name of this run only."""
+    """The fingerprint of the weights, or a name for this run only if files do not determine it."""
     model = vllm_config.model_config
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto")).lower()
     if "dummy" in load_format and model.quantization is None:
@@ -82,8 +82,8 @@ def weights_name(vllm_config: Any) -> str:
     found = _fingerprint(vllm_config, load_format.rpartition(".")[2])
     if isinstance(found, _Unknown):
         log.warning(
-            "what the weights of %s are cannot be told from files (%s): KV is kept for this run "
-            "only, and not shared with the next.",
+            "Penstock cannot identify the weights of %s by their files: %s. KV is therefore not "
+            "reused after a restart or by other instances.",
             model.model,
             found,
         )
@@ -98,32 +98,32 @@ class _Unknown(str):
 def _fingerprint(vllm_config: Any, load_format: str) -> str:
     model = vllm_config.model_config
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        return _Unknown("weight_transfer_config lets them be replaced while vLLM runs")
+        return _Unknown("weight_transfer_config allows replacing them while vLLM runs")
     if "dummy" in load_format:
-        return _Unknown("made-up weights of whole numbers are what lay in memory before")
+        return _Unknown("dummy weights of quantized models are uninitialized memory")
     if load_format not in _FROM_FILES:
         return _Unknown(f"load_format is {load_format}")
     if others := _other_models(model.hf_config):
-        return _Unknown(f"parts of them come from {others}")
+        return _Unknown(f"they are partly loaded from {others}")
     name = getattr(model, "model_weights", "") or str(model.model)
     is_local = Path(name).expanduser().exists()
     if not is_local and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"}:
-        return _Unknown("they come from ModelScope")
+        return _Unknown("they are loaded from ModelScope")
     folder = getattr(vllm_config.load_config, "download_dir", None)
     source = find_files(name, model.revision, "config.json", folder)
     if source is None:
         return _Unknown("they are not on this machine")
-    # A hub's files are never written again under the same name; those of a folder may be.
+    # Files in a local folder may be overwritten; files in a hub's cache never are.
     try:
         if is_local and state_of(source).changed >= process_start():
-            return _Unknown("files were written after this process began: it may have read others")
+            return _Unknown("files changed after this process started")
     except OSError as error:
         return _Unknown(str(error))
-    return fingerprint_files(source) or _Unknown("there are none to be read in its folder")
+    return fingerprint_files(source) or _Unknown("its folder has no readable weights")
 
 
 def _other_models(hf_config: Any) -> str:
-    """Models that a model is put together from, each with weights of its own."""
+    """Other models that this model includes, each with its own weights."""
     said = hf_config.to_dict()
     return ", ".join(
         str(said[key]) for key in sorted(said) if key.endswith("_model_id") and said[key]
@@ -139,14 +139,14 @@ def _model_digest(model: Any) -> str:
 
 
 def _learns_scales(model: Any) -> bool:
-    """Whether the encoder's output depends on the media that it has seen before."""
+    """Whether the encoder's output depends on earlier media, from which it learns its scales."""
     media = getattr(model, "multimodal_config", None)
     is_fp8 = "fp8" in str(getattr(media, "mm_encoder_attn_dtype", None))
     return is_fp8 and getattr(media, "mm_encoder_fp8_scale_path", None) is None
 
 
 class Naming:
-    """What requests of one engine are called."""
+    """Names the KV of one engine's requests."""
 
     def __init__(self, adapters: Adapters | None = None, media: Media | None = None) -> None:
         self._adapters = adapters or Adapters()
@@ -168,11 +168,11 @@ class Naming:
         return cls(Adapters("" if lora is None else adapter_settings(lora)), media)
 
     def namespace(self, base: Namespace, request: Any) -> Namespace | None:
-        """The namespace of a request; None for one whose KV cannot be named by its tokens."""
+        """The namespace of a request. None if its tokens do not determine its KV."""
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             return None
         if getattr(request, "resumable", False):
-            return None  # a session that is fed while it runs may take tokens back
+            return None  # a streaming session may retract tokens
         adapter = self._adapter(request)
         if adapter is None:
             return None
@@ -184,7 +184,7 @@ class Naming:
         )
 
     def keys(self, base: Namespace, request: Any) -> RequestKeys | None:
-        """The keys of a request's blocks; None if its KV cannot be named."""
+        """The keys of a request's blocks. None if its KV cannot be named."""
         places = self._media.names(request)
         namespace = self.namespace(base, request)
         if namespace is None or places is None:
@@ -192,7 +192,7 @@ class Naming:
         return RequestKeys(namespace, request, places)
 
     def holds(self, keys: RequestKeys) -> bool:
-        """Whether a request still is what its keys say: files and names may change under it."""
+        """Whether keys still name the request's KV: files and names may change while it runs."""
         request = keys.request
         return self._adapter(request) == keys.adapter and self._media.are_known(request)
 
@@ -213,7 +213,7 @@ class RequestKeys:
         self._chain = KeyChain(namespace)
 
     def first(self, num_tokens: int) -> list[BlockKey]:
-        """Those of all full blocks within the first `num_tokens`, which must be known."""
+        """The keys of all full blocks in the first `num_tokens` tokens, which must be known."""
         if num_tokens > self._num_tokens:
             self._extend(num_tokens)
         return self._chain.keys[: num_tokens // self._block_tokens]
@@ -223,7 +223,7 @@ class RequestKeys:
         if not self._media:
             self._chain.extend(tokens)
         else:
-            # Media are named in the block in which they begin; all later keys depend on it.
+            # A medium's name is part of the block in which it starts; all later keys depend on it.
             for position, token in enumerate(tokens, self._num_tokens):
                 for name in self._media.get(position, ()):
                     self._chain.mix(name)
@@ -232,6 +232,6 @@ class RequestKeys:
 
 
 def tenant_of(request: Any) -> str:
-    """Who shares KV with whom: vLLM's salt, empty for everybody."""
+    """The tenant, within which KV is shared: vLLM's salt, or empty without one."""
     salt = getattr(request, "cache_salt", None)
     return "" if salt is None else f"salt {salt}"

@@ -1,4 +1,4 @@
-"""Which tier holds which of vLLM's blocks, for routers that send a prompt to where its KV lies."""
+"""Records which tier holds which of vLLM's blocks, for routers that route prompts by KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.types import BlockKey, Tier
 
 @dataclass(slots=True)
 class _Named:
-    """A block as vLLM's routers know it."""
+    """A block as routers identify it."""
 
     hash: Any
     parent: Any
@@ -24,7 +24,7 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class TierEvent:
-    """One block came to a tier, or left it."""
+    """A block was stored in a tier or removed from it."""
 
     tier: Tier
     hash: Any
@@ -35,14 +35,14 @@ class TierEvent:
 
 
 class BlockNews:
-    """An observer. It knows the blocks that were named to it, from their save to their removal."""
+    """An observer. It knows the blocks given to `name`, from their save to their removal."""
 
     def __init__(self) -> None:
         self._named: dict[BlockKey, _Named] = {}
         self._news: list[TierEvent] = []
 
     def name(self, keys: Sequence[BlockKey], start: int, request: Any, block_tokens: int) -> None:
-        """These keys are those of `request`'s blocks from `start` on."""
+        """Remember that `keys` are those of the request's blocks, starting at block `start`."""
         hashes = request.block_hashes
         for index, key in enumerate(keys, start):
             if key in self._named or index >= len(hashes):
@@ -65,7 +65,7 @@ class BlockNews:
                     self._removed(tier, key)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Blocks were not saved after all: those that are in no tier need no name."""
+        """Forget blocks whose save failed, unless a tier has them."""
         for key in keys:
             named = self._named.get(key)
             if named is not None and not named.tiers:
@@ -79,10 +79,8 @@ class BlockNews:
         named = self._named.get(key)
         if named is not None and tier not in named.tiers:
             named.tiers.add(tier)
-            told = TierEvent(
-                tier, named.hash, True, named.parent, named.tokens.tolist(), named.lora
-            )
-            self._news.append(told)
+            tokens = named.tokens.tolist()
+            self._news.append(TierEvent(tier, named.hash, True, named.parent, tokens, named.lora))
 
     def _removed(self, tier: Tier, key: BlockKey) -> None:
         named = self._named.get(key)

@@ -1,8 +1,8 @@
-"""What vLLM's caches look like in memory: read, checked, and described for the namespace.
+"""Reads and checks the memory layout of vLLM's caches, and describes it for the namespace.
 
 Whatever shape an attention backend gives its cache, a block must be one dense stretch of bytes in
-each layer. Its inside is not looked into: it is kept and restored as it is, and its description is
-part of the namespace, so that another shape, order or packing never meets it.
+each layer. These bytes are saved and restored unchanged. Their description is part of the
+namespace, so that KV with another shape, order or packing is never mixed with them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Cache(NamedTuple):
 def read_layout(
     caches: Mapping[str, Cache], num_blocks: int, page_bytes: int
 ) -> tuple[PagedMemory, str]:
-    """Where every block's bytes lie, and in words how. Raises ConfigError for an unknown layout.
+    """The memory of every block, and its layout in words. Raises ConfigError if it is unknown.
 
-    `page_bytes` is what vLLM says a block takes in one layer.
+    `page_bytes` is the size of a block in one layer according to vLLM.
     """
     stretches: list[PageStretch] = []
     shapes: list[str] = []
@@ -51,12 +51,12 @@ def read_layout(
         stretch, shape = _read(name, cache, num_blocks)
         if stretch.num_bytes != page_bytes:
             raise _unknown(
-                name, cache, f"a block has {stretch.num_bytes} bytes, not the {page_bytes} of vLLM"
+                name, cache, f"a block has {stretch.num_bytes} bytes, but vLLM says {page_bytes}"
             )
         stretches.append(stretch)
         shapes.append(shape)
     if not stretches:
-        raise ConfigError("vLLM registered no KV cache; there is nothing to offload.")
+        raise ConfigError("vLLM registered no KV cache to offload. Start vLLM without Penstock.")
     words = f"{len(stretches)} layers of {shapes[0]}"
     if len(set(shapes)) > 1:
         words = " | ".join(shapes)
@@ -66,14 +66,18 @@ def read_layout(
 def _read(name: str, cache: Cache, num_blocks: int) -> tuple[PageStretch, str]:
     rows = cache.shape[0] if cache.shape else 0
     if rows == 0 or rows % num_blocks:
-        raise _unknown(name, cache, f"the first dimension does not count the {num_blocks} blocks")
-    per_block = rows // num_blocks  # kernels may cut a block into smaller ones
+        raise _unknown(
+            name,
+            cache,
+            f"the first dimension is not a multiple of {num_blocks}, the number of blocks",
+        )
+    per_block = rows // num_blocks  # kernels may divide a block into smaller ones
     shape, strides = cache.shape[1:], cache.strides[1:]
     num_elements = _dense_elements(shape, strides)
     if num_elements is None or cache.strides[0] < num_elements:
-        raise _unknown(name, cache, "a block's bytes have gaps, or blocks lie within each other")
+        raise _unknown(name, cache, "a block's bytes have gaps, or blocks overlap")
     if per_block > 1 and cache.strides[0] != num_elements:
-        raise _unknown(name, cache, "the parts of a block do not follow each other")
+        raise _unknown(name, cache, "the parts of a block are not adjacent")
     stretch = PageStretch(
         cache.address,
         cache.strides[0] * per_block * cache.element_bytes,
@@ -83,7 +87,7 @@ def _read(name: str, cache: Cache, num_blocks: int) -> tuple[PageStretch, str]:
 
 
 def _dense_elements(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """How many elements a block has, if they fill one stretch of memory in some order."""
+    """The number of elements, if they fill one stretch of memory in some order; else None."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:
@@ -97,6 +101,6 @@ def _dense_elements(shape: Sequence[int], strides: Sequence[int]) -> int | None:
 def _unknown(name: str, cache: Cache, why: str) -> ConfigError:
     return ConfigError(
         f"the KV cache of {name} is {list(cache.shape)} with strides {list(cache.strides)}: {why}. "
-        "Penstock does not know this layout; choose another attention backend, or start vLLM "
+        "Penstock does not support this layout. Choose another attention backend, or start vLLM "
         "without Penstock."
     )

@@ -1,13 +1,12 @@
-"""Images and other media of a request, named by their content.
+"""Names the images and other media of a request by their content.
 
-vLLM names a medium by what it calls a hash. It may be one of the content, and it may be a counter
-that begins anew with every process, a name that the user chose, or a hash of either: nothing in it
-tells which. So media are named here by the numbers that the encoder is given. Where those are not
-at hand, a request with media is neither loaded nor saved.
+vLLM identifies a medium by what it calls a hash. This may be a hash of the content, but also a
+counter that restarts with every process, a name chosen by the user, or a hash of either, and it
+does not show which. So media are named here by the numbers that the encoder receives. If those are
+not available, a request with media is neither loaded nor saved.
 
-vLLM keeps what the encoder made under its own name for the medium. If that name comes with two
-contents, nobody knows which of them a request was computed with, and all requests that have it are
-left alone.
+vLLM caches encoder outputs by its own identifier. If one identifier appears with two contents, it
+is unknown which of them a request was computed with, and all requests with it are not offloaded.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from blake3 import blake3
 
 log = logging.getLogger(__name__)
 
-# More than vLLM's cache of encoder outputs can hold: what is forgotten here is gone there.
+# More than vLLM's encoder cache can hold: what we forget, vLLM has evicted.
 _MOST_NAMES = 200_000
-_SHARED_MEMORY = "address"  # what vLLM passes on instead of numbers that lie in shared memory
+_SHARED_MEMORY = "address"  # what vLLM passes instead of numbers if they are in shared memory
 
 Places = dict[int, list[bytes]]
 
@@ -31,8 +30,8 @@ Places = dict[int, list[bytes]]
 class Media:
     """The media that one engine has seen.
 
-    Without `has_own_encoder` others encode for it. With `adapters_encode` a LoRA adapter changes
-    what is encoded, and vLLM keeps that under the adapter's name, whatever its weights.
+    Without `has_own_encoder`, encoder outputs come from elsewhere. With `adapters_encode`, LoRA
+    adapters change them, and vLLM caches them by the adapter's name regardless of its weights.
     """
 
     def __init__(
@@ -50,16 +49,16 @@ class Media:
         self._has_warned = False
 
     def names(self, request: Any) -> Places | None:
-        """Where each begins, and what its content is called; None if that cannot be said."""
+        """The names of the request's media by start position. None if one cannot be named."""
         found: Places = {}
         for feature in _features(request):
             content = _content(feature) if self._may_name else None
             if content is None:
-                self._warn("its numbers are not at hand")
+                self._warn("the numbers of its media are not available")
                 self._doubt(feature.identifier)
                 continue
             if self._contents.pop(feature.identifier, content) != content:
-                self._warn("one name was given to two different media")
+                self._warn("two different media have the same identifier")
                 self._doubt(feature.identifier)
             self._contents[feature.identifier] = content
             while len(self._contents) > self._most_names:
@@ -70,7 +69,7 @@ class Media:
         return found if self.are_known(request) else None
 
     def are_known(self, request: Any) -> bool:
-        """Whether the request's media can still have one content only."""
+        """Whether each of the request's media still has one possible content."""
         features = _features(request)
         if not features:
             return True
@@ -87,7 +86,7 @@ class Media:
     def _warn(self, why: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            log.warning("a request with media is served without offloading: %s.", why)
+            log.warning("A request with media is not offloaded: %s.", why)
 
 
 def _features(request: Any) -> list[Any]:
@@ -95,7 +94,7 @@ def _features(request: Any) -> list[Any]:
 
 
 def _content(feature: Any) -> bytes | None:
-    """A digest of what the encoder is given, and of where its output goes."""
+    """A digest of the encoder's input and of the positions of its output."""
     data = feature.data
     if not isinstance(data, Mapping) or not data or _SHARED_MEMORY in data:
         return None
@@ -111,7 +110,7 @@ def _content(feature: Any) -> bytes | None:
 
 
 def _add_value(hasher: Any, value: Any) -> bool:
-    """False for what cannot be read here: a tensor on a GPU, an object of an unknown kind."""
+    """False if the value cannot be read here: a tensor on a GPU, an object of unknown type."""
     match value:
         case None | bool() | int() | float() | str():
             _add(hasher, type(value).__name__.encode(), repr(value).encode())

@@ -1,4 +1,4 @@
-"""What crosses between the scheduler's process and its workers. Plain data."""
+"""What the scheduler's process and its workers send each other. Plain data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.stores.host import ArenaHandle
-from penstock.types import Slot, Transfer, TransferId, Verdict
+from penstock.types import Outcome, Slot, Transfer, TransferId
 
 
 class Load(NamedTuple):
@@ -16,69 +16,49 @@ class Load(NamedTuple):
 
 @dataclass(slots=True)
 class Orders:
-    """One step's orders to every worker, in the order in which they are to be done."""
+    """One step's orders to all workers, in the order in which they are executed."""
 
     step: int
     arena: ArenaHandle | None = None
-    # Blocks whose KV was there before this step: saved before it computes.
+    # Saves of blocks computed by earlier steps: they start before this step computes.
     saves_before: list[Transfer] = field(default_factory=list)
-    # Saves whose blocks this step overwrites: it must not begin before they have ended.
+    # Saves whose blocks this step overwrites: it starts after they have ended.
     fence: list[TransferId] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    # Requests for which no load will follow, with the blocks that could not be brought.
+    # Requests whose loads have all been ordered, with the blocks that could not be loaded.
     complete: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     # Requests whose load vLLM has seen end since the last step.
-    heard: list[str] = field(default_factory=list)
-    # Blocks that this step completes.
+    confirmed: list[str] = field(default_factory=list)
+    # Saves of blocks that this step completes.
     saves_after: list[Transfer] = field(default_factory=list)
-    is_idle: bool = False  # it computes nothing: whoever waits for a load is all there is
-    is_timed: bool = False  # the step only reads prompts: its time says how fast that is
-    is_last_resort: bool = False  # the books are gone: `complete` names all that may still wait
-
-
-class Report(NamedTuple):
-    """A transfer has ended on `num_workers` of the workers."""
-
-    verdicts: tuple[Verdict, ...]
-    seconds: float
-    error: str = ""
-    num_workers: int = 1
-
-    def joined(self, other: Report) -> Report:
-        pairs = zip(self.verdicts, other.verdicts, strict=True)
-        return Report(
-            tuple(one if one is not Verdict.OK else two for one, two in pairs),
-            max(self.seconds, other.seconds),
-            self.error or other.error,
-            self.num_workers + other.num_workers,
-        )
+    is_idle: bool = False  # the step computes nothing
+    is_timed: bool = False  # the step has no decodes: its duration shows the prefill rate
+    is_last_resort: bool = False  # offloading has ended: `complete` has all requests that may wait
 
 
 @dataclass(slots=True)
 class Reports:
-    """What workers have to say at the end of a step."""
+    """The workers' reports at the end of a step."""
 
-    transfers: dict[TransferId, Report] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)  # one per worker and transfer
     step_seconds: dict[int, float] = field(default_factory=dict)
 
     def join(self, other: Reports) -> Reports:
-        for transfer_id, report in other.transfers.items():
-            mine = self.transfers.get(transfer_id)
-            self.transfers[transfer_id] = report if mine is None else mine.joined(report)
+        self.outcomes += other.outcomes
         for step, seconds in other.step_seconds.items():
             self.step_seconds[step] = max(seconds, self.step_seconds.get(step, 0.0))
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.transfers or self.step_seconds)
+        return bool(self.outcomes or self.step_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How one worker's device keeps KV, as it found it when it registered the caches."""
+    """How one worker's device stores KV, as found when vLLM registered its caches."""
 
     rank: int
     block_bytes: int
     num_blocks: int
     layout: str
-    process: int  # its id: a worker may live in the scheduler's own process
+    process: int  # process id: a worker may run in the scheduler's process

@@ -1,4 +1,4 @@
-"""Penstock's metrics in vLLM's own /metrics, with vLLM's labels before ours."""
+"""Adds Penstock's metrics to vLLM's /metrics, with vLLM's labels before ours."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from penstock.metrics.tiers import TierMetrics
 
 log = logging.getLogger(__name__)
 
-# A process that starts vLLM twice must not register a name twice.
+# If a process starts vLLM twice, a name must not be registered twice.
 _made: dict[tuple[str, tuple[str, ...]], Any] = {}
 
 
 class PenstockStats(KVConnectorStats):  # type: ignore[misc]
-    """Events of an interval."""
+    """The events of one interval."""
 
     data: dict[str, Any]
 
@@ -47,7 +47,7 @@ class PenstockStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class _Families:
-    """Makes metrics of vLLM's classes, bound to one engine's labels."""
+    """Makes metrics with vLLM's classes, bound to one engine's labels."""
 
     def __init__(
         self, classes: Mapping[str, Any], names: Sequence[str], values: Sequence[object]
@@ -81,7 +81,7 @@ class _Families:
 
 
 class _Bound:
-    """A metric whose first labels are given."""
+    """A metric whose first labels are set."""
 
     def __init__(self, metric: Any, values: tuple[object, ...]) -> None:
         self._metric = metric
@@ -116,7 +116,7 @@ class PenstockPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for plain in events:
             try:
                 self._engines[engine_idx](from_plain(plain))
-            except Exception:  # a figure less is no reason to end vLLM's own
+            except Exception:  # vLLM's own metrics must go on
                 if not self._has_complained:
-                    log.exception("a metric of Penstock's could not be counted")
+                    log.exception("A metric of Penstock could not be counted")
                 self._has_complained = True

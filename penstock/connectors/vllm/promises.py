@@ -1,7 +1,7 @@
-"""What a worker owes: each transfer is reported once, each request is told to vLLM once.
+"""What a worker still has to report: each transfer once, and each loaded request once to vLLM.
 
-Pure, and taken on before anything is copied, so that nothing that goes wrong afterwards can leave a
-request waiting for ever.
+Pure. Orders are recorded before anything is copied, so that no later error can leave a request
+waiting forever.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.connectors.vllm.orders import Orders, Report, Reports
+from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.types import Outcome, Slot, Transfer, TransferId, Verdict
 
 
 class Results(NamedTuple):
-    """What vLLM is told: requests whose load has ended, and blocks that did not arrive."""
+    """What is reported to vLLM: requests whose load has ended, and blocks that failed."""
 
     ready: set[str]
     bad_blocks: set[int]
@@ -23,10 +23,10 @@ class Results(NamedTuple):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that waits for its blocks."""
+    """A request that waits for its load."""
 
     num_under_way: int = 0
-    is_complete: bool = False  # no further load will come
+    is_complete: bool = False  # no further transfer will follow
     bad: set[Slot] = field(default_factory=set)
 
     @property
@@ -40,7 +40,7 @@ class Promises:
         self._under_way: dict[TransferId, Transfer] = {}
         self._request_of: dict[TransferId, str] = {}  # of loads under way
         self._waiting: dict[str, _Waiting] = {}
-        self._told: set[str] = set()  # ready, and not yet known to have reached vLLM
+        self._reported: set[str] = set()  # reported as ready, not yet confirmed by vLLM
         self._reports = Reports()
 
     @property
@@ -56,11 +56,11 @@ class Promises:
         return any(waiting.is_ready for waiting in self._waiting.values())
 
     def take_on(self, orders: Orders) -> None:
-        """Before anything of a step is done. A second call with the same orders changes nothing."""
-        self._told.difference_update(orders.heard)
+        """Record a step's orders before it does anything. A second call changes nothing."""
+        self._reported.difference_update(orders.confirmed)
         if orders.is_last_resort:
-            # vLLM asserts that it hears of a request once: those on their way to it are left out.
-            self._complete({n: b for n, b in orders.complete.items() if n not in self._told})
+            # vLLM asserts that a request is reported once: leave out those already reported.
+            self._complete({n: b for n, b in orders.complete.items() if n not in self._reported})
             return
         if orders.step == self._step:
             return
@@ -74,16 +74,14 @@ class Promises:
         self._complete(orders.complete)
 
     def end(self, outcome: Outcome) -> None:
-        """A transfer has ended. The first outcome counts."""
+        """A transfer has ended. Only the first outcome counts."""
         transfer = self._under_way.get(outcome.transfer_id)
         if transfer is None:
             return
-        # Before anything is taken off the list: what raises here is failed with all the rest.
+        # Before any change: if this raises, the transfer still fails with all others.
         pairs = list(zip(transfer.target_slots, outcome.verdicts, strict=True))
         del self._under_way[outcome.transfer_id]
-        self._reports.transfers[outcome.transfer_id] = Report(
-            outcome.verdicts, outcome.seconds, outcome.error
-        )
+        self._reports.outcomes.append(outcome)
         request_id = self._request_of.pop(outcome.transfer_id, None)
         if request_id is None:
             return
@@ -96,7 +94,7 @@ class Promises:
             self.end(Outcome(transfer.id, (Verdict.FAILED,) * len(transfer.keys), 0.0, error))
 
     def fail_all(self, error: str) -> None:
-        """Of everything that is under way nothing will arrive any more."""
+        """Report everything under way as failed."""
         self.fail(list(self._under_way.values()), error)
 
     def timed(self, seconds: Mapping[int, float]) -> None:
@@ -107,7 +105,7 @@ class Promises:
         bad: set[int] = set()
         for request_id in ready:
             bad.update(self._waiting.pop(request_id).bad)
-        self._told |= ready
+        self._reported |= ready
         return Results(ready, bad)
 
     def take_reports(self) -> Reports:

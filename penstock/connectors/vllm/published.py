@@ -1,4 +1,4 @@
-"""News of blocks in the words of vLLM's KV events."""
+"""Converts block news to vLLM's KV events."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _STORAGE = getattr(kv_events, "MEDIUM_STORAGE", None) or getattr(kv_events, "MED
 
 
 def published(news: Iterable[TierEvent], block_tokens: int) -> list[Any]:
-    return [_event(told, block_tokens) for told in news]
+    return [_event(event, block_tokens) for event in news]
 
 
-def _event(told: TierEvent, block_tokens: int) -> Any:
-    medium = kv_events.MEDIUM_CPU if told.tier is Tier.HOST else _STORAGE
-    block_hash = maybe_convert_block_hash(told.hash)
-    if not told.is_stored:
+def _event(event: TierEvent, block_tokens: int) -> Any:
+    medium = kv_events.MEDIUM_CPU if event.tier is Tier.HOST else _STORAGE
+    block_hash = maybe_convert_block_hash(event.hash)
+    if not event.is_stored:
         return kv_events.BlockRemoved(block_hashes=[block_hash], medium=medium)
     return kv_events.BlockStored(
         block_hashes=[block_hash],
-        parent_block_hash=None if told.parent is None else maybe_convert_block_hash(told.parent),
-        token_ids=list(told.tokens),
+        parent_block_hash=None if event.parent is None else maybe_convert_block_hash(event.parent),
+        token_ids=list(event.tokens),
         block_size=block_tokens,
-        lora_id=None if told.lora is None else told.lora.lora_int_id,
+        lora_id=None if event.lora is None else event.lora.lora_int_id,
         medium=medium,
-        lora_name=None if told.lora is None else told.lora.lora_name,
+        lora_name=None if event.lora is None else event.lora.lora_name,
     )

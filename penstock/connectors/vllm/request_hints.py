@@ -1,4 +1,4 @@
-"""Hints in a request's `kv_transfer_params`, under the key "penstock"."""
+"""Reads hints from a request's `kv_transfer_params`, under the key "penstock"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "penstock"
 
 
 class TransferParamHints:
-    """Reads them. Wrong ones are ignored with one warning: no request fails for a hint."""
+    """Invalid hints are ignored with one warning: no request fails because of a hint."""
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -29,5 +29,5 @@ class TransferParamHints:
         except ConfigError as error:
             if not self._has_warned:
                 self._has_warned = True
-                log.warning("kv_transfer_params: %s. Ignored, as all that are wrong.", error)
+                log.warning("Invalid hints in kv_transfer_params are ignored: %s", error)
             return NO_HINTS

@@ -1,7 +1,7 @@
-"""The scheduler's side as vLLM sees it: an error of ours ends offloading, and never a request.
+"""Guards the scheduler's side: an error of ours ends offloading, but never fails a request.
 
-After an unexpected error the books cannot be trusted. vLLM may by then wait for loads that were
-promised: each of them is ended with all of its blocks reported bad, so that vLLM computes them.
+After an unexpected error the books cannot be trusted. vLLM may still wait for loads: each of them
+ends with all of its blocks reported bad, so that vLLM computes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class StepPlan(NamedTuple):
-    """What vLLM is about to compute."""
+    """What vLLM computes in its next step."""
 
     scheduled: Sequence[Scheduled]
     num_tokens: Mapping[str, int]
@@ -32,17 +32,17 @@ class GuardedScheduler:
         self._side: SchedulerSide | None = side
         self._abandoned: SchedulerSide | None = None
         self._block_tokens = block_tokens
-        self._starts: dict[str, int] = {}  # of the last lookups: the first block to be loaded
+        self._starts: dict[str, int] = {}  # by request: the first block to load
         self._awaited: dict[str, tuple[Slot, ...]] = {}  # loads that vLLM has not seen end
-        self._heard: list[str] = []  # loads that it has, for the workers
+        self._confirmed: list[str] = []  # loads that it has, for the workers
 
     @property
     def side(self) -> SchedulerSide | None:
-        """None once offloading has ended."""
+        """None after offloading has ended."""
         return self._side
 
     def lookup(self, request: Any, num_computed: int) -> int | None:
-        """How many tokens can be loaded; None: ask again."""
+        """How many tokens to load. None: ask again at the next step."""
         self._starts[request.request_id] = num_computed // self._block_tokens
         none_found: int | None = 0
         return self.ask(none_found, lambda side: side.lookup(request, num_computed))
@@ -50,7 +50,7 @@ class GuardedScheduler:
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
         start = self._starts.pop(request.request_id, 0)
         num_blocks = -(-num_external // self._block_tokens)
-        if num_blocks:  # from here on vLLM counts on them, whatever happens to us
+        if num_blocks:  # from now on vLLM waits for them, whatever happens
             loaded = block_ids[start : start + num_blocks]
             self._awaited[request.request_id] = tuple(Slot(block) for block in loaded)
         self.ask(None, lambda side: side.allocated(request, block_ids, num_external))
@@ -59,15 +59,15 @@ class GuardedScheduler:
         orders = self.ask(None, lambda side: side.orders(*plan()))
         if orders is None:
             orders = Orders(-1, complete=dict(self._awaited), is_last_resort=True)
-        orders.heard, self._heard = self._heard, []
+        orders.confirmed, self._confirmed = self._confirmed, []
         return orders
 
     def report(self, reports: Reports, ready: Iterable[str]) -> None:
-        """What the workers had to say, and the requests whose load vLLM has seen end."""
+        """The workers' reports, and the requests whose load vLLM has seen end."""
         ready = list(ready)
         for request_id in ready:
             self._awaited.pop(request_id, None)
-        self._heard += ready
+        self._confirmed += ready
         self.ask(None, lambda side: side.report(reports, ready))
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -79,12 +79,12 @@ class GuardedScheduler:
 
     @property
     def has_pending_work(self) -> bool:
-        # The last steps tell workers what to give up: blocks of a request that was aborted while
-        # it waited are free only then, and nothing else may be there to compute.
+        # After offloading has ended, steps must still tell workers which loads to give up: until
+        # then vLLM keeps the blocks of requests that were aborted while they waited.
         return self.ask(bool(self._awaited), lambda side: side.has_pending_work)
 
     def reset(self) -> None:
-        """Where offloading has ended nothing is offered any more, which is all that is asked."""
+        """Forget all KV. Nothing to do after offloading has ended: nothing is offered then."""
         self.ask(None, lambda side: side.reset())
 
     def close(self) -> bool:
@@ -93,7 +93,7 @@ class GuardedScheduler:
         return side is None or side.close()
 
     def ask(self, otherwise: T, act: Callable[[SchedulerSide], T]) -> T:
-        """After an error offloading ends, and `otherwise` is the answer."""
+        """The result of `act`. After an error offloading ends, and `otherwise` is returned."""
         if self._side is None:
             return otherwise
         try:
@@ -106,9 +106,9 @@ class GuardedScheduler:
 
     def _end_offloading(self, side: SchedulerSide) -> None:
         log.exception(
-            "Penstock met an unexpected error, and offloads nothing any more; vLLM goes on "
+            "Unexpected error in Penstock: offloading is off until a restart. vLLM continues "
             "without it. Please report this."
         )
-        # Kept, and with it the DRAM: workers may be copying from or to it.
+        # Keep a reference, which keeps the DRAM mapped: workers may still copy from or to it.
         self._abandoned, self._side = side, None
         side.abandon()

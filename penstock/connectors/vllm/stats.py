@@ -1,4 +1,4 @@
-"""Metrics on their way from the scheduler's process to vLLM's /metrics: events as plain data."""
+"""Events as plain data, sent from the scheduler's process to vLLM's /metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Hop = tuple[Tier, Tier, Direction]
 
 
 class EventLog:
-    """An observer that keeps what metrics are made of until it is taken."""
+    """An observer that collects the events for metrics until they are taken."""
 
     def __init__(self) -> None:
         self._moved: dict[_Hop, Moved] = {}
@@ -43,7 +43,7 @@ class EventLog:
                 hop = (source, target, direction)
                 self._moved[hop] = _sum(self._moved.get(hop), event)
             case TierUsage(tier):
-                self._usage[tier] = event  # only the last one counts
+                self._usage[tier] = event  # only the latest counts
             case LookedUp() | Lost() | Removed() | TicketDone() | TierRested() | TierRevived():
                 self._others.append(event)
             case Retained():
@@ -73,7 +73,7 @@ def _sum(one: Moved | None, other: Moved) -> Moved:
 
 
 def to_plain(event: Event) -> Plain:
-    """Numbers, words and lists only, the kind of event first."""
+    """An event as a list of numbers, strings and lists. The first item is its kind."""
     match event:
         case Moved(source, target, direction, num_blocks, num_bytes, seconds):
             return ["moved", source, target, direction.value, num_blocks, num_bytes, seconds]
@@ -116,16 +116,16 @@ def to_plain(event: Event) -> Plain:
             return ["recovered", tier, num_scanned, num_slots, num_blocks]
         case Decided(num_matched, num_loaded, load_seconds, compute_seconds):
             return ["decided", num_matched, num_loaded, load_seconds, compute_seconds]
-    raise TypeError(f"{event!r} is not sent")
+    raise TypeError(f"{event!r} has no plain form")
 
 
 def from_plain(plain: Sequence[Any]) -> Event:
-    """The event again; of removed blocks only how many."""
+    """The event made from `to_plain`. Of removed blocks only the number is restored."""
     return _READERS[plain[0]](*plain[1:])
 
 
 def summarize(plain: Iterable[Sequence[Any]]) -> dict[str, int | float]:
-    """For vLLM's periodic log line."""
+    """Totals for vLLM's periodic log line."""
     totals: dict[str, int | float] = {}
 
     def add(name: str, value: float) -> None:

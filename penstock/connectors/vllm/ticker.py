@@ -1,4 +1,4 @@
-"""A thread that keeps the lower tiers going while vLLM has nothing to do."""
+"""A thread that keeps the lower tiers going while vLLM is idle."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _JOIN_SECONDS = 5.0
 
 
 class Ticker:
-    """Calls `tick` again and again for as long as that returns True; then, when woken."""
+    """Calls `tick` repeatedly while it returns True, then again when woken."""
 
     def __init__(self, tick: Callable[[], bool]) -> None:
         self._tick = tick
-        self.error: Exception | None = None  # what ended it
+        self.error: Exception | None = None  # the error that stopped the thread
         self._stopped = threading.Event()
         self._awake = threading.Event()
-        self._awake.set()  # the index of a disk may be waiting to be read
+        self._awake.set()  # the index of a disk may have to be read
         self._thread = threading.Thread(target=self._run, name="penstock-ticker", daemon=True)
         self._thread.start()
 
@@ -42,7 +42,7 @@ class Ticker:
     def _is_moving(self) -> bool:
         try:
             return self._tick()
-        except Exception as error:  # the next call of vLLM's meets it, and is guarded
+        except Exception as error:  # raised again in vLLM's next call, which is guarded
             self.error = error
             self._stopped.set()
             return False

@@ -1,8 +1,8 @@
-"""A worker's side: copies between its device and the DRAM that all share.
+"""A worker's side: copies between its device and the shared DRAM.
 
-A step's hooks come in this order: `begin` (saves that must come first, and the fence), the forward
-pass, `load`, `save`, `poll`. Copies run beside the computation; `poll` only asks which have ended.
-Nothing that a step computes reads what it loads: vLLM schedules a request once its load has ended.
+The order of calls in a step: `begin` (saves that must come first, and the fence), the forward pass,
+`load`, `save`, `poll`. Copies run in parallel to the computation; `poll` only checks which have
+ended. A step never reads what it loads: vLLM schedules a request after its load has ended.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock.types import Transfer
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_SECONDS = 0.003  # vLLM sleeps 1 ms after a step without computation, and takes several
-_LOOK_SECONDS = 0.00005
+_PATIENCE_SECONDS = 0.003  # vLLM sleeps 1 ms after an empty step, and needs several steps
+_POLL_SECONDS = 0.00005
 
 
 class WorkerSide:
@@ -27,7 +27,7 @@ class WorkerSide:
         self._copier = copier
         self._promises = promises
         self._saved_step = 0
-        self._has_complained = False  # once is enough: it may be so at every step
+        self._has_complained = False  # log it once: it may happen at every step
 
     def begin(self, orders: Orders) -> None:
         if orders.saves_before:
@@ -45,7 +45,7 @@ class WorkerSide:
             self._submit(transfers)
 
     def save(self, orders: Orders) -> None:
-        """Called once or twice a step: only the first call counts."""
+        """Submit the saves after a step. A second call in the same step does nothing."""
         if orders.step == self._saved_step:
             return
         self._saved_step = orders.step
@@ -55,12 +55,12 @@ class WorkerSide:
             self._submit(orders.saves_after)
 
     def poll(self, *, is_idle: bool = False) -> None:
-        """See what has ended. With nothing to compute, a load is worth waiting for a little."""
+        """Collect finished copies. An idle step waits briefly for a load, which saves a step."""
         self._take_outcomes()
         if is_idle and self._promises.is_loading:
             end = time.monotonic() + _PATIENCE_SECONDS
             while not self._promises.has_ready and time.monotonic() < end:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 self._take_outcomes()
         self._promises.timed(self._copier.take_times())
 
@@ -68,10 +68,10 @@ class WorkerSide:
         self._copier.close()
 
     def stop_copying(self) -> None:
-        """After an unexpected error. What is submitted from now on fails."""
+        """After an unexpected error: stop. Later submissions fail."""
         copier, self._copier = self._copier, NoCopier()
         try:
-            copier.fence(self._promises.under_way)  # none may write to blocks computed anew
+            copier.fence(self._promises.under_way)  # none may write to blocks that vLLM recomputes
         finally:
             copier.close()
 
@@ -82,10 +82,10 @@ class WorkerSide:
     def _submit(self, transfers: Sequence[Transfer]) -> None:
         try:
             self._copier.submit(transfers)
-        except Exception as error:  # its blocks are lost, and nothing else
+        except Exception as error:  # only these blocks are lost
             if not self._has_complained:
-                log.exception("copies between device and DRAM cannot be started")
+                log.exception("Copies between device and DRAM cannot be started")
             self._has_complained = True
-            # Some may have begun, and must not write to blocks that vLLM computes from now on.
+            # Some may have started; they must not write to blocks that vLLM now computes.
             self._copier.fence([transfer.id for transfer in transfers])
             self._promises.fail(transfers, repr(error))

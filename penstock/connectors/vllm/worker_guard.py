@@ -1,7 +1,7 @@
-"""A worker's side as vLLM sees it: an error of ours costs blocks, and never holds up a request.
+"""Guards a worker's side: an error of ours loses blocks, but no request waits forever.
 
-What a step orders is taken on here, before the side that copies hears of it. After an unexpected
-error nothing is copied any more, and all that was ordered, then and later, is reported as lost.
+A step's orders are recorded here before they are passed on to be copied. After an unexpected error
+nothing is copied any more, and all current and later orders are reported as failed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class GuardedWorker:
         self._run(lambda side: side.save(orders))
 
     def results(self, orders: Orders | None) -> Results:
-        """At the end of a step, if there was one: what vLLM is told."""
+        """What to report to vLLM at the end of a step. `orders` is None if there was no step."""
         if orders is not None:
-            self.save(orders)  # vLLM up to 0.31 does not ask for it in an empty step
+            self.save(orders)  # vLLM up to 0.31 does not call it in an empty step
         is_idle = orders is not None and orders.is_idle
         self._run(lambda side: side.poll(is_idle=is_idle))
         return self._promises.take_results()
@@ -55,14 +55,14 @@ class GuardedWorker:
 
     def _open(self, orders: Orders) -> WorkerSide | None:
         if orders.arena is None and not orders.is_last_resort:
-            return None  # no orders have come yet
+            return None  # the scheduler's side is not open yet
         copier: Copier = NoCopier()
         if orders.arena is not None:
             try:
                 copier = self._open_copier(orders.arena)
             except Exception:
                 log.exception(
-                    "this worker cannot reach the shared DRAM: it loads and saves nothing"
+                    "This worker cannot open the shared DRAM, so it loads and saves nothing"
                 )
         return WorkerSide(copier, self._promises)
 
@@ -77,12 +77,12 @@ class GuardedWorker:
     def _give_up(self, side: WorkerSide) -> None:
         if not self._has_given_up:
             log.exception(
-                "Penstock met an unexpected error: this worker copies nothing any more, and vLLM "
+                "Unexpected error in Penstock: this worker stops copying until a restart. vLLM "
                 "computes instead. Please report this."
             )
         self._has_given_up = True
         try:
             side.stop_copying()
         except Exception:
-            log.exception("the copies could not be ended")
-        self._promises.fail_all("this worker has given up")
+            log.exception("Copies under way could not be stopped")
+        self._promises.fail_all("this worker stopped copying after an error")
