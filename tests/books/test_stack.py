@@ -1,4 +1,4 @@
-"""TierStack, one behaviour at a time; `test_books` holds them together."""
+"""TierStack, one behaviour at a time; `test_ledgers` tests them together."""
 
 from __future__ import annotations
 

@@ -411,7 +411,7 @@ def fake_filesystem(monkeypatch: pytest.MonkeyPatch, total_bytes: int, free_byte
 
 def test_disk_size_larger_than_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(TINY_HOST, DiskConfig(path=str(tmp_path), size_bytes=1 << 62))
-    assert "holds, " in machine_refusal(config)
+    assert "size of the filesystem of " in machine_refusal(config)
     fake_filesystem(monkeypatch, total_bytes=64 << 20, free_bytes=64 << 20)
     config = Config(TINY_HOST, DiskConfig(path=str(tmp_path), size_bytes=65 << 20))
     message = machine_refusal(config)
