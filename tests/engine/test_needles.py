@@ -12,6 +12,8 @@ NEEDLES = {
     "Which city does the courier live in?": "The courier lives in Lisbon.",
     "What colour is the gate?": "The gate is painted green.",
 }
+# So small a model does not find the gate, wherever its KV is: that answer is only compared.
+RECALLED = ("7421", "Lisbon")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
@@ -58,4 +60,5 @@ def test_needles_are_found_alike_with_everything_offloaded(tmp_path: Path) -> No
             for before, after in zip(resident, again, strict=True):
                 assert after.outputs[0].token_ids == before.outputs[0].token_ids
         texts = [output.outputs[0].text for output in resident]
-        assert "7421" in texts[0], "the model has not read what it was given"
+        for fact, text in zip(RECALLED, texts, strict=False):
+            assert fact in text, "the model has not read what it was given"
