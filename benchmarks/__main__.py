@@ -32,7 +32,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "cuda": _in("cuda_link"),
     "tiers": _in("engine_tiers"),
     "remote": _in("remote_link"),
-    "two-ended": _in("two_ended_load"),
+    "two_ended_load": _in("two_ended_load"),
 }
 
 

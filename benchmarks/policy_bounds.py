@@ -65,7 +65,7 @@ def turns_of(requests: Sequence[TraceRequest]) -> list[Turn]:
     return turns
 
 
-class Told(Reuse):
+class GivenReuse(Reuse):
     """The default policy with given kinds of requests and given reuse rates."""
 
     def __init__(self, capacity: int, given: tuple[list[float], list[list[float]]] | None) -> None:
@@ -112,14 +112,14 @@ def bound(requests: Sequence[TraceRequest], kinds: Sequence[int], capacity: int)
     given = None
     best = 0.0
     for _ in range(_PASSES):
-        policy = Told(capacity, given)
+        policy = GivenReuse(capacity, given)
 
-        def told(policy: Told = policy) -> Iterator[TraceRequest]:
+        def tagged(policy: GivenReuse = policy) -> Iterator[TraceRequest]:
             for request, kind in zip(requests, kinds, strict=True):
                 policy.kind = kind
                 yield request
 
-        best = max(best, replay(told(), Ledger(capacity, policy)).hit_rate)
+        best = max(best, replay(tagged(), Ledger(capacity, policy)).hit_rate)
         given = policy.counts()
     return best
 

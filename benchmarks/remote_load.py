@@ -106,7 +106,7 @@ def _run(server: RedisServer, seconds: float, num_instances: int) -> list[Report
     return reports
 
 
-def _live(number: int, url: str, seconds: float, told: Connection) -> None:
+def _live(number: int, url: str, seconds: float, results: Connection) -> None:
     report = Report(number)
     lost: Counter[str] = Counter()
 
@@ -139,7 +139,7 @@ def _live(number: int, url: str, seconds: float, told: Connection) -> None:
             next_look = time.monotonic() + seconds / 8
     offloader.close()
     report.lost = dict(lost)
-    told.send(report)
+    results.send(report)
 
 
 def _one_prompt(

@@ -275,8 +275,8 @@ def _print(
     ratios: dict[str, list[float]] = {"computed": [], "on the device": [], "loaded": []}
     num_equal = 0
     simulated_total = real_total = 0.0
-    for real, told in zip(played, found.requests, strict=True):
-        blocks = (told.num_device_blocks, told.num_loaded_blocks, told.num_computed_blocks)
+    for real, result in zip(played, found.requests, strict=True):
+        blocks = (result.num_device_blocks, result.num_loaded_blocks, result.num_computed_blocks)
         num_equal += blocks == (
             real.num_device_blocks,
             real.num_loaded_blocks,
@@ -285,10 +285,10 @@ def _print(
         kind = "loaded" if real.num_loaded_blocks else "on the device"
         if not real.num_loaded_blocks + real.num_device_blocks:
             kind = "computed"
-        assert told.first_token_seconds is not None
-        simulated_total += told.first_token_seconds
+        assert result.first_token_seconds is not None
+        simulated_total += result.first_token_seconds
         real_total += real.first_token_seconds
-        ratios[kind].append(told.first_token_seconds / real.first_token_seconds)
+        ratios[kind].append(result.first_token_seconds / real.first_token_seconds)
     print(
         f"{len(trace.requests)} requests: {real_seconds:.1f} s real, simulated in "
         f"{simulated_seconds:.2f} s"

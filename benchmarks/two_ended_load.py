@@ -3,7 +3,7 @@
 The front of the prompt is computed while its back is loaded. The peer is the better of only
 computing and only loading. The store is in memory behind a link of the given rate. Every first
 token is compared.
-    python -m benchmarks --only two-ended
+    python -m benchmarks --only two_ended_load
 """
 
 from __future__ import annotations

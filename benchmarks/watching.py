@@ -190,22 +190,22 @@ def main() -> None:
             watcher.join()
         for server in servers.values():
             server.stop()
-    told: dict[str, Any] = {kind: summarize(rounds[kind]) for kind in KINDS}
+    shown: dict[str, Any] = {kind: summarize(rounds[kind]) for kind in KINDS}
     pairs = list(zip(rounds["watched"], rounds["mute"], strict=True))
-    told["throughput_ratio"] = median(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
-    told["cpu_ratio"] = median(a.cpu_seconds_per_1000 / b.cpu_seconds_per_1000 for a, b in pairs)
+    shown["throughput_ratio"] = median(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
+    shown["cpu_ratio"] = median(a.cpu_seconds_per_1000 / b.cpu_seconds_per_1000 for a, b in pairs)
     if options.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(shown, indent=2))
         return
     print("| | tokens/s | ± | CPU s per 1,000 tokens | ± |\n|---|---|---|---|---|")
     for kind in KINDS:
-        row = told[kind]
+        row = shown[kind]
         print(
             f"| {kind} | {row['tokens_per_second']:.1f} | {row['tokens_per_second_spread']:.1%} | "
             f"{row['cpu_seconds_per_1000_tokens']:.2f} | {row['cpu_spread']:.1%} |"
         )
     print(
-        f"| watched / mute | {told['throughput_ratio']:.3f} | | {told['cpu_ratio']:.3f} | |\n\n"
+        f"| watched / mute | {shown['throughput_ratio']:.3f} | | {shown['cpu_ratio']:.3f} | |\n\n"
         "Aim: below 1% of throughput."
     )
 

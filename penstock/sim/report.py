@@ -44,7 +44,7 @@ def _trace_facts(trace: Trace) -> dict[str, Any]:
 
 
 def _point_facts(point: Point, found: Simulated | Replayed, limit: Limit) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    common: dict[str, Any] = {
         "trace": point.trace,
         "policy": point.policy,
         "num_device_blocks": point.num_device_blocks,
@@ -57,8 +57,8 @@ def _point_facts(point: Point, found: Simulated | Replayed, limit: Limit) -> dic
     }
     if isinstance(found, Replayed):
         written = {"num_written_blocks": found.num_written, "num_refused_blocks": found.num_refused}
-        return told | {"num_hits": found.num_hits} | written
-    return told | _timed_facts(found)
+        return common | {"num_hits": found.num_hits} | written
+    return common | _timed_facts(found)
 
 
 def _timed_facts(found: Simulated) -> dict[str, Any]:

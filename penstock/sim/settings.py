@@ -157,15 +157,15 @@ class SimulatedHardware:
         )
 
     def facts(self, *, is_timed: bool) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        common: dict[str, Any] = {
             "model": self.model,
             "kv_bytes_per_token": self.shape.bytes_per_token,
             "is_timed": is_timed,
         }
         if not is_timed:
-            return told
+            return common
         rates, host, disk = self.rates()
-        return told | {
+        return common | {
             "gpu": self.gpu,
             "num_gpus": self.num_gpus,
             "rates": {

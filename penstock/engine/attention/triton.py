@@ -86,8 +86,8 @@ def _attend_parts(
             keys += (tokens % BLOCK_TOKENS * KV_HEADS + head) * DIM
             there = inside[:, None] & is_dim[None, :]
             k = tl.load(keys[:, None] + dims[None, :], mask=there, other=0.0)
-            behind = keys + BLOCK_TOKENS * KV_HEADS * DIM
-            v = tl.load(behind[:, None] + dims[None, :], mask=there, other=0.0)
+            value_rows = keys + BLOCK_TOKENS * KV_HEADS * DIM
+            v = tl.load(value_rows[:, None] + dims[None, :], mask=there, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
             scores = tl.where(inside[None, :], scores, float("-inf"))
             new_most = tl.maximum(most, tl.max(scores, 1))
