@@ -26,6 +26,7 @@ from penstock.commands.config import (
 from penstock.config import Config
 from penstock.config.options import EngineOptions, Option, tiers_config
 
+# The options of each help panel, in the order of --help.
 _PANELS: dict[str, tuple[str, ...]] = {
     "KV tiers": ("kv_offloading_size", "disk_path", "disk_size", "remote", "config", "set"),
     "Engine": (
