@@ -22,51 +22,21 @@ from blake3 import blake3
 log = logging.getLogger(__name__)
 
 _WEIGHTS = [
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".npz",
-    ".npy",
-    ".ckpt",
-    ".tensors",
-    ".h5",
-    ".msgpack",
-    ".pdparams",
-    ".onnx",
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".npy", ".ckpt", ".tensors"),
+    *(".h5", ".msgpack", ".pdparams", ".onnx"),
 ]
 # Files in a model's folder that cannot change the KV of given tokens: those of the tokenizer, and
 # documentation. The model's config is digested elsewhere, as vLLM has read it, with overrides.
 _HARMLESS_NAMES = frozenset(
-    {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "chat_template.json",
-    }
+    [
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json"),
+    ]
 )
 _HARMLESS_SUFFIXES = frozenset(
     [
-        ".md",
-        ".txt",
-        ".rst",
-        ".pdf",
-        ".png",
-        ".jpg",
-        ".jpeg",
-        ".gif",
-        ".svg",
-        ".webp",
-        ".mp4",
-        ".jinja",
-        ".model",
-        ".tiktoken",
-        ".ipynb",
+        *(".md", ".txt", ".rst", ".pdf", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".mp4"),
+        *(".jinja", ".model", ".tiktoken", ".ipynb"),
     ]
 )
 _HARMLESS_STEMS = frozenset({"README", "LICENSE", "NOTICE", "USE_POLICY"})

@@ -35,19 +35,9 @@ log = logging.getLogger(__name__)
 # Load formats that read their weights only from files in the model's folder.
 _FROM_FILES = frozenset(
     [
-        "auto",
-        "hf",
-        "safetensors",
-        "fastsafetensors",
-        "instanttensor",
-        "mistral",
-        "npcache",
-        "pt",
-        "gguf",
-        "bitsandbytes",
-        "sharded_state",
-        "runai_streamer",
-        "runai_streamer_sharded",
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache"),
+        *("pt", "gguf", "bitsandbytes", "sharded_state", "runai_streamer"),
+        *("runai_streamer_sharded",),
     ]
 )
 

@@ -73,11 +73,13 @@ class SchedulerSide:
         self._sessions = Sessions(offloader)
         self._requests = requests = TrackedRequests(namespace, naming or Naming(), self._sessions)
         self._dispatch = Dispatch(tiers.engine, tiers.arena)
-        self._chooser = LoadChooser(block_bytes, namespace.block_tokens, always_load=always_load)
+        self._chooser = chooser = LoadChooser(
+            block_bytes, namespace.block_tokens, always_load=always_load
+        )
         self._lookups = RequestLookups(
             offloader,
             requests,
-            self._chooser,
+            chooser,
             clock,
             block_bytes,
             may_load,
