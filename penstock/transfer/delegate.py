@@ -7,10 +7,10 @@ as ended once every worker has reported it: each moves its own part of every blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from penstock.transfer.base import Transfers
 from penstock.transfer.seals import Seals
 from penstock.types import (
     Answer,
@@ -24,35 +24,29 @@ from penstock.types import (
 )
 
 
-class Transfers(Protocol):
-    """What an Offloader needs of the transfers (see `TransferEngine`)."""
+class Report(NamedTuple):
+    """The result of one transfer on `num_workers` workers. Plain data, sent between processes."""
 
-    def has_room(self, link: Tier, direction: Direction) -> bool: ...
+    verdicts: tuple[Verdict, ...]
+    seconds: float
+    error: str = ""
+    num_workers: int = 1
 
-    def depth(self, link: Tier, direction: Direction) -> int: ...
-
-    def submit(self, transfer: Transfer) -> bool: ...
-
-    def cancel(self, transfer_id: TransferId) -> None: ...
-
-    def poll(self) -> list[Outcome]: ...
-
-    def ask(self, question: Question) -> None: ...
-
-    def take_answers(self) -> list[Answer]: ...
-
-    def wait(self, timeout_seconds: float) -> bool: ...
-
-    def close(self, timeout_seconds: float = 10.0) -> bool: ...
+    def merged(self, other: Report) -> Report:
+        """The result on both sets of workers: a block is OK only if it is OK on all of them."""
+        pairs = zip(self.verdicts, other.verdicts, strict=True)
+        return Report(
+            tuple(one if one is not Verdict.OK else two for one, two in pairs),
+            max(self.seconds, other.seconds),  # workers copy in parallel
+            self.error or other.error,
+            self.num_workers + other.num_workers,
+        )
 
 
 @dataclass(slots=True)
 class _Sent:
     transfer: Transfer
-    num_missing: int  # workers that have not reported yet
-    verdicts: list[Verdict] = field(default_factory=list)
-    seconds: float = 0.0
-    error: str = ""
+    report: Report | None = None  # merged from the workers that have reported so far
 
 
 class DelegatingEngine:
@@ -76,39 +70,25 @@ class DelegatingEngine:
         """What the workers are to be told, in the order the books gave it."""
         unsent, self._unsent = list(self._unsent.values()), {}
         for transfer in unsent:
-            self._sent[transfer.id] = _Sent(transfer, self._num_workers)
+            self._sent[transfer.id] = _Sent(transfer)
         return unsent
 
-    def report(
-        self,
-        transfer_id: TransferId,
-        verdicts: Sequence[Verdict],
-        seconds: float,
-        error: str = "",
-        num_workers: int = 1,
-    ) -> Transfer | None:
-        """So many workers have ended a transfer; returns it once all have."""
+    def report(self, transfer_id: TransferId, report: Report) -> Transfer | None:
+        """Record that workers have finished a transfer. Returns it once all of them have."""
         sent = self._sent.get(transfer_id)
         if sent is None:
-            return None  # given up by `close`
-        if sent.verdicts:
-            pairs = zip(sent.verdicts, verdicts, strict=True)
-            sent.verdicts = [one if one is not Verdict.OK else other for one, other in pairs]
-        else:
-            sent.verdicts = list(verdicts)
-        sent.seconds = max(sent.seconds, seconds)  # they move their parts side by side
-        sent.error = sent.error or error
-        sent.num_missing -= num_workers
-        if sent.num_missing > 0:
+            return None  # `give_up` has already failed it
+        sent.report = merged = report if sent.report is None else sent.report.merged(report)
+        if merged.num_workers < self._num_workers:
             return None
         del self._sent[transfer_id]
         transfer = sent.transfer
         if transfer.direction is Direction.SAVE:
-            sound = [i for i, verdict in enumerate(sent.verdicts) if verdict is Verdict.OK]
+            sound = [i for i, verdict in enumerate(merged.verdicts) if verdict is Verdict.OK]
             self._seals.seal(
                 [transfer.keys[i] for i in sound], [transfer.target_slots[i] for i in sound]
             )
-        self._ended.append(Outcome(transfer_id, tuple(sent.verdicts), sent.seconds, sent.error))
+        self._ended.append(Outcome(transfer_id, merged.verdicts, merged.seconds, merged.error))
         return transfer
 
     def has_room(self, link: Tier, direction: Direction) -> bool:

@@ -7,8 +7,9 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.connectors.vllm.orders import Load, Orders, Report, Reports
+from penstock.connectors.vllm.orders import Load, Orders, Reports
 from penstock.stores.host import ArenaHandle
+from penstock.transfer.delegate import Report
 from penstock.types import BlockKey, Slot, Tier, Transfer, TransferId, Verdict
 
 OK, MISSING, FAILED = Verdict.OK, Verdict.MISSING, Verdict.FAILED

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.connectors.vllm.orders import Load, Orders, Report
+from penstock.connectors.vllm.orders import Load, Orders
 from penstock.connectors.vllm.tracked import Loading
 from penstock.errors import BookError
 from penstock.stores.host import ArenaHandle
-from penstock.transfer.delegate import DelegatingEngine
+from penstock.transfer.delegate import DelegatingEngine, Report
 from penstock.types import Direction, Slot, Transfer, TransferId
 
 
@@ -66,7 +66,7 @@ class Dispatch:
 
     def reported(self, transfer_id: TransferId, report: Report) -> None:
         """Workers have ended a transfer, or their part of it."""
-        transfer = self._engine.report(transfer_id, *report)
+        transfer = self._engine.report(transfer_id, report)
         if transfer is None:
             return
         if transfer.direction is Direction.SAVE:

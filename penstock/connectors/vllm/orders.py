@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.stores.host import ArenaHandle
-from penstock.types import Slot, Transfer, TransferId, Verdict
+from penstock.transfer.delegate import Report
+from penstock.types import Slot, Transfer, TransferId
 
 
 class Load(NamedTuple):
@@ -36,24 +37,6 @@ class Orders:
     is_last_resort: bool = False  # the books are gone: `complete` names all that may still wait
 
 
-class Report(NamedTuple):
-    """A transfer has ended on `num_workers` of the workers."""
-
-    verdicts: tuple[Verdict, ...]
-    seconds: float
-    error: str = ""
-    num_workers: int = 1
-
-    def joined(self, other: Report) -> Report:
-        pairs = zip(self.verdicts, other.verdicts, strict=True)
-        return Report(
-            tuple(one if one is not Verdict.OK else two for one, two in pairs),
-            max(self.seconds, other.seconds),
-            self.error or other.error,
-            self.num_workers + other.num_workers,
-        )
-
-
 @dataclass(slots=True)
 class Reports:
     """What workers have to say at the end of a step."""
@@ -64,7 +47,7 @@ class Reports:
     def join(self, other: Reports) -> Reports:
         for transfer_id, report in other.transfers.items():
             mine = self.transfers.get(transfer_id)
-            self.transfers[transfer_id] = report if mine is None else mine.joined(report)
+            self.transfers[transfer_id] = report if mine is None else mine.merged(report)
         for step, seconds in other.step_seconds.items():
             self.step_seconds[step] = max(seconds, self.step_seconds.get(step, 0.0))
         return self

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.connectors.vllm.orders import Orders, Report, Reports
+from penstock.connectors.vllm.orders import Orders, Reports
+from penstock.transfer.delegate import Report
 from penstock.types import Outcome, Slot, Transfer, TransferId, Verdict
 
 
