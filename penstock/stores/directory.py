@@ -33,15 +33,19 @@ def lock_directory(directory: Path) -> int:
     except OSError:
         holder = read_lock(descriptor)
         os.close(descriptor)
-        raise Locked(
-            f"{directory} is being written by {holder}; stop it, choose another disk.path, "
-            "or open this one with disk.read_only = true."
-        ) from None
+        raise locked_by(holder, directory) from None
     with suppress(OSError):  # the text is for people; the lock holds without it
         os.ftruncate(descriptor, 0)
         text = f"{_LOCK_WORD} {os.getpid()} on {socket.gethostname()}\n"
         os.pwrite(descriptor, text.encode(), 0)
     return descriptor
+
+
+def locked_by(writer: str, directory: Path) -> Locked:
+    return Locked(
+        f"{directory} is being written by {writer}; stop it, choose another disk.path, "
+        "or open this one with disk.read_only = true."
+    )
 
 
 def _lock(descriptor: int) -> None:

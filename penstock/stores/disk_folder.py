@@ -17,14 +17,13 @@ from threading import Lock
 
 import xxhash
 
-from penstock.errors import ConfigError, Foreign, Full, Missing, PenstockError, StoreError
+from penstock.errors import Foreign, Full, Missing, PenstockError, StoreError
 from penstock.stores import folder, slab
 from penstock.stores.base import Answers, Block, Digests, Found, Incident, Verify, WholeBlocks
 from penstock.stores.directory import is_at, lock_directory, make_directory
 from penstock.stores.disk import DiskStore
 from penstock.stores.shared_cap import SharedCap
 from penstock.types import BlockKey, BlockSpec, Slot
-from penstock.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ class DiskFolder(WholeBlocks):
 
     def _retire(self, store: DiskStore) -> None:
         """Closing gives an unlinked file's space back; whoever still uses it closes it."""
-        store.unlock()
+        store.files.unlock()
         if store not in self._num_users:
             store.close()
 
@@ -174,7 +173,7 @@ class DiskFolder(WholeBlocks):
             if lost is None:
                 return
             if self.read_only:
-                if store.is_index_at(self._path / "index"):
+                if store.files.is_index_at(self._path / "index"):
                     self._open_slabs_again(store)
                     return
                 # The open files are right as they are, and a reader has nothing to put there.
@@ -198,7 +197,7 @@ class DiskFolder(WholeBlocks):
             self._retire(store)
 
     def _find_lost(self, store: DiskStore, slots: Sequence[Slot]) -> str | None:
-        name = store.find_lost(slots)
+        name = store.files.find_lost(slots)
         path = self._path
         if name is None and self._lock_descriptor is not None:
             path = self.directory
@@ -216,7 +215,7 @@ class DiskFolder(WholeBlocks):
         self._store = None
         self._unlock()
         if old is not None:
-            old.unlock()
+            old.files.unlock()
         try:
             self._refuse_other_device()
             self._store = self._open()
@@ -230,7 +229,7 @@ class DiskFolder(WholeBlocks):
         else:
             self._why_gone = ""
             log.warning("%s is in use again", self.directory)
-        is_same = old is not None and old.is_index_at(self._path / "index")
+        is_same = old is not None and old.files.is_index_at(self._path / "index")
         if old is not None:
             if not is_same:
                 self._survivors = set()
@@ -267,11 +266,7 @@ class DiskFolder(WholeBlocks):
         cap = SharedCap(self.directory, self._path, self._cap_bytes)
         geometry = slab.Geometry.of(self._spec, self._slab_bytes)
         if geometry.num_slots(cap.own_cap_bytes) < 1:
-            need = geometry.min_cap_bytes + folder.FOLDER_BYTES
-            raise ConfigError(
-                f"disk.size is {format_bytes(self._cap_bytes)}, too little for one block; "
-                f"give it at least {format_bytes(need)}."
-            )
+            raise slab.too_small(self._cap_bytes, geometry.min_cap_bytes + folder.FOLDER_BYTES)
         folder.claim(self.directory)
         if not self._path.exists():
             cap.make_room(slab.FIXED_BYTES)

@@ -22,10 +22,10 @@ import os
 from pathlib import Path
 
 from penstock.config import ENV_REMOTE_SECRET, Config, DiskConfig, RemoteConfig, as_typed
-from penstock.errors import ConfigError, Foreign, Locked
+from penstock.errors import ConfigError, Foreign
 from penstock.machine import check_machine
 from penstock.stores import folder, slab
-from penstock.stores.directory import refuse_strangers_index
+from penstock.stores.directory import locked_by, refuse_strangers_index
 from penstock.stores.envelope import Envelope
 from penstock.stores.host import check_numa_node
 from penstock.stores.remotes import check_scheme, headroom_bytes, open_client
@@ -78,10 +78,7 @@ def check_block(config: Config, spec: BlockSpec) -> None:
         geometry = slab.Geometry.of(spec)
         if geometry.num_slots(config.disk.size_bytes - folder.FOLDER_BYTES) < 1:
             need = geometry.min_cap_bytes + folder.FOLDER_BYTES
-            raise ConfigError(
-                f"disk.size is {format_bytes(config.disk.size_bytes)}, too little for one block; "
-                f"give it at least {format_bytes(need)}."
-            )
+            raise slab.too_small(config.disk.size_bytes, need)
 
 
 def check_delegated(config: Config) -> None:
@@ -125,10 +122,7 @@ def _check_folder(disk: DiskConfig, directory: Path) -> None:
             slab.read_manifest(shelves[0].path)  # says what is wrong with it
         return
     if (writer := folder.find_writer(directory)) is not None:
-        raise Locked(
-            f"{directory} is being written by {writer}; stop it, choose another disk.path, "
-            "or open this one with disk.read_only = true."
-        )
+        raise locked_by(writer, directory)
     if shelves is None:
         refuse_strangers_index(directory)
     try:

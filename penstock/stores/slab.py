@@ -43,9 +43,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from penstock.errors import Foreign
+from penstock.errors import ConfigError, Foreign
 from penstock.types import PAGE_BYTES, BlockKey, BlockSpec, Slot
-from penstock.units import printable
+from penstock.units import format_bytes, printable
 
 FORMAT_VERSION = 2
 MAGIC = b"PKV1"
@@ -257,6 +257,13 @@ def clear_command(directory: Path) -> str:
     if re.fullmatch(NAMESPACE_NAME, directory.name):
         return f"penstock store clear {directory.parent} --namespace {directory.name}"
     return f"penstock store clear {directory}"
+
+
+def too_small(cap_bytes: int, min_bytes: int) -> ConfigError:
+    return ConfigError(
+        f"disk.size is {format_bytes(cap_bytes)}, too little for one block; "
+        f"set it to at least {format_bytes(min_bytes)}."
+    )
 
 
 def refuse_other_version(directory: Path, version: object) -> None:
