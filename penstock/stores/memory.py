@@ -19,7 +19,7 @@ import xxhash
 from penstock.config.urls import without_password
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
-from penstock.stores.remote import Item, Listed
+from penstock.stores.remote import Item, Listed, absent, wrong_size
 from penstock.types import BlockKey, BlockSpec, Slot
 
 
@@ -194,9 +194,9 @@ class MemoryClient:
             return StoreError("asked to fail")
         value = self.values.get(item.name)
         if value is None:
-            return Missing("the value is not there")
+            return absent()
         if len(value) != item.num_bytes:
-            return Corrupt(f"a value has {len(value)} bytes where {item.num_bytes} were stored")
+            return wrong_size(len(value), item.num_bytes)
         item.head[:] = value[: len(item.head)]
         item.body[:] = value[len(item.head) :]
         if self.faults.corrupting:

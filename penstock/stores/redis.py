@@ -24,10 +24,10 @@ from redis.cluster import RedisCluster
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
-from penstock.errors import Corrupt, Full, Missing, StoreError
+from penstock.errors import Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena
 from penstock.stores.redis_urls import connector
-from penstock.stores.remote import Item, Listed
+from penstock.stores.remote import Item, Listed, absent, wrong_size
 
 _BUFFER_BYTES = 64 << 10
 _MAX_LINE_BYTES = 64 << 10
@@ -272,13 +272,13 @@ def _get(wire: _Wire, items: Sequence[Item]) -> Answers:
 def _get_one(wire: _Wire, item: Item) -> StoreError | None:
     line = wire.line()
     if line in (b"$-1", b"_"):
-        return Missing("the remote store does not hold this block (any more)")
+        return absent()
     if line[:1] != b"$":
         return _expect(line, b"$")
     num_bytes = int(line[1:])
     if num_bytes != item.num_bytes:
         wire.skip(num_bytes + 2)
-        return Corrupt(f"a remote value has {num_bytes} bytes where {item.num_bytes} were stored")
+        return wrong_size(num_bytes, item.num_bytes)
     wire.fill(item.head)
     wire.fill(item.body)
     wire.skip(2)
@@ -288,8 +288,7 @@ def _get_one(wire: _Wire, item: Item) -> StoreError | None:
 def _exists(wire: _Wire, items: Sequence[Item]) -> Answers:
     wire.send([_command(b"EXISTS", item.name) for item in items])
     lines = [wire.line() for _ in items]
-    absent = Missing("the remote store does not hold this block")
-    return [absent if line == b":0" else _expect(line, b":1") for line in lines]
+    return [absent() if line == b":0" else _expect(line, b":1") for line in lines]
 
 
 def _remove(wire: _Wire, items: Sequence[Item]) -> Answers:

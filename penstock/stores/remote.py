@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from penstock.errors import StoreError
+from penstock.errors import Corrupt, Missing, StoreError
 from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
 from penstock.stores.envelope import HEAD_BYTES, Envelope
 from penstock.types import BlockKey, BlockSpec, Slot
@@ -34,6 +34,14 @@ class Item(NamedTuple):
 class Listed(NamedTuple):
     name: str
     num_bytes: int
+
+
+def absent() -> Missing:
+    return Missing("the remote store does not hold this block (any more)")
+
+
+def wrong_size(num_bytes: int | None, expected: int) -> Corrupt:
+    return Corrupt(f"a remote value has {num_bytes} bytes, expected {expected}")
 
 
 class Client(Protocol):

@@ -36,7 +36,7 @@ from penstock.config.urls import HIDDEN, shown_option
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.base import Answers, Arena
 from penstock.stores.packs import PackStretch
-from penstock.stores.remote import Item, Listed
+from penstock.stores.remote import Item, Listed, absent, wrong_size
 
 SCHEMES = ("s3", "gs", "az", "file")
 
@@ -143,7 +143,7 @@ class ObjectClient:
         found = obstore.get(self._store, item.name)
         size = found.meta["size"]  # known before the body is fetched
         if size != item.num_bytes:
-            raise Corrupt(f"a remote value has {size} bytes where {item.num_bytes} were stored")
+            raise wrong_size(size, item.num_bytes)
         value = memoryview(found.bytes())
         with gate.passed():
             item.head[:], item.body[:] = value[: len(item.head)], value[len(item.head) :]
@@ -209,7 +209,7 @@ def _told(error: BaseException) -> StoreError:
         return error
     text = str(error)
     if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(text):
-        return Missing("the remote store does not hold this block (any more)")
+        return absent()
     if _NO_RANGE.search(text):
         return Corrupt("a remote value is shorter than it should be")
     kind = Full if _FULL.search(text) else StoreError

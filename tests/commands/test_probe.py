@@ -16,8 +16,8 @@ from penstock.plan.links import Link, Tick
 from penstock.stores.base import Answers
 from penstock.stores.memory import MemoryClient
 from penstock.stores.remote import Item
-from servers import is_skipped
-from servers.redis_server import WHY_NOT, RedisServer, free_port
+from servers import free_port, is_skipped
+from servers.redis_server import WHY_NOT, RedisServer
 
 Run = Callable[..., Any]
 MIB = 1 << 20

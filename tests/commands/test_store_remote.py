@@ -21,8 +21,8 @@ from penstock.stores.memory import MemoryClient
 from penstock.stores.remote import Item, Listed, RemoteStore
 from penstock.stores.remotes import open_client
 from penstock.types import BlockSpec
-from servers import is_skipped
-from servers.redis_server import WHY_NOT, RedisServer, free_port
+from servers import free_port, is_skipped
+from servers.redis_server import WHY_NOT, RedisServer
 
 Run = Callable[..., Any]
 SPEC = spec()
