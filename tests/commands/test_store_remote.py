@@ -430,9 +430,9 @@ def test_clear_with_json_does_not_ask(run: Run, folder: Path, url: str) -> None:
     [
         ("ftp://user:hush@host/folder", "expected one that begins with redis://"),
         ("redis://user:hush@host:port/0", "cannot be read"),
-        ("file://", "names no bucket or folder"),
-        ("file:///nowhere/at/all", "leads nowhere"),
-        ("s3://bucket?region=Über all", "option region is wrong"),
+        ("file://", "has no valid bucket or folder"),
+        ("file:///nowhere/at/all", "cannot be opened"),
+        ("s3://bucket?region=Über all", "option region is invalid"),
     ],
 )
 def test_a_url_that_means_nothing(run: Run, command: list[str], url: str, words: str) -> None:

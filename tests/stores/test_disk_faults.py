@@ -372,7 +372,7 @@ def test_deleted_folder_under_a_reader(
     shutil.rmtree(rig.directory)
     expect_loss(reader, [])
     expect_loss(reader, [])
-    assert caplog.text.count("its open files are read") == 1
+    assert caplog.text.count("keeps reading the files it has open") == 1
     assert not rig.directory.exists()
 
 
