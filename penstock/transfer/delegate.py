@@ -1,8 +1,8 @@
-"""Transfers of which one link, the device's, is served by other processes.
+"""Transfers whose link to the device is served by other processes.
 
-vLLM's workers own the device; the books, the lower tiers and DRAM itself stay in one process. What
-the books order for HOST's link is kept here until the host carries it to its workers, and counts
-as ended once every worker has reported it: each moves its own part of every block.
+vLLM's workers own the device; the books, DRAM and the lower tiers are in one process. Transfers
+between HOST and the device are kept here until the client sends them to its workers. Each worker
+copies its own part of every block, so a transfer has ended once all workers have reported it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Sent:
 
 
 class DelegatingEngine:
-    """Every other link is `below`'s. For one owner, like the engine it wraps."""
+    """Passes the device's link to workers and all others to `below`. For one owner."""
 
     def __init__(self, below: Transfers, seals: Seals, num_workers: int) -> None:
         self._below = below
@@ -63,11 +63,11 @@ class DelegatingEngine:
 
     @property
     def num_flying(self) -> int:
-        """Transfers that the workers still have to be told of, or to report."""
+        """Number of transfers that are not sent to the workers yet, or not reported by all."""
         return len(self._unsent) + len(self._sent)
 
     def take_unsent(self) -> list[Transfer]:
-        """What the workers are to be told, in the order the books gave it."""
+        """Transfers to send to the workers, in the order in which the books submitted them."""
         unsent, self._unsent = list(self._unsent.values()), {}
         for transfer in unsent:
             self._sent[transfer.id] = _Sent(transfer)
@@ -92,7 +92,8 @@ class DelegatingEngine:
         return transfer
 
     def has_room(self, link: Tier, direction: Direction) -> bool:
-        # The books bound what is pending; a save must be told before its blocks are reused.
+        # Always room: the books limit what is pending, and workers must learn of a save before
+        # its blocks are reused.
         return not self._closed if link is Tier.HOST else self._below.has_room(link, direction)
 
     def depth(self, link: Tier, direction: Direction) -> int:
@@ -130,7 +131,7 @@ class DelegatingEngine:
         return bool(self._ended) or self._below.wait(timeout_seconds)
 
     def give_up(self) -> None:
-        """The workers are gone: nothing that they were told will be reported any more."""
+        """Fail all transfers, because the workers are gone and will not report them."""
         self._closed = True
         for transfer in self._unsent.values():
             self._end(transfer, Verdict.CANCELLED)

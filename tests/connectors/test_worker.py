@@ -208,7 +208,7 @@ def test_a_worker_that_cannot_copy_loses_its_blocks_and_holds_nobody_up(
         kept.id: (FAILED,),
         last.id: (FAILED,),
     }
-    assert "nothing can be copied here" in reports.transfers[kept.id].error
+    assert "this worker cannot copy blocks" in reports.transfers[kept.id].error
     assert "cannot be started" in caplog.text
     worker.close()
 
