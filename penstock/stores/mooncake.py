@@ -334,7 +334,7 @@ def _pages(names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _size_and_peers(replicas: Sequence[Any]) -> tuple[int | None, set[str]]:
-    """Size, and peers that hold a copy in memory; the library tells less about copies on disk."""
+    """The size, and the peers with a copy in memory. Copies on disk are not counted."""
     held = [
         replica.get_memory_descriptor().buffer_descriptor
         for replica in replicas

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _cuda: Any = torch.cuda  # has no type annotations
 
 _STEP_BYTES = GiB // 2
-_TELL_SECONDS = 10.0
+_LOG_SECONDS = 10.0
 _MAPPED = 2  # cudaHostRegisterMapped: kernels may read it too
 
 
@@ -79,13 +79,13 @@ class PinnedSlots:
 
     def _run(self) -> None:
         arena, started = self._arena, time.monotonic()
-        told = started
+        logged = started
         try:
             _cuda.set_device(self._gpu)
             while self.num_slots < arena.num_slots and not self._stopped:
                 self._pin_some()
-                if time.monotonic() - told > _TELL_SECONDS:
-                    told = time.monotonic()
+                if time.monotonic() - logged > _LOG_SECONDS:
+                    logged = time.monotonic()
                     done = format_bytes(self.num_slots * arena.stride_bytes)
                     log.info("pinned %s of %s of DRAM", done, format_bytes(arena.num_bytes))
         except Exception as error:
