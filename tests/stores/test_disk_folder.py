@@ -232,7 +232,7 @@ def test_a_reader_of_another_namespace_is_told_what_there_is(folders: Folders) -
     with pytest.raises(Foreign) as refusal:
         folders(B, read_only=True)
     assert "no store for m2/s.gguf, float32, blocks of 8 tokens" in str(refusal.value)
-    assert "holds m2/s.gguf, bfloat16, blocks of 16 tokens" in str(refusal.value)
+    assert "has stores for m2/s.gguf, bfloat16, blocks of 16 tokens" in str(refusal.value)
 
 
 def test_a_reader_misses_what_was_given_up_under_it(folders: Folders) -> None:
