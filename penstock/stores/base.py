@@ -51,26 +51,21 @@ class Store(Protocol):
 
     def digest(self, memory: memoryview) -> bytes:
         """The checksum that this store keeps with a block. No I/O; releases the GIL."""
-        ...
 
     def write(self, blocks: Sequence[Block], digests: Digests) -> Answers:
         """Store blocks. `digests` is called once, as late as possible."""
-        ...
 
     def read(self, blocks: Sequence[Block]) -> Verify:
         """Fill each block's memory, and return a check that must run before the memory is used.
 
         Where the check returns an error, the block's memory is undefined.
         """
-        ...
 
     def drop(self, key: BlockKey, slot: Slot) -> None:
         """Make sure that the block is not found again. Never raises for faults of a tier."""
-        ...
 
     def scan(self) -> Iterator[list[Found]]:
         """After a restart: every slot once, in batches, each with its block or None."""
-        ...
 
     def close(self) -> None: ...
 
@@ -100,8 +95,6 @@ class Arena(Protocol):
     @property
     def address(self) -> int:
         """Address of the first slot; slot i is at address + i * stride_bytes."""
-        ...
 
     def view(self, slot: Slot) -> memoryview:
         """One whole slot: the block, padded to whole pages."""
-        ...

@@ -251,7 +251,8 @@ class DiskStore(WholeBlocks):
     def _judge(self, block: Block, record: SlabRecord | None) -> StoreError | SlabRecord:
         """The record if it describes the requested block, else an error."""
         if record is None:
-            if (self.read_only or self.is_replacement) and self.files.is_blank(block.slot):
+            may_be_blank = self.read_only or self.is_replacement
+            if may_be_blank and not any(self.files.read_index(block.slot, 1)):
                 return Missing(f"slot {block.slot} of {self.directory} is empty")
             return Corrupt(f"the record of slot {block.slot} in {self.directory} is damaged")
         if not record.held or record.key != block.key:

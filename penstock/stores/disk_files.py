@@ -123,9 +123,6 @@ class DiskFiles:
         data = os.pread(self._index, num * RECORD_BYTES, slot * RECORD_BYTES)
         return data.ljust(num * RECORD_BYTES, b"\0")  # beyond a truncated index all slots are empty
 
-    def is_blank(self, slot: Slot) -> bool:
-        return not any(self.read_index(slot, 1))
-
     def read_records(self, slot: Slot, num: int) -> list[SlabRecord | None]:
         data = self.read_index(slot, num)
         return [

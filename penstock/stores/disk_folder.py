@@ -163,10 +163,7 @@ class DiskFolder(WholeBlocks):
                     store.close()
 
     def _retire(self, store: DiskStore) -> None:
-        """Close a store that is no longer used, now or when its last user is done.
-
-        Closing frees the disk space of deleted files.
-        """
+        """Close a store that was replaced, or leave that to its last user."""
         store.files.unlock()
         if store not in self._num_users:
             store.close()
@@ -244,10 +241,7 @@ class DiskFolder(WholeBlocks):
             self._retire(old)
 
     def _refuse_other_device(self) -> None:
-        """Raise StoreError if the path is on another filesystem than before.
-
-        If the disk was unmounted, a new folder would fill the filesystem of the mount point.
-        """
+        """If the disk was unmounted, a new folder would fill the mount point's filesystem."""
         there = self.directory.absolute()
         while not os.path.exists(there):
             there = there.parent

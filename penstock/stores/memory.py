@@ -18,8 +18,8 @@ import xxhash
 
 from penstock.config.urls import without_password
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
-from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
-from penstock.stores.remote import Item, Listed, absent, wrong_size
+from penstock.stores.base import Answers, Block, Digests, Found, Verify, WholeBlocks
+from penstock.stores.remote import Client, Item, Listed, absent, wrong_size
 from penstock.types import BlockKey, BlockSpec, Slot
 
 
@@ -134,7 +134,7 @@ def forget_shared(name: str) -> None:
     _shared.pop(name, None)
 
 
-class MemoryClient:
+class MemoryClient(Client):
     """A remote store's client that keeps values in `values`, for tests to read and change.
 
     `bytes_per_second` limits all callers together, like one shared link.
@@ -175,12 +175,6 @@ class MemoryClient:
     def find(self, prefix: str) -> Iterator[list[Listed]]:
         self.faults.gate.wait()
         yield [Listed(n, len(v)) for n, v in self.values.items() if n.startswith(prefix)]
-
-    def register(self, arena: Arena) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def _cross(self, num_bytes: int) -> None:
         with self._link:

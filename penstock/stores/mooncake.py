@@ -32,7 +32,7 @@ from penstock.stores.mooncake_library import (
     set_bounds,
 )
 from penstock.stores.mooncake_memory import Cargo, RegisteredMemory
-from penstock.stores.remote import Item, Listed, absent, wrong_size
+from penstock.stores.remote import Client, Item, Listed, absent, wrong_size
 from penstock.units import parse_bytes
 
 _NAMES_AT_ONCE = 1024
@@ -46,7 +46,7 @@ _UNREACHABLE = (-900, -901)
 _left_open: list[Any] = []  # see `close`
 
 
-class MooncakeClient:
+class MooncakeClient(Client):
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         """Does not connect yet. Raises ConfigError if the URL is invalid."""
         self._master, self._options = read_url(url)

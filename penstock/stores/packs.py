@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import Corrupt, Missing
 from penstock.stores.base import Answers, Block, Digests, Verify
@@ -50,11 +50,9 @@ class PackClient(Client, Protocol):
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """The size of each value in bytes, None if it does not exist. Raises StoreError."""
-        ...
 
     def put_packs(self, packs: Sequence[Sequence[Item]]) -> Answers:
         """Write each pack under the name of its last value."""
-        ...
 
     def get_stretches(self, stretches: Sequence[PackStretch]) -> Answers: ...
 
@@ -66,15 +64,9 @@ class _Place(NamedTuple):
 
 class PackedStore(RemoteStore):
     def __init__(
-        self,
-        client: PackClient,
-        spec: BlockSpec,
-        envelope: Envelope,
-        *,
-        ttl_seconds: float | None = None,
-        read_only: bool = False,
+        self, client: PackClient, spec: BlockSpec, envelope: Envelope, **options: Any
     ) -> None:
-        super().__init__(client, spec, envelope, ttl_seconds=ttl_seconds, read_only=read_only)
+        super().__init__(client, spec, envelope, **options)
         self._packs = client
         self._value_bytes = HEAD_BYTES + spec.block_bytes
         self._max_blocks = max(1, min(_MAX_BLOCKS, PACK_BYTES // spec.block_bytes))

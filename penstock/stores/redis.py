@@ -25,9 +25,9 @@ from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
 from penstock.errors import Full, Missing, StoreError
-from penstock.stores.base import Answers, Arena
+from penstock.stores.base import Answers
 from penstock.stores.redis_urls import connector
-from penstock.stores.remote import Item, Listed, absent, wrong_size
+from penstock.stores.remote import Client, Item, Listed, absent, wrong_size
 
 _BUFFER_BYTES = 64 << 10
 _MAX_LINE_BYTES = 64 << 10
@@ -39,7 +39,7 @@ _MOVED = ("MOVED", "ASK", "CLUSTERDOWN", "READONLY")
 _BROKEN = (OSError, RedisError, EOFError, ValueError)
 
 
-class RedisClient:
+class RedisClient(Client):
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         """Does not connect yet. Raises ConfigError if the URL is invalid."""
         self._timeout_seconds = timeout_seconds
@@ -82,9 +82,6 @@ class RedisClient:
             yield self._sizes(page)
         except _BROKEN as error:
             raise StoreError(_describe(error)) from None
-
-    def register(self, arena: Arena) -> None:
-        pass
 
     def close(self) -> None:
         with self._opening:

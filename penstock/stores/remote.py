@@ -61,13 +61,13 @@ class Client(Protocol):
 
     def find(self, prefix: str) -> Iterator[list[Listed]]:
         """All values whose name starts with `prefix`, in pages."""
-        ...
 
     def register(self, arena: Arena) -> None:
         """Announce the memory of the blocks, for clients that register it with a network card."""
-        ...
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 class RemoteStore(WholeBlocks):

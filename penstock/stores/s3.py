@@ -34,9 +34,9 @@ from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from penstock.config.urls import HIDDEN, shown_option
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
-from penstock.stores.base import Answers, Arena
+from penstock.stores.base import Answers
 from penstock.stores.packs import PackStretch
-from penstock.stores.remote import Item, Listed, absent, wrong_size
+from penstock.stores.remote import Client, Item, Listed, absent, wrong_size
 
 SCHEMES = ("s3", "gs", "az", "file")
 
@@ -67,7 +67,7 @@ _Thing = TypeVar("_Thing")
 _Result = TypeVar("_Result")
 
 
-class ObjectClient:
+class ObjectClient(Client):
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         """Does not connect yet. Raises ConfigError if the URL is invalid."""
         self._timeout_seconds = timeout_seconds
@@ -113,9 +113,6 @@ class ObjectClient:
         pages = [_pages(self._store, prefix)]
         while page := _or_raise(self._each(self._heads, lambda rest: next(rest, None), pages)[0]):
             yield page
-
-    def register(self, arena: Arena) -> None:
-        pass
 
     def close(self) -> None:
         for pool in (self._values, self._heads):

@@ -18,15 +18,12 @@ class Copier(Protocol):
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Start transfers of one direction. Never waits for a copy."""
-        ...
 
     def poll(self) -> list[Outcome]:
         """Transfers that have ended since the last call."""
-        ...
 
     def fence(self, transfer_ids: Sequence[TransferId]) -> None:
         """Make everything computed or loaded from now on wait for these transfers."""
-        ...
 
     def start_timer(self, step: int) -> None: ...
 
@@ -34,7 +31,6 @@ class Copier(Protocol):
 
     def take_times(self) -> dict[int, float]:
         """Seconds of each timed step that has ended, by step."""
-        ...
 
     def close(self) -> None: ...
 

@@ -142,10 +142,7 @@ class _Way:
 
 def new_streams() -> dict[Direction, Any]:
     """One stream per direction. Loads have priority, because requests wait for them."""
-    return {
-        Direction.LOAD: _cuda.Stream(priority=-1),
-        Direction.SAVE: _cuda.Stream(priority=0),
-    }
+    return {Direction.LOAD: _cuda.Stream(priority=-1), Direction.SAVE: _cuda.Stream(priority=0)}
 
 
 def best_copy() -> CopyAll:

@@ -23,7 +23,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
-from penstock.transfer.cuda import Addresses, best_copy, new_streams
+from penstock.transfer.cuda import Memory, best_copy, new_streams
 from penstock.transfer.paged import PagedMemory, Part
 from penstock.transfer.pinning import PinnedSlots
 from penstock.transfer.seals import Seals
@@ -51,7 +51,7 @@ class _Link:
     ) -> None:
         self.copies = stream
         self._part = part
-        self._host = host
+        self._host = Memory(host.address, host.stride_bytes)
         self._direction = direction
         self._copy_all = best_copy()
         self._gpu = gpu
@@ -97,7 +97,7 @@ class _Link:
         return numbers
 
     def _queue_staged(self, buffer: _Buffer, slots: Sequence[Slot], numbers: Any) -> None:
-        in_host = self._in_host(slots) + np.uint64(self._part.offset)
+        in_host = self._host.addresses(slots) + np.uint64(self._part.offset)
         in_stage = np.uint64(buffer.stage.address) + np.arange(len(slots), dtype=np.uint64) * (
             np.uint64(buffer.stage.block_bytes)
         )
@@ -118,7 +118,7 @@ class _Link:
         buffer.is_free.record(self.last)
 
     def _queue_pieces(self, slots: Sequence[Slot], blocks: Sequence[Slot]) -> None:
-        in_host = (self._in_host(slots)[:, None] + self._offsets[None, :]).reshape(-1)
+        in_host = (self._host.addresses(slots)[:, None] + self._offsets[None, :]).reshape(-1)
         numbers = np.asarray(blocks, np.uint64)
         on_device = self._addresses[None, :] + numbers[:, None] * self._strides[None, :]
         on_device = on_device.reshape(-1)
@@ -126,10 +126,6 @@ class _Link:
         load = self._direction is Direction.LOAD
         targets, sources = (on_device, in_host) if load else (in_host, on_device)
         self._copy_all(targets, sources, lengths, self.copies.cuda_stream)
-
-    def _in_host(self, slots: Sequence[Slot]) -> Addresses:
-        starts = np.asarray(slots, np.uint64) * np.uint64(self._host.stride_bytes)
-        return starts + np.uint64(self._host.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +239,7 @@ class CudaCopier:
         self._pins.close()
 
     def _is_pinned(self, transfers: Sequence[Transfer]) -> bool:
-        return max(max(_host_slots(transfer)) for transfer in transfers) < self._pins.num_slots
+        return all(self._pins.has(_host_slots(transfer)) for transfer in transfers)
 
     def _start_held(self) -> None:
         while self._held and (self._pins.error is not None or self._is_pinned(self._held[0])):

@@ -12,16 +12,7 @@ from typing import NamedTuple
 
 from penstock.transfer.base import Transfers
 from penstock.transfer.seals import Seals
-from penstock.types import (
-    Answer,
-    Direction,
-    Outcome,
-    Question,
-    Tier,
-    Transfer,
-    TransferId,
-    Verdict,
-)
+from penstock.types import Answer, Direction, Outcome, Question, Tier, Transfer, TransferId, Verdict
 
 
 class Report(NamedTuple):

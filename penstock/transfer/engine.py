@@ -15,15 +15,7 @@ from queue import Empty, SimpleQueue
 from penstock.clock import Clock
 from penstock.transfer.asking import Asker
 from penstock.transfer.lanes import FedLane, Lane, LaneSpec, ThreadLane
-from penstock.types import (
-    Answer,
-    Direction,
-    Outcome,
-    Question,
-    Tier,
-    Transfer,
-    TransferId,
-)
+from penstock.types import Answer, Direction, Outcome, Question, Tier, Transfer, TransferId
 
 
 class TransferEngine:

@@ -34,9 +34,9 @@ class Mover(Protocol):
 
     def move(self, transfer: Transfer) -> MoveResult | Future[MoveResult]:
         """Move the blocks. Returns a Future if the work continues on another thread."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 class CopyMover(Mover):
@@ -62,9 +62,6 @@ class CopyMover(Mover):
         self._copy(self._device, sources, self._host, targets)
         self._seals.seal(keys, targets)
         return MoveResult([Verdict.OK] * len(keys))
-
-    def close(self) -> None:
-        pass
 
     def _copy(
         self, source: Arena, sources: Sequence[Slot], target: Arena, targets: Sequence[Slot]

@@ -86,9 +86,6 @@ class PagedMover(Mover):
         self._copy(transfer.target_slots, transfer.source_slots, load=False)
         return MoveResult([Verdict.OK] * len(transfer.keys))  # sealed once all workers are done
 
-    def close(self) -> None:
-        pass
-
     def _copy(self, slots: Sequence[int], blocks: Sequence[int], *, load: bool) -> None:
         host = self._part.host
         for slot, block in zip(slots, blocks, strict=True):
