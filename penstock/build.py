@@ -27,7 +27,8 @@ from penstock.stores.preflight import (
     warnings,
 )
 from penstock.stores.remotes import batch_bytes, headroom_bytes, open_remote, threads_for
-from penstock.transfer.delegate import DelegatingEngine, Transfers
+from penstock.transfer.base import Transfers
+from penstock.transfer.delegate import DelegatingEngine
 from penstock.transfer.engine import TransferEngine
 from penstock.transfer.io import CopyMover, Mover, StoreMover
 from penstock.transfer.lanes import LaneSpec

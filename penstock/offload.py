@@ -41,7 +41,7 @@ from penstock.events import (
 )
 from penstock.stores.base import Incident
 from penstock.stores.host import HostArena
-from penstock.transfer.delegate import Transfers
+from penstock.transfer.base import Transfers
 from penstock.transfer.pin_check import PinCheck
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals

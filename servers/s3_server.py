@@ -1,4 +1,4 @@
-"""A real S3 server, SeaweedFS, on loopback, for the length of a test."""
+"""A real S3 server, SeaweedFS, on loopback, for the duration of a test."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ EXECUTABLE = str(_BESIDE) if _BESIDE.exists() else shutil.which("weed")
 ACCESS_KEY = "penstock-test"
 SECRET_KEY = "penstock-test-secret"
 BUCKET = "blocks"
-PUBLIC_BUCKET = "public"  # whoever comes may read and write
+PUBLIC_BUCKET = "public"  # anyone may read and write
 
 _LOG = "weed.log"
 _PARTS = ("master", "volume", "filer", "s3")
 
 
 def free_ports(count: int) -> list[int]:
-    """All different, since all are held until the last is found."""
+    """Distinct ports: all of them stay bound until the last one is found."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for taken in sockets:
@@ -39,10 +39,10 @@ def free_ports(count: int) -> list[int]:
 
 
 class S3Server:
-    """Keeps its ports and its folder, so that it can be killed and started again."""
+    """Keeps its ports and its folder, so it can be killed and started again."""
 
     def __init__(self, folder: Path, *, volume_mib: int = 64) -> None:
-        """It has 64 volumes of so many MiB."""
+        """The server has 64 volumes of `volume_mib` each."""
         self.folder = folder
         self._volume_mib = volume_mib
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class S3Server:
                     f"-s3.config={self.folder / 'identities.json'}",
                     f"-s3.localSocket={self.folder / 's3.sock'}",
                     f"-filer.localSocket={self.folder / 'filer.sock'}",
-                    # A bucket that does not exist is to be missed, and nothing leaves loopback.
+                    # Missing buckets must stay missing, and no traffic may leave loopback.
                     *("-s3.autoCreateBucket=false", "-master.telemetry=false"),
                     *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.electionTimeout=1s"),
                     *(f"-master.volumeSizeLimitMB={self._volume_mib}", "-volume.max=64"),
@@ -94,7 +94,7 @@ class S3Server:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-        for part, (_, grpc) in self._ports.items():  # it makes them there whatever it is told
+        for part, (_, grpc) in self._ports.items():  # it ignores the localSocket options for these
             Path(f"/tmp/seaweedfs-{part}-grpc-{grpc}.sock").unlink(missing_ok=True)
 
     def _write_identities(self) -> None:
@@ -139,12 +139,12 @@ class S3Server:
                 return True
         except urllib.error.HTTPError as error:
             with error:
-                return error.code == 409  # it is there already
+                return error.code == 409  # it exists already
         except OSError:
             return False
 
     def _keeps(self, bucket: str) -> bool:
-        """Its volumes come up after its buckets."""
+        """Whether the bucket accepts objects: its volumes start later than the bucket."""
         try:
             obstore.put(self._store(bucket), "ready", b"yes")
         except Exception:

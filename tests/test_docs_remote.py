@@ -16,8 +16,8 @@ import yaml
 
 from penstock.commands.remote_audit import PREFIX
 from penstock.config import load_config
-from servers import is_skipped
-from servers.redis_server import WHY_NOT, free_port
+from servers import free_port, is_skipped
+from servers.redis_server import WHY_NOT
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "remote.md"

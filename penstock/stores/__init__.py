@@ -1,1 +1,1 @@
-"""Stores: bytes in, bytes out, no policy. Which block lies where is the books' affair."""
+"""Stores: they read and write the bytes of blocks. `books` decides which block goes where."""

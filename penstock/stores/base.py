@@ -1,4 +1,4 @@
-"""What a store is: a dumb keeper of blocks, moved in batches, that trusts nothing it reads."""
+"""The interface of a store: it moves blocks in batches and trusts nothing it reads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from penstock.types import BlockKey, Slot
 
 
 class Block(NamedTuple):
-    """One block of a batch: its name, its place in the store, and memory to read or write.
+    """One block of a batch: its key, its slot in the store, and memory to read or write.
 
-    `memory` begins on a page and is one whole slot long: the block and its padding.
+    `memory` starts at a page boundary and is one slot long: the block and its padding.
     """
 
     key: BlockKey
@@ -26,57 +26,52 @@ Found = tuple[Slot, BlockKey | None]
 
 
 class Incident(NamedTuple):
-    """Something that befell a store, and that no answer to a read or a write tells."""
+    """Something that happened to a store and that no read or write reports."""
 
     what: str
-    num_damaged: int = 0  # records or blocks that were found damaged
-    # What the store held is lost, but for these, which were written since then.
+    num_damaged: int = 0  # damaged records or blocks
+    # If set, the store's blocks are lost, except these, which were written since.
     survivors: Collection[BlockKey] | None = None
 
 
 Answers = list[StoreError | None]
-"""Block by block: None for success, else what was wrong with that block."""
+"""One answer per block: None for success, else the error."""
 
 Verify = Callable[[], Answers]
 Digests = Callable[[], Sequence[bytes]]
 
 
 class Store(Protocol):
-    """DISK by slot, REMOTE by key.
+    """DISK finds a block by its slot, REMOTE by its key.
 
-    I/O and checksums are apart, so that threads that wait for a device need not compute, and the
-    next block is on its way while the last is verified. No block's fault touches another's, and
-    no exception leaves `write`, `read` or the check for a tier's faults.
+    I/O and checksums are separate calls: threads that wait for a device need not compute, and the
+    next block is read while the last is verified. Each block has its own answer: one bad block
+    does not fail the others. `write`, `read` and the check never raise for faults of a tier.
     """
 
     def digest(self, memory: memoryview) -> bytes:
-        """The fingerprint this store keeps with a block. Computes only; releases the GIL."""
-        ...
+        """The checksum that this store keeps with a block. No I/O; releases the GIL."""
 
     def write(self, blocks: Sequence[Block], digests: Digests) -> Answers:
-        """Store blocks. `digests` is called once, as late as the store can."""
-        ...
+        """Store blocks. `digests` is called once, as late as possible."""
 
     def read(self, blocks: Sequence[Block]) -> Verify:
-        """Fill each block's memory. Nothing of it may be used before the check returned says so.
+        """Fill each block's memory, and return a check that must run before the memory is used.
 
-        Where it tells of an error, the block's memory is undefined.
+        Where the check returns an error, the block's memory is undefined.
         """
-        ...
 
     def drop(self, key: BlockKey, slot: Slot) -> None:
-        """Make sure that the block is not found again. Never raises for a tier's fault."""
-        ...
+        """Make sure that the block is not found again. Never raises for faults of a tier."""
 
     def scan(self) -> Iterator[list[Found]]:
-        """After a restart: every slot once, in batches, with the block found in it or None."""
-        ...
+        """After a restart: every slot once, in batches, each with its block or None."""
 
     def close(self) -> None: ...
 
 
 class WholeBlocks:
-    """`put` and `get` for whoever has no threads to spare: I/O and checksum in one call."""
+    """`put` and `get`: I/O and checksums in one call, on the caller's thread."""
 
     def put(self: Store, blocks: Sequence[Block]) -> Answers:
         return self.write(blocks, lambda: [self.digest(block.memory) for block in blocks])
@@ -86,7 +81,7 @@ class WholeBlocks:
 
 
 class Arena(Protocol):
-    """Memory of equal slots that the processor can address."""
+    """Memory that the processor can address, divided into slots of equal size."""
 
     @property
     def block_bytes(self) -> int: ...
@@ -99,9 +94,7 @@ class Arena(Protocol):
 
     @property
     def address(self) -> int:
-        """Of the first slot; slot i lies i * stride_bytes further."""
-        ...
+        """Address of the first slot; slot i is at address + i * stride_bytes."""
 
     def view(self, slot: Slot) -> memoryview:
-        """One whole slot: the block and its padding to full pages."""
-        ...
+        """One whole slot: the block, padded to whole pages."""

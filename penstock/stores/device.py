@@ -1,4 +1,4 @@
-"""DEVICE: the engine's own KV pool as a tier. One block is one contiguous run of bytes."""
+"""DEVICE: the engine's KV pool. A block is one contiguous run of bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class DevicePool:
         shape = (num_blocks, num_layers, 2, block_tokens, num_kv_heads, head_dim)
         try:
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:  # torch has several kinds for "out of memory"
+        except RuntimeError as error:  # torch raises several types for "out of memory"
             size = format_bytes(math.prod(shape) * dtype.itemsize)
             raise ConfigError(
                 f"the device pool of {size} does not fit {device} ({str(error).splitlines()[0]}); "
-                "lower device_kv_gib, or free the device's memory."
+                "lower device_kv_gib, or free memory on the device."
             ) from None
         self.num_slots = num_blocks
         self.block_bytes = self.tensor[0].numel() * self.tensor.element_size()
@@ -41,7 +41,7 @@ class DevicePool:
         self.address = self.tensor.data_ptr()
 
     def like(self, arena: HostArena) -> torch.Tensor:
-        """The slots of an arena in DRAM, seen as this pool's blocks are."""
+        """A tensor over the slots of an arena in DRAM, with the shape of this pool's blocks."""
         flat = torch.frombuffer(arena.buffer, dtype=self.tensor.dtype)
         stride = arena.stride_bytes // self.tensor.element_size()
         strides = (stride, *self.tensor.stride()[1:])
@@ -53,6 +53,6 @@ class DevicePool:
 
     def view(self, slot: Slot) -> memoryview:
         if self.on_gpu:
-            raise TypeError("a block in a GPU's memory cannot be viewed from the processor")
+            raise TypeError("a block in GPU memory cannot be viewed from the CPU")
         address = self.address + slot * self.stride_bytes
         return memoryview((ctypes.c_char * self.stride_bytes).from_address(address)).cast("B")

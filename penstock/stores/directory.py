@@ -1,4 +1,4 @@
-"""A disk store's directory: who may write it, what in it is ours, and for whom it was made."""
+"""A disk store's directory: locking it, recognizing our files, and refusing other stores."""
 
 from __future__ import annotations
 
@@ -20,32 +20,36 @@ _LOCK_SECONDS = 10.0
 
 
 def lock_directory(directory: Path) -> int:
-    """Become the directory's one writer. The kernel lets go when the process ends, however."""
+    """Become the directory's only writer. The kernel frees the lock when the process ends."""
     try:
         descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(
-            f"disk.path {directory} cannot be written ({error.strerror}); choose a path this "
-            "user may write, or open it with disk.read_only = true."
+            f"disk.path {directory} cannot be written ({error.strerror}); choose a path that "
+            "this user may write, or open it with disk.read_only = true."
         ) from None
     try:
         _lock(descriptor)
     except OSError:
         holder = read_lock(descriptor)
         os.close(descriptor)
-        raise Locked(
-            f"{directory} is being written by {holder}; stop it, choose another disk.path, "
-            "or open this one with disk.read_only = true."
-        ) from None
-    with suppress(OSError):  # the text is for people; the lock holds without it
+        raise locked_by(holder, directory) from None
+    with suppress(OSError):  # the text is only for people; the lock works without it
         os.ftruncate(descriptor, 0)
         text = f"{_LOCK_WORD} {os.getpid()} on {socket.gethostname()}\n"
         os.pwrite(descriptor, text.encode(), 0)
     return descriptor
 
 
+def locked_by(writer: str, directory: Path) -> Locked:
+    return Locked(
+        f"{directory} is being written by {writer}; stop it, choose another disk.path, "
+        "or open this one with disk.read_only = true."
+    )
+
+
 def _lock(descriptor: int) -> None:
-    """Who only looks whether there is a writer shares the lock, and lets go at once."""
+    """Take the lock, retrying while `find_writer` in other processes holds it for a moment."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
@@ -53,13 +57,13 @@ def _lock(descriptor: int) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a writer shares it with nobody
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # raises if there is a writer
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         time.sleep(0.001)
 
 
 def read_lock(descriptor: int) -> str:
-    """Who holds a lock, in the words of its file."""
+    """The process that holds a lock, as its file describes it."""
     words = printable(os.pread(descriptor, 200, 0).decode(errors="replace").strip())
     return words or "another process"
 
@@ -71,16 +75,16 @@ def has_our_lock(directory: Path) -> bool:
         return False
     try:
         return os.read(descriptor, 200).startswith(f"{_LOCK_WORD} ".encode())
-    except OSError:  # a folder, say
+    except OSError:  # a directory, for example
         return False
     finally:
         os.close(descriptor)
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether the file that is open as `descriptor` is what lies at `path`.
+    """Whether the file that is open as `descriptor` is still the one at `path`.
 
-    A disk that cannot say is not taken for one that was emptied: reads and writes will tell.
+    True if the disk cannot tell: reads and writes will report the fault.
     """
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
@@ -89,7 +93,7 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def remove_store_files(directory: Path) -> int:
-    """Delete what a store made, and nothing else; returns the bytes given back."""
+    """Delete a store's files and nothing else. Returns the number of bytes freed."""
     num_bytes = 0
     paths = [path for _, path in slab.slab_paths(directory)]
     paths += [directory / "index", *directory.glob(".MANIFEST-*"), directory / "MANIFEST"]
@@ -101,7 +105,7 @@ def remove_store_files(directory: Path) -> int:
 
 
 def refuse_strangers_index(directory: Path) -> None:
-    """`index` is a common name: one that is not ours must not be deleted as a leftover."""
+    """Raise Foreign if there is a file named `index` that is not ours: it must not be deleted."""
     try:
         with (directory / "index").open("rb") as file:
             head = file.read(len(slab.MAGIC))
@@ -109,14 +113,14 @@ def refuse_strangers_index(directory: Path) -> None:
         return
     if head not in (slab.MAGIC, bytes(len(head))):
         raise Foreign(
-            f"{directory} holds a file named index that is not Penstock's; choose an empty "
-            "directory as disk.path."
+            f"{directory} contains a file named index that is not Penstock's; set disk.path to an "
+            "empty directory."
         )
 
 
 def make_directory(directory: Path, read_only: bool) -> None:
     if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"disk.path {directory} is a file; expected a directory to keep KV in.")
+        raise ConfigError(f"disk.path {directory} is a file; expected a directory.")
     if read_only:
         if not directory.is_dir():
             raise ConfigError(f"disk.path {directory} does not exist; there is nothing to read.")
@@ -125,7 +129,7 @@ def make_directory(directory: Path, read_only: bool) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"disk.path {directory} cannot be made ({error.strerror}); choose another path."
+            f"disk.path {directory} cannot be created ({error.strerror}); choose another path."
         ) from None
 
 
@@ -136,7 +140,7 @@ def refuse_foreign(directory: Path, found: Geometry, wanted: Geometry) -> None:
         if have != want:
             about = printable(", ".join(found.description.values()))
             raise Foreign(
-                f"{directory} was made for another model or layout ({name} is {have}, expected "
+                f"{directory} was created for another model or layout ({name} is {have}, expected "
                 f"{want}{f'; it is for {about}' if about else ''}); use another disk.path, or "
-                f"empty it with `{slab.clear_command(directory)}`."
+                f"clear it with `{slab.clear_command(directory)}`."
             )

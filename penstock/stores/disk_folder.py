@@ -1,8 +1,8 @@
-"""DISK: one namespace's store in a folder that others may share, and that may vanish under us.
+"""DISK: one namespace's store in a folder that may be shared, and that may be deleted in use.
 
-Before every batch it is asked whether the open files still lie at their path. If not (the folder
-was deleted, renamed, replaced or unmounted), what is found there is opened anew: an empty store as
-a rule. Its lock went with the folder, so nothing else would keep a second process from it.
+Before every batch, checks that the open files are still at their paths. If not (the folder was
+deleted, renamed, replaced or unmounted), opens the store again at the same path: usually it is
+empty. This is needed because the lock is lost with the folder: a second process could write there.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from threading import Lock
 
 import xxhash
 
-from penstock.errors import ConfigError, Foreign, Full, Missing, PenstockError, StoreError
+from penstock.errors import Foreign, Full, Missing, PenstockError, StoreError
 from penstock.stores import folder, slab
 from penstock.stores.base import Answers, Block, Digests, Found, Incident, Verify, WholeBlocks
 from penstock.stores.directory import is_at, lock_directory, make_directory
 from penstock.stores.disk import DiskStore
 from penstock.stores.shared_cap import SharedCap
 from penstock.types import BlockKey, BlockSpec, Slot
-from penstock.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 
 class DiskFolder(WholeBlocks):
-    """A `DiskStore` of the folder `directory`, replaced by another when its files are gone.
+    """A `DiskStore` in the folder `directory`, opened again if its files are deleted.
 
-    All namespaces of the folder together stay below the cap. Safe to use from many threads, as
-    long as no two write the same slot.
+    All namespaces of the folder together stay below the cap. Thread-safe, as long as no two
+    threads write the same slot.
     """
 
     def __init__(
@@ -54,20 +53,24 @@ class DiskFolder(WholeBlocks):
         self._slab_bytes = slab_bytes
         self._path = folder.store_path(directory, spec.namespace)
         self._lock = Lock()
-        self._incidents: deque[Incident] = deque()  # no lock: its reader may not wait for a disk
-        self._survivors: set[BlockKey] | None = None  # until somebody takes the incident
+        self._incidents: deque[Incident] = (
+            deque()
+        )  # not locked: its reader must not wait for a disk
+        self._survivors: set[BlockKey] | None = None  # until the incident is taken
         self._closed = False
         self._lock_descriptor: int | None = None
-        self._num_users: dict[DiskStore, int] = {}  # whoever reads or writes; a store may linger
+        self._num_users: dict[
+            DiskStore, int
+        ] = {}  # running reads and writes, also of replaced stores
         self._num_losses = 0
-        self._why_gone = ""  # why there is no store at the moment
+        self._why_gone = ""  # why there is no open store
         self._store: DiskStore | None = self._open()
         self.num_slots = self._store.num_slots
         self._device = os.stat(directory).st_dev
 
     @property
     def store_directory(self) -> Path:
-        """Where this namespace's files lie."""
+        """The directory of this namespace's files."""
         return self._path
 
     def digest(self, memory: memoryview) -> bytes:
@@ -115,8 +118,8 @@ class DiskFolder(WholeBlocks):
                 raise StoreError(self._why_gone)
 
     def take_incidents(self) -> list[Incident]:
-        """What befell the store since the last call."""
-        # A write that is under way now ends after this call, and is settled after it.
+        """What has happened to the store since the last call."""
+        # A write that is running now ends after this call, so its blocks are settled later.
         self._survivors = None
         return [self._incidents.popleft() for _ in range(len(self._incidents))]
 
@@ -127,11 +130,11 @@ class DiskFolder(WholeBlocks):
             self._why_gone = f"{self.directory} is closed"
             if store is not None:
                 if not self.read_only and (lost := self._find_lost(store, ())) is not None:
-                    log.error("%s; what was saved to it since then is lost", lost)
+                    log.error("%s; blocks saved since then are lost", lost)
                 self._retire(store)
             self._unlock()
 
-    # Which store is in use, and by how many threads.
+    # The store in use, and how many threads use it.
 
     @contextmanager
     def _using(self, blocks: Sequence[Block]) -> Iterator[DiskStore | None]:
@@ -143,9 +146,9 @@ class DiskFolder(WholeBlocks):
                 self._give_back(store)
 
     def _take(self, blocks: Sequence[Block]) -> DiskStore | None:
-        """The store as it lies at the path now, held open until it is given back."""
+        """The store that is at the path now. It stays open until `_give_back`."""
         with self._lock:
-            self._look_after(blocks)
+            self._reopen_if_lost(blocks)
             store = self._store
             if store is not None:
                 self._num_users[store] = self._num_users.get(store, 0) + 1
@@ -160,45 +163,45 @@ class DiskFolder(WholeBlocks):
                     store.close()
 
     def _retire(self, store: DiskStore) -> None:
-        """Closing gives an unlinked file's space back; whoever still uses it closes it."""
-        store.unlock()
+        """Close a store that was replaced, or leave that to its last user."""
+        store.files.unlock()
         if store not in self._num_users:
             store.close()
 
-    # Noticing that it is gone, and opening it anew.
+    # Noticing that the files are gone, and opening the store again.
 
-    def _look_after(self, blocks: Sequence[Block]) -> None:
+    def _reopen_if_lost(self, blocks: Sequence[Block]) -> None:
         store = self._store
         if store is not None:
             lost = self._find_lost(store, [block.slot for block in blocks])
             if lost is None:
                 return
             if self.read_only:
-                if store.is_index_at(self._path / "index"):
+                if store.files.is_index_at(self._path / "index"):
                     self._open_slabs_again(store)
                     return
-                # The open files are right as they are, and a reader has nothing to put there.
+                # The open files are still valid, and a reader has nothing to write there.
                 if not self._num_losses:
-                    log.warning("%s; its open files are read until this process ends", lost)
+                    log.warning("%s; this process keeps reading the files it has open", lost)
                 self._num_losses = 1
                 return
             self._num_losses += 1
-            log.error("%s; it is made anew, and what cannot be found there is lost", lost)
+            log.error("%s; it is created again, and blocks not found there are lost", lost)
             self._reopen(store, lost)
         elif not self._closed:
             self._reopen(None, "")
 
     def _open_slabs_again(self, store: DiskStore) -> None:
-        """A slab was given up to make room: what its records name from now on is in another."""
+        """Open the store again: a slab was deleted to make room and may have been created again."""
         try:
             self._store = self._open()
         except PenstockError as error:
-            log.debug("%s is read from the files that are open: %s", self.directory, error)
+            log.debug("%s: still reading the files that are open: %s", self.directory, error)
         else:
             self._retire(store)
 
     def _find_lost(self, store: DiskStore, slots: Sequence[Slot]) -> str | None:
-        name = store.find_lost(slots)
+        name = store.files.find_lost(slots)
         path = self._path
         if name is None and self._lock_descriptor is not None:
             path = self.directory
@@ -212,11 +215,11 @@ class DiskFolder(WholeBlocks):
         return f"{path / name} was deleted or replaced while it was in use"
 
     def _reopen(self, old: DiskStore | None, lost: str) -> None:
-        """Open what lies at the path by now, or say why that cannot be. Reads then miss."""
+        """Open the store that is at the path now. If that fails, reads miss and writes fail."""
         self._store = None
         self._unlock()
         if old is not None:
-            old.unlock()
+            old.files.unlock()
         try:
             self._refuse_other_device()
             self._store = self._open()
@@ -224,13 +227,13 @@ class DiskFolder(WholeBlocks):
         except (PenstockError, OSError) as error:
             if str(error) != self._why_gone:
                 log.error(
-                    "%s cannot be made anew, nothing is saved to it: %s", self.directory, error
+                    "%s cannot be opened again, nothing is saved to it: %s", self.directory, error
                 )
             self._why_gone = str(error)
         else:
             self._why_gone = ""
             log.warning("%s is in use again", self.directory)
-        is_same = old is not None and old.is_index_at(self._path / "index")
+        is_same = old is not None and old.files.is_index_at(self._path / "index")
         if old is not None:
             if not is_same:
                 self._survivors = set()
@@ -238,18 +241,18 @@ class DiskFolder(WholeBlocks):
             self._retire(old)
 
     def _refuse_other_device(self) -> None:
-        """Below a mount point that is empty now, a new folder would fill another filesystem."""
+        """If the disk was unmounted, a new folder would fill the mount point's filesystem."""
         there = self.directory.absolute()
         while not os.path.exists(there):
             there = there.parent
         if os.stat(there).st_dev != self._device:
             raise StoreError(
-                f"{self.directory} is on another filesystem than before, was it unmounted? Mount "
-                "it again, or restart to use what is there now"
+                f"{self.directory} is on another filesystem than before: was it unmounted? Mount "
+                "it again, or restart to use the new filesystem"
             )
 
     def _open(self) -> DiskStore:
-        """What lies at the path, made if need be; or an error of ours, and nothing is left open."""
+        """Open the store, and create it if needed. Raises PenstockError and leaves nothing open."""
         try:
             make_directory(self.directory, self.read_only)
             if self.read_only:
@@ -267,11 +270,7 @@ class DiskFolder(WholeBlocks):
         cap = SharedCap(self.directory, self._path, self._cap_bytes)
         geometry = slab.Geometry.of(self._spec, self._slab_bytes)
         if geometry.num_slots(cap.own_cap_bytes) < 1:
-            need = geometry.min_cap_bytes + folder.FOLDER_BYTES
-            raise ConfigError(
-                f"disk.size is {format_bytes(self._cap_bytes)}, too little for one block; "
-                f"give it at least {format_bytes(need)}."
-            )
+            raise slab.too_small(self._cap_bytes, geometry.min_cap_bytes + folder.FOLDER_BYTES)
         folder.claim(self.directory)
         if not self._path.exists():
             cap.make_room(slab.FIXED_BYTES)
@@ -284,9 +283,9 @@ class DiskFolder(WholeBlocks):
         if not self._path.is_dir():
             wanted = folder.title(slab.Geometry.of(self._spec))
             raise Foreign(
-                f"{self.directory} holds nothing for {wanted}; it holds "
+                f"{self.directory} has no store for {wanted}; it has stores for "
                 + "; ".join(f"{shelf.title}" for shelf in shelves)
-                + ". Check the path, or let a server write there first."
+                + ". Check the path, or run a server that writes there first."
             )
         return self._open_store(self._cap_bytes)
 

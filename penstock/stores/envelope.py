@@ -1,4 +1,4 @@
-"""What a block looks like in a store that others can write to: a head that vouches for its body.
+"""The byte format of a block in a shared store: a head that authenticates, and a body.
 
     offset  bytes  field (numbers are little-endian)
     0       8      b"PENSTOCK"
@@ -12,15 +12,14 @@
     72      32     key
     104     12     nonce; 0 where nothing is encrypted
     116     12     0
-    128     32     what the body must be: its keyed BLAKE3; without a secret its XXH3-128, which is
-                   ten times faster, and 0; of an encrypted one the GCM tag, and 0
-    160     32     keyed BLAKE3 of all that stands above
+    128     32     checksum of the body: keyed BLAKE3; without a secret XXH3-128, which is ten
+                   times faster, and 0; of an encrypted body the GCM tag, and 0
+    160     32     keyed BLAKE3 of all bytes above
     192            the body
 
-Both sums are keyed by the fleet's secret, so that who can write to the store but does not know the
-secret cannot make a value that is believed. Without a secret damage is found, malice is not. Names
-of values depend on the secret too; fleets with different secrets do not see each other's values,
-let alone delete them as damaged.
+Both checksums are keyed by the fleet's secret: without the secret, nobody can write a value that
+is accepted. If there is no secret, damage is detected but forgery is not. The names of values
+depend on the secret too: fleets with different secrets neither see nor delete each other's values.
 
 An encrypted body has as many bytes as a plain one: AES-256-GCM, under a key derived from secret,
 tenant and block key, with a random nonce and bytes 0 to 128 of the head as associated data.
@@ -57,18 +56,18 @@ _PUBLIC_KEY = blake3(b"penstock: no fleet secret").digest()
 
 
 class HeadFacts(NamedTuple):
-    """What a head says of its value. Whether that is believed is for an `Envelope` to judge."""
+    """What a head says about its value. Only an `Envelope` can verify it."""
 
     namespace: bytes
     key: BlockKey
     block_bytes: int
     written: int  # seconds since 1970
-    expires: int | None  # likewise; None: never
+    expires: int | None  # likewise; None if never
     encrypted: bool
 
 
 def read_head(head: bytes) -> HeadFacts | None:
-    """None: this is no head of our format. Proves nothing; knows no secret."""
+    """Parse a head without verifying it. None if it has another format."""
     if len(head) != HEAD_BYTES:
         return None
     fields = _FIELDS.unpack_from(head)
@@ -93,12 +92,12 @@ class Envelope:
         if secret and len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(
                 f"the fleet's secret has {counted(len(secret), 'byte')}: expected at least "
-                f"{MIN_SECRET_BYTES}; make one with: openssl rand -hex 32"
+                f"{MIN_SECRET_BYTES}; create one with: openssl rand -hex 32"
             )
         if encrypt and not secret:
             raise ConfigError(
                 "remote.encrypt is set without a secret: expected one in PENSTOCK_REMOTE_SECRET; "
-                "make it with: openssl rand -hex 32"
+                "create it with: openssl rand -hex 32"
             )
         self._spec = spec
         self._has_secret = bool(secret)
@@ -115,9 +114,9 @@ class Envelope:
         return self._new_cipher is not None
 
     def digest(self, body: memoryview) -> bytes:
-        """What the head keeps of a plain body. Computes only; releases the GIL."""
+        """The checksum of a plain body, for the head. No I/O; releases the GIL."""
         if self.encrypts:
-            return b""  # the cipher's own tag takes its place
+            return b""  # the head has the cipher's tag instead
         if not self._has_secret:
             return xxhash.xxh3_128_digest(body) + bytes(16)
         return blake3(body, key=self._key).digest()
@@ -141,7 +140,7 @@ class Envelope:
     def open(
         self, key: BlockKey, tenant: str, head: bytes, body: memoryview, now: float
     ) -> StoreError | None:
-        """Judge a value. None: `body` now holds the block; else nothing of it may be used."""
+        """Verify a value. None if `body` now holds the block; else `body` must not be used."""
         error = self.judge_head(key, head, now)
         if error is not None:
             return error
@@ -153,25 +152,26 @@ class Envelope:
         cipher = self._new_cipher(key, tenant)
         try:
             body[:] = cipher.decrypt(nonce, bytes(body) + tag, head[: _BODY_SUM.start])
-        except Exception:  # InvalidTag; whatever else it says, the body is not to be used
-            return Corrupt("a remote value cannot be decrypted: damaged, or of another tenant")
+        except Exception:  # usually InvalidTag; on any error the body must not be used
+            return Corrupt("a remote value cannot be decrypted: it is damaged or of another tenant")
         return None
 
     def judge_head(self, key: BlockKey, head: bytes, now: float) -> StoreError | None:
-        """All that can be said of a value without its body."""
+        """Verify a head without its body."""
         magic, version, flags, _, length, _, expires, namespace, held, _ = _FIELDS.unpack_from(head)
         if magic != _MAGIC or version != _VERSION:
-            return Corrupt("a remote value is not of this format")
+            return Corrupt("a remote value has another format")
         if blake3(head[: _SEAL.start], key=self._key).digest() != head[_SEAL]:
             return Corrupt("the head of a remote value fails its checksum")
         if namespace != self._spec.namespace or length != self._spec.block_bytes:
-            return Corrupt("a remote value is of another namespace or size")
+            return Corrupt("a remote value has another namespace or size")
         if held != key:
             return Corrupt("a remote value belongs to another block")
         if bool(flags & _ENCRYPTED) is not self.encrypts:
-            return Corrupt("a remote value is encrypted where it should not be, or is not")
+            found, wanted = ("not ", "") if self.encrypts else ("", "not ")
+            return Corrupt(f"a remote value is {found}encrypted, but remote.encrypt is {wanted}set")
         if expires and now >= expires:
-            return Missing("a remote value has outlived its time")
+            return Missing("a remote value has expired")
         return None
 
     def _fields(self, key: BlockKey, now: float, flags: int, nonce: bytes) -> bytes:

@@ -1,11 +1,11 @@
-"""What lies in a disk folder: one store for each namespace, side by side under one cap.
+"""The contents of a disk folder: one store per namespace, all under one cap.
 
     DIR/
       MANIFEST       JSON: the format version, and nothing else
-      LOCK           held with flock by the one process that writes, whichever namespace
-      NAMESPACE/     a store (see `slab`); its name is the first 32 digits of the namespace
+      LOCK           held with flock by the only process that writes, for all namespaces
+      NAMESPACE/     a store (see `slab`); named by the first 32 digits of the namespace
 
-Functions here only look, except `claim`; the class that reads and writes is `disk_folder`'s.
+The functions here only read, except `claim`. `disk_folder` reads and writes blocks.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from penstock.stores.slab import FORMAT_VERSION, NAMESPACE_DIGITS, NAMESPACE_NAM
 from penstock.types import PAGE_BYTES
 from penstock.units import printable
 
-# LOCK, MANIFEST and the manifest's temporary; the folder itself and that of the store in use.
+# LOCK, MANIFEST and its temporary file; the folder, and the directory of the store in use.
 FOLDER_BYTES = 5 * PAGE_BYTES
-_FLAT_VERSION = 1  # before, a folder was itself the store of one namespace
+_FLAT_VERSION = 1  # in this version a folder was the store of one namespace
 
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """One namespace's store in a folder, as it is found."""
+    """One namespace's store, as found in a folder."""
 
     path: Path
-    geometry: Geometry | None  # None: its manifest is gone or damaged
+    geometry: Geometry | None  # None if the manifest is missing or damaged
     disk_bytes: int
-    last_used: float  # when it was last opened, written or closed, as the filesystem's clock has it
+    last_used: float  # last opened, written or closed, by the filesystem's clock
 
     @property
     def namespace(self) -> str:
-        """As much of it as the path tells."""
+        """The digits of the namespace that are in the path."""
         return self.path.name
 
     @property
@@ -55,7 +55,7 @@ class Shelf:
 
 
 def title(geometry: Geometry) -> str:
-    """What a store is for, in a line."""
+    """What a store is for, in one line."""
     known = geometry.description
     names = [known[name] for name in ("model", "dtype") if name in known]
     what = ", ".join(names) or f"namespace {geometry.namespace[:NAMESPACE_DIGITS]}"
@@ -67,7 +67,7 @@ def store_path(directory: Path, namespace: bytes) -> Path:
 
 
 def store_paths(directory: Path) -> list[Path]:
-    """Where the folder's namespaces lie, in the order of their names."""
+    """The directories of the folder's namespaces, sorted by name."""
     name = re.compile(NAMESPACE_NAME)
     try:
         return sorted(p for p in directory.iterdir() if name.fullmatch(p.name) and _is_ours(p))
@@ -76,9 +76,9 @@ def store_paths(directory: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a store of ours lies there, or what is left of one.
+    """Whether `path` is a store of ours, or the remains of one.
 
-    Others name folders so too, and what is ours may be deleted to make room.
+    Other programs use such names too, and our stores may be deleted to make room.
     """
     if path.is_symlink() or not path.is_dir():
         return False
@@ -100,9 +100,9 @@ def look_at(path: Path) -> Shelf:
 
 
 def look_into(directory: Path) -> list[Shelf] | None:
-    """What a folder holds, most recently used first; None if it holds no store. Opens nothing.
+    """The stores in a folder, most recently used first; None if it is not a disk folder.
 
-    Raises Foreign for one of another format version, or whose MANIFEST is damaged.
+    Raises Foreign if the format version is another one or MANIFEST is damaged. Opens no store.
     """
     if not read_version(directory):
         return None
@@ -111,7 +111,7 @@ def look_into(directory: Path) -> list[Shelf] | None:
 
 
 def read_version(directory: Path) -> int | None:
-    """The folder's format version, or None if there is no folder of ours."""
+    """The folder's format version, or None if it is not a disk folder."""
     try:
         fields = json.loads((directory / "MANIFEST").read_bytes())
         version = fields["format_version"]
@@ -122,30 +122,29 @@ def read_version(directory: Path) -> int | None:
         raise Foreign(f"{directory}/MANIFEST cannot be read: {error}.") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Foreign(
-            f"{directory}/MANIFEST is damaged ({printable(str(error))}); expected Penstock's: "
-            f"empty the folder with `penstock store clear {directory}`, or choose another path."
+            f"{directory}/MANIFEST is damaged ({printable(str(error))}); clear the folder with "
+            f"`penstock store clear {directory}`, or choose another path."
         ) from None
     if version == _FLAT_VERSION:
         raise Foreign(
-            f"{directory} was written by an earlier Penstock (format version {version}), whose "
-            "blocks this one cannot use; choose another path, or empty it with "
+            f"{directory} was written by an earlier Penstock version (format version {version}); "
+            "its blocks cannot be used. Choose another path, or clear it with "
             f"`penstock store clear {directory}`."
         )
     if not is_number or version != FORMAT_VERSION or "namespace" in fields:
         slab.refuse_other_version(directory, version)
         raise Foreign(
-            f"{directory} is one namespace of a disk folder, not the folder; give the path above "
-            "it."
+            f"{directory} is one namespace inside a disk folder; use its parent directory."
         )
     return FORMAT_VERSION
 
 
 def find_writer(directory: Path) -> str | None:
-    """The live process that has the folder open for writing, in the words of its LOCK file."""
-    with suppress(OSError):  # no such file; or a filesystem that knows no locks
+    """The process that has the folder open for writing, as its LOCK file describes it."""
+    with suppress(OSError):  # no such file, or the filesystem has no locks
         descriptor = os.open(directory / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # Asked with a shared lock, let go at once: there is no way to only look.
+            # A shared lock that is freed at once: flock cannot be queried.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return read_lock(descriptor)
@@ -155,17 +154,17 @@ def find_writer(directory: Path) -> str | None:
 
 
 def claim(directory: Path) -> None:
-    """Make an empty folder ours, or see that it is. Only its one writer may do this."""
+    """Turn an empty folder into a disk folder. Only the process that holds its lock may do this."""
     if read_version(directory) is None:
         refuse_strangers_index(directory)
-        remove_store_files(directory)  # a flat store without a manifest: nothing vouches for it
+        remove_store_files(directory)  # a version 1 store without a manifest cannot be trusted
         slab.write_whole(directory, {"format_version": FORMAT_VERSION})
     for leftover in directory.glob(".MANIFEST-*"):
-        leftover.unlink()  # of a writer that was killed
+        leftover.unlink()  # a writer was killed before it could rename this file
 
 
 def disk_bytes(path: Path) -> int:
-    """Disk space of a store's own files and of the directory they lie in."""
+    """Disk space of a store's files and of its directory."""
     paths = [path / name for name in ("MANIFEST", "LOCK", "index")]
     paths += [path, *path.glob(".MANIFEST-*"), *(found for _, found in slab.slab_paths(path))]
     total = 0

@@ -1,13 +1,14 @@
-"""HOST: one arena of equal slots in DRAM. Exactly the bytes asked for, in whole slots.
+"""HOST: an arena of equal slots in DRAM.
 
-The arena is one anonymous mapping: page-aligned for direct I/O, one address range for CUDA to pin
-later, on huge pages where the kernel gives them, bound to a NUMA node where one is named.
+The arena is one anonymous mapping: page-aligned for direct I/O, one address range that CUDA can
+pin, on huge pages if the kernel has them, and bound to a NUMA node if one is set. It takes the
+configured size, rounded down to whole slots.
 
-Shared, it is a memfd that other processes of this user map by its `handle`. It has no name that
-could be left behind: it is gone with the last process that holds it. Behind the slots lie their
+A shared arena is a memfd that other processes of this user map through its `handle`. It has no
+name, so nothing is left when the last process that maps it ends. The slots are followed by their
 seals (see `penstock.transfer.seals`):
 
-    slot 0 | slot 1 | ... | slot n-1 | n times the 32 bytes of a key, or zeros
+    slot 0 | slot 1 | ... | slot n-1 | n keys of 32 bytes, zero if the slot is empty
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers: libc has no wra
 _MPOL_BIND = 2
 _MADV_COLLAPSE = 25  # Linux 6.1
 
-_here: WeakValueDictionary[str, HostArena] = WeakValueDictionary()  # those of this process alone
+_here: WeakValueDictionary[str, HostArena] = WeakValueDictionary()  # arenas that are not shared
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """What a worker needs to map an arena: another process where it is shared. Plain data."""
+    """What a worker needs to map an arena, in another process if it is shared. Plain data."""
 
     path: str
     num_slots: int
@@ -54,16 +55,16 @@ class HostArena:
         shared: bool = False,
         headroom_bytes: int = 0,
     ) -> None:
-        """`headroom_bytes`, in whole pages, are left free behind each block."""
+        """`headroom_bytes`, a multiple of the page size, are left free after each block."""
         self.block_bytes = spec.block_bytes
         self.stride_bytes = spec.stride_bytes + headroom_bytes
         self.num_slots = size_bytes // self.stride_bytes
         if self.num_slots < 1:
             raise ConfigError(
                 f"host.size is {format_bytes(size_bytes)}, less than one block of "
-                f"{format_bytes(self.stride_bytes)}; give it room for at least one."
+                f"{format_bytes(self.stride_bytes)}; set it to at least that."
             )
-        self.num_for_device = self.num_slots  # from the first on; fewer while they are being pinned
+        self.num_for_device = self.num_slots  # a GPU can use the first ones while pinning goes on
         self.num_bytes = self.num_slots * self.stride_bytes
         mapped_bytes = self.num_bytes + self.num_slots * KEY_BYTES
         if shared:
@@ -81,14 +82,14 @@ class HostArena:
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             except OSError as error:
-                log.info("no huge pages for the host arena: %s", error)
+                log.info("huge pages are not available for DRAM: %s", error)
         self._take(self._map)
         if numa_node is not None:
             _bind_to_node(self.address, self.num_bytes, numa_node)
 
     @classmethod
     def open(cls, handle: ArenaHandle) -> HostArena:
-        """Map an arena that another process of this user shares, or find one of this process."""
+        """Map an arena shared by another process of this user, or find one in this process."""
         if handle.path in _here:
             return _here[handle.path]
         arena = cls.__new__(cls)
@@ -102,7 +103,7 @@ class HostArena:
         try:
             arena._map = mmap.mmap(file, mapped_bytes, flags=mmap.MAP_SHARED)
         finally:
-            os.close(file)  # the mapping holds the memory
+            os.close(file)  # the mapping keeps the memory
         arena._take(arena._map)
         return arena
 
@@ -113,17 +114,17 @@ class HostArena:
 
     @property
     def seals(self) -> memoryview:
-        """Where the slots' keys are kept."""
+        """The memory of the slots' seals."""
         return self._memory[self.num_bytes :]
 
     def make_huge(self, first: int, count: int) -> None:
-        """Put slots on huge pages now: shared memory gets none by itself, and a GPU wants them."""
+        """Move slots to huge pages: shared memory is not on them by default, and GPUs need them."""
         page = mmap.PAGESIZE
         start = first * self.stride_bytes // page * page
         try:
             self._map.madvise(_MADV_COLLAPSE, start, count * self.stride_bytes)
-        except OSError as error:  # an old kernel, or no memory in one piece
-            log.debug("no huge pages for a part of the host arena: %s", error)
+        except OSError as error:  # an old kernel, or memory is too fragmented
+            log.debug("huge pages are not available for part of DRAM: %s", error)
 
     def view(self, slot: Slot) -> memoryview:
         start = slot * self.stride_bytes
@@ -135,24 +136,24 @@ class HostArena:
 
 
 def check_numa_node(node: int) -> None:
-    """Raise ConfigError if memory cannot be bound to it here: tried with one page."""
+    """Raise ConfigError if memory cannot be bound to this node. Tries it with one page."""
     with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
         held = ctypes.c_char.from_buffer(page)
         try:
             _bind_to_node(ctypes.addressof(held), mmap.PAGESIZE, node)
         finally:
-            del held  # or the page could not be given back
+            del held  # else the page could not be unmapped
 
 
 def _bind_to_node(address: int, num_bytes: int, node: int) -> None:
     if not os.path.isdir(f"/sys/devices/system/node/node{node}"):
         raise ConfigError(
-            f"host.numa_node is {node}, and this machine has no such node; "
-            "see /sys/devices/system/node, or leave it out."
+            f"host.numa_node is {node}, but this machine has no such node; choose one listed in "
+            "/sys/devices/system/node, or remove the setting."
         )
     number = _MBIND.get(platform.machine())
     if number is None:
-        log.warning("host.numa_node is not supported on %s; ignored", platform.machine())
+        log.warning("host.numa_node is ignored: not supported on %s", platform.machine())
         return
     libc = ctypes.CDLL(None, use_errno=True)
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -171,5 +172,5 @@ def _bind_to_node(address: int, num_bytes: int, node: int) -> None:
         reason = os.strerror(ctypes.get_errno())
         raise ConfigError(
             f"host.numa_node {node} was refused by the kernel ({reason}); "
-            "allow mbind for this process, or leave the setting out."
+            "allow mbind for this process, or remove the setting."
         )

@@ -1,8 +1,8 @@
-"""A store in memory, with faults on demand. It ships, so that hosts can test their own recovery.
+"""A store in memory, with faults on demand, for clients that test their own error handling.
 
 faults = Faults()
 store = MemoryStore(spec, num_slots=64, faults=faults)
-faults.corrupting = True        # from now on every get finds a flipped bit
+faults.corrupting = True        # from now on every get returns a flipped bit
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import xxhash
 
 from penstock.config.urls import without_password
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
-from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
-from penstock.stores.remote import Item, Listed
+from penstock.stores.base import Answers, Block, Digests, Found, Verify, WholeBlocks
+from penstock.stores.remote import Client, Item, Listed, absent, wrong_size
 from penstock.types import BlockKey, BlockSpec, Slot
 
 
 @dataclass(slots=True)
 class Faults:
-    """What should go wrong, from now on. `only` narrows it to some blocks."""
+    """What goes wrong from now on. `only` restricts it to some blocks."""
 
     failing: bool = False
     corrupting: bool = False
     full: bool = False
     only: Callable[[BlockKey], bool] = lambda key: True
-    # Cleared, every put and get waits until it is set again: a store as slow as a test likes.
+    # While it is cleared, every put and get waits: use it to make the store slow.
     gate: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class MemoryStore(WholeBlocks):
         self._held.clear()
 
     def _write(self, block: Block, digest: bytes) -> StoreError | None:
-        error = self._fault(block, Full("asked to be full") if self.faults.full else None)
+        error = self._fault(block, Full("full on request") if self.faults.full else None)
         self._held.pop(block.slot, None)
         if error is None:
             data = bytes(block.memory[: self._block_bytes])
@@ -84,13 +84,13 @@ class MemoryStore(WholeBlocks):
         return error
 
     def _read(self, block: Block) -> StoreError | bytes:
-        """The digest that the bytes read must have."""
+        """Copy the block. Returns its stored digest, or an error."""
         error = self._fault(block, None)
         if error is not None:
             return error
         key, data, digest = self._held.get(block.slot, (None, b"", b""))
         if key != block.key:
-            return Missing(f"slot {block.slot} holds another block")
+            return Missing(f"slot {block.slot} does not hold this block")
         block.memory[: self._block_bytes] = data
         if self.faults.corrupting and self.faults.only(block.key):
             block.memory[self._block_bytes // 2] ^= 1
@@ -105,14 +105,14 @@ class MemoryStore(WholeBlocks):
         if not self.faults.only(block.key):
             return None
         self.faults.gate.wait()
-        return StoreError("asked to fail") if self.faults.failing else error
+        return StoreError("failed on request") if self.faults.failing else error
 
 
 _shared: dict[str, MemoryClient] = {}
 
 
 def open_shared(url: str, *, timeout_seconds: float) -> MemoryClient:
-    """memory://name?gb_per_second=0.5: one store per name, for all instances of this process."""
+    """memory://name?gb_per_second=0.5: one store per name, shared within this process."""
     parts = urlsplit(url)
     given = dict(parse_qsl(parts.query))
     try:
@@ -122,7 +122,7 @@ def open_shared(url: str, *, timeout_seconds: float) -> MemoryClient:
     if given or not parts.netloc or not rate > 0:
         raise ConfigError(
             f"remote.url is {without_password(url)!r}: expected memory://name or "
-            "memory://name?gb_per_second=0.5; correct it."
+            "memory://name?gb_per_second=0.5."
         )
     store = _shared.setdefault(parts.netloc, MemoryClient())
     store.bytes_per_second = rate * 1e9
@@ -130,14 +130,14 @@ def open_shared(url: str, *, timeout_seconds: float) -> MemoryClient:
 
 
 def forget_shared(name: str) -> None:
-    """Values outlive the instances, as they do elsewhere; this ends them."""
+    """Delete a store and its values, which otherwise outlive the instances that use it."""
     _shared.pop(name, None)
 
 
-class MemoryClient:
-    """A remote store's client whose values lie here, to be looked at and tampered with.
+class MemoryClient(Client):
+    """A remote store's client that keeps values in `values`, for tests to read and change.
 
-    It can be as slow as a link that all its callers share.
+    `bytes_per_second` limits all callers together, like one shared link.
     """
 
     def __init__(self, faults: Faults | None = None, *, bytes_per_second: float = math.inf) -> None:
@@ -150,7 +150,7 @@ class MemoryClient:
     def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers:
         self.faults.gate.wait()
         if self.faults.failing or self.faults.full:
-            error = Full("asked to be full") if self.faults.full else StoreError("asked to fail")
+            error = Full("full on request") if self.faults.full else StoreError("failed on request")
             return [error] * len(items)
         for item in items:
             self.values[item.name] = bytes(item.head) + bytes(item.body)
@@ -164,7 +164,7 @@ class MemoryClient:
     def exists(self, names: Sequence[str]) -> list[bool]:
         self.faults.gate.wait()
         if self.faults.failing:
-            raise StoreError("asked to fail")
+            raise StoreError("failed on request")
         return [name in self.values for name in names]
 
     def remove(self, names: Sequence[str]) -> None:
@@ -176,12 +176,6 @@ class MemoryClient:
         self.faults.gate.wait()
         yield [Listed(n, len(v)) for n, v in self.values.items() if n.startswith(prefix)]
 
-    def register(self, arena: Arena) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
     def _cross(self, num_bytes: int) -> None:
         with self._link:
             begin = max(time.monotonic(), self._link_is_free)
@@ -191,12 +185,12 @@ class MemoryClient:
 
     def _get(self, item: Item) -> StoreError | None:
         if self.faults.failing:
-            return StoreError("asked to fail")
+            return StoreError("failed on request")
         value = self.values.get(item.name)
         if value is None:
-            return Missing("the value is not there")
+            return absent()
         if len(value) != item.num_bytes:
-            return Corrupt(f"a value has {len(value)} bytes where {item.num_bytes} were stored")
+            return wrong_size(len(value), item.num_bytes)
         item.head[:] = value[: len(item.head)]
         item.body[:] = value[len(item.head) :]
         if self.faults.corrupting:

@@ -1,23 +1,20 @@
-"""Mooncake Store: memory that the instances of a fleet lend each other, found through a master.
+"""Mooncake Store: a pool of memory lent by the instances of a fleet, coordinated by a master.
 
 mooncake://master:50051
 mooncake://master:50051?segment=64GiB&protocol=rdma&devices=mlx5_0,mlx5_1
 
-segment   memory this instance lends to the pool; 0, the default: it only uses what others
-          lend. Where nobody lends any, every put is answered with Full
-host      where the others reach this instance; by default the address from which it talks to
-          the master
-protocol  tcp, the default, or rdma
-devices   the network cards for rdma, with commas; by default the library chooses
-metadata  P2PHANDSHAKE, the default: nothing else has to run; or a metadata server's URL
-metrics   the port of the master's HTTP server, which knows all names; 9003 by default
+segment   memory that this instance lends to the pool. The default, 0, only uses the memory of
+          other instances; if no instance lends memory, every put fails with Full
+host      the address at which other instances reach this one; by default the local address of
+          the connection to the master
+protocol  tcp (the default) or rdma
+devices   the network cards for rdma, separated by commas; by default the library chooses
+metadata  P2PHANDSHAKE (the default), which needs no server, or the URL of a metadata server
+metrics   the port of the master's HTTP server, which lists all names; 9003 by default
 """
 
 from __future__ import annotations
 
-import http.client
-import logging
-import mmap
 import socket
 import threading
 import time
@@ -25,9 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
+from penstock.errors import ConfigError, Full, StoreError
 from penstock.stores.base import Answers, Arena
-from penstock.stores.mooncake_cargo import Cargo, address_of
 from penstock.stores.mooncake_library import (
     MIN_SEGMENT_BYTES,
     NO_SERVER,
@@ -35,47 +31,46 @@ from penstock.stores.mooncake_library import (
     read_url,
     set_bounds,
 )
-from penstock.stores.remote import Item, Listed
+from penstock.stores.mooncake_memory import Cargo, RegisteredMemory
+from penstock.stores.remote import Client, Item, Listed, absent, wrong_size
 from penstock.units import parse_bytes
-
-log = logging.getLogger(__name__)
 
 _NAMES_AT_ONCE = 1024
 _RETRY_SECONDS = 1.0
-_MIN_BUFFER_BYTES = 64 << 10
-_LIBRARY_BUFFER_BYTES = 16 << 20  # where it puts what it reads from disks of its own
-# Of the library's error codes.
-_MISSING = (-704, -703, -710, -712)  # not there; still being put; its replicas are gone
-_FULL = (-101, -200, -1602, -1700)  # nobody lends memory; no room; over a quota
+_LIBRARY_BUFFER_BYTES = 16 << 20  # for values that it reads from its own disks
+# The library's error codes.
+_MISSING = (-704, -703, -710, -712)  # not found; put is not finished; no replica is left
+_FULL = (-101, -200, -1602, -1700)  # no memory was lent; no room; over a quota
 _UNREACHABLE = (-900, -901)
 
 _left_open: list[Any] = []  # see `close`
 
 
-class MooncakeClient:
+class MooncakeClient(Client):
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
-        """Connects to nothing yet. Raises ConfigError for a URL that means nothing."""
+        """Does not connect yet. Raises ConfigError if the URL is invalid."""
         self._master, self._options = read_url(url)
         self._segment_bytes = parse_bytes(self._options["segment"])
         if 0 < self._segment_bytes < MIN_SEGMENT_BYTES:
-            raise ConfigError("a segment= in the remote URL is too small: expected 0, or 16MiB up")
+            raise ConfigError(
+                f"segment={self._options['segment']} in the remote URL is too small: expected 0, "
+                "or at least 16MiB"
+            )
         self._timeout_seconds = timeout_seconds
         self._new_store = load_library()
         self._store: Any = None
-        self._arenas: list[range] = []  # of addresses, to be registered
-        self._registered: list[range] = []
-        self._buffers: list[memoryview] = []  # registered, and not in use
-        self._met: set[str] = set()  # peers that have reacted once
-        self._sure = False  # of the master, until a call says otherwise
-        self._trouble = ""
+        self._memory = RegisteredMemory(self._register)
+        self._known_peers: set[str] = set()  # peers that have answered once
+        self._is_connected = False  # to the master, as far as is known
+        self._last_error = ""
         self._not_before = 0.0
         self._connecting = threading.Lock()
-        self._lock = threading.Condition()  # of the buffers and the two below
+        self._lock = threading.Condition()  # guards the two below
         self._num_calls = 0
         self._closed = False
 
     def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers:
-        # No time to live can be handed over: the head says it, and the pool evicts what is old.
+        # Mooncake takes no time to live: the head has it, and the pool evicts old values.
         return self._answers(items, self._put)
 
     def get(self, items: Sequence[Item]) -> Answers:
@@ -90,7 +85,7 @@ class MooncakeClient:
 
     def remove(self, names: Sequence[str]) -> None:
         for page in _pages(names):
-            # By force: who has a lease may be reading, but he checks what he has read.
+            # Forced, although others may hold a lease: readers verify what they have read.
             for code in self._ask("batch_remove", page, True):
                 if code < 0 and code not in _MISSING:
                     raise self._fault(code)
@@ -102,54 +97,55 @@ class MooncakeClient:
             yield [Listed(name, size) for name, size in sizes.items() if size is not None]
 
     def register(self, arena: Arena) -> None:
-        size = arena.num_slots * arena.stride_bytes
         with self._connecting:
-            self._arenas.append(range(arena.address, arena.address + size))
+            self._memory.add(arena)
             if self._store is not None:
-                self._register_arenas()
+                self._memory.register_arenas()
 
     def close(self) -> None:
         with self._connecting:
             with self._lock:
                 self._closed = True
                 idle = self._lock.wait_for(lambda: not self._num_calls, self._timeout_seconds)
-                store, self._store, self._sure = self._store, None, False
+                store, self._store, self._is_connected = self._store, None, False
             if store is None:
                 return
-            # The library does not survive this with calls under way, and keeps the interpreter's
-            # lock while it takes leave of the master. Where that would hurt, it is left to the
-            # exit of the process; until then memory stays lent and registered.
+            # Closing crashes the library if a call is running, and holds the GIL while it talks
+            # to the master. If a call is running or the master is down, the library stays open
+            # until the process exits; until then its memory stays lent and registered.
             try:
-                self._knock(self._master)
+                self._probe(self._master)
             except OSError:
                 idle = False
             if idle:
                 store.close()
             else:
-                _left_open.append((store, self._buffers))
+                _left_open.append((store, self._memory.buffers))
 
     def _put(self, store: Any, items: Sequence[Item]) -> Answers:
         names = [item.name for item in items]
-        cargo = Cargo(items, self._address, self._buffer)
+        cargo = Cargo(items, self._memory.address, self._memory.take_buffer)
         cargo.load()
 
         def replace() -> Any:
-            store.batch_remove(names, True)  # a put on an older value succeeds and does nothing
+            store.batch_remove(names, True)  # a put does not replace an older value
             return store.batch_put_from_multi_buffers(names, cargo.addresses, cargo.sizes)
 
-        # Given up, it may still read a slot that has another block by then: the head will tell.
+        # After a timeout it may still read a slot that then holds another block: the checksum
+        # in the head will not match.
         outcome = self._begin(replace)
-        outcome.add_done_callback(lambda _: self._keep(cargo))
+        outcome.add_done_callback(lambda _: self._memory.give_back(cargo.buffer))
         return [None if code == 0 else self._fault(code) for code in self._await(outcome)]
 
     def _get(self, store: Any, items: Sequence[Item]) -> Answers:
-        answers = self._look(store, items)
+        answers = self._look_up(store, items)
         wanted = [place for place, answer in enumerate(answers) if answer is None]
         if not wanted:
             return answers
         names = [items[place].name for place in wanted]
-        cargo = Cargo([items[place] for place in wanted], self._address, self._buffer)
-        # Waited for, come what may: nothing may write to a slot once this has returned.
+        parts = [items[place] for place in wanted]
+        cargo = Cargo(parts, self._memory.address, self._memory.take_buffer)
+        # Without a timeout: nothing may write to a slot after this function has returned.
         outcome = self._begin(
             lambda: store.batch_get_into_multi_buffers(names, cargo.addresses, cargo.sizes),
             here=True,
@@ -159,50 +155,52 @@ class MooncakeClient:
                 if code < 0:
                     answers[place] = self._fault(code)
                 elif code != items[place].num_bytes:
-                    answers[place] = _wrong_size(items[place], code)
+                    answers[place] = wrong_size(code, items[place].num_bytes)
             cargo.unload([answers[place] is None for place in wanted])
         finally:
-            self._keep(cargo)
+            self._memory.give_back(cargo.buffer)
         return answers
 
-    def _look(self, store: Any, items: Sequence[Item]) -> Answers:
-        """What can be said without a transfer: None if it promises to succeed."""
+    def _look_up(self, store: Any, items: Sequence[Item]) -> Answers:
+        """Errors that can be found without a transfer; None if it will probably succeed."""
         names = [item.name for item in items]
 
         def look() -> tuple[list[int], Any]:
-            codes = store.batch_is_exist(names)  # asked where they are, it logs what is missing
+            codes = store.batch_is_exist(names)  # the next call logs every missing name
             there = [name for name, code in zip(names, codes, strict=True) if code == 1]
             return codes, store.batch_get_replica_desc(there) if there else {}
 
         codes, held = self._await(self._begin(look))
         answers: Answers = [None if code == 1 else self._fault(code or -704) for code in codes]
         places = [_size_and_peers(held.get(name, ())) for name in names]
-        hung = self._meet({peer for _, peers in places for peer in peers})
+        silent = self._find_silent({peer for _, peers in places for peer in peers})
         for number, (size, peers) in enumerate(places):
             if size not in (None, items[number].num_bytes):
-                answers[number] = _wrong_size(items[number], size)
-            elif peers & hung:
+                answers[number] = wrong_size(size, items[number].num_bytes)
+            elif peers & silent:
                 answers[number] = StoreError("the instance that has this block does not answer")
         return answers
 
-    def _meet(self, peers: set[str]) -> set[str]:
-        """Who of these does not react. Later the library bounds all waiting, but a peer that hangs
-        when it is first spoken to is waited for a whole minute."""
-        hung = set()
-        for peer in peers - self._met if self._options["metadata"] == NO_SERVER else ():
+    def _find_silent(self, peers: set[str]) -> set[str]:
+        """The peers that do not answer.
+
+        The library waits a whole minute if a peer hangs on first contact. Later calls time out.
+        """
+        silent = set()
+        for peer in peers - self._known_peers if self._options["metadata"] == NO_SERVER else ():
             host, _, port = peer.rpartition(":")
             try:
-                self._knock((host.strip("[]"), int(port)))
-                self._met.add(peer)
+                self._probe((host.strip("[]"), int(port)))
+                self._known_peers.add(peer)
             except (OSError, ValueError):
-                hung.add(peer)
-        return hung
+                silent.add(peer)
+        return silent
 
     def _answers(
         self, items: Sequence[Item], run: Callable[[Any, Sequence[Item]], Answers]
     ) -> Answers:
         if len({item.name for item in items}) < len(items):
-            # The library goes by the name: of two slots for one name it would fill one.
+            # The library would fill only one of several slots with the same name.
             return [answer for item in items for answer in self._answers([item], run)]
         try:
             return run(self._open(), items) if items else []
@@ -216,7 +214,7 @@ class MooncakeClient:
         return self._await(self._begin(lambda: getattr(store, verb)(*arguments)))
 
     def _begin(self, call: Callable[[], Any], *, here: bool = False) -> Future[Any]:
-        """Start it, on a thread that may outlive its caller's patience."""
+        """Start a call on a thread of its own, or on this one if `here`."""
         outcome: Future[Any] = Future()
         with self._lock:
             if self._closed:
@@ -247,10 +245,10 @@ class MooncakeClient:
 
     def _fault(self, code: int) -> StoreError:
         if code in _UNREACHABLE:
-            self._sure = False
-            return StoreError("Mooncake took too long, or its master is gone")
+            self._is_connected = False
+            return StoreError("Mooncake did not answer in time, or its master is down")
         if code in _MISSING:
-            return Missing("the remote store does not hold this block (any more)")
+            return absent()
         if code in _FULL:
             return Full(f"Mooncake has no room (error {code}): lend more with segment= in its URL")
         return StoreError(f"Mooncake answered with error {code}")
@@ -258,28 +256,28 @@ class MooncakeClient:
     # The master.
 
     def _open(self) -> Any:
-        """The library, with its master in reach as far as is known. Raises StoreError."""
-        if self._sure:
+        """The library's store, connected to its master. Raises StoreError."""
+        if self._is_connected:
             return self._store
         with self._connecting:
             if self._closed:
                 raise StoreError("the client of the remote store is closed")
-            if not self._sure:
+            if not self._is_connected:
                 if time.monotonic() < self._not_before:
-                    raise StoreError(self._trouble)
+                    raise StoreError(self._last_error)
                 try:
                     self._connect()
                 except (OSError, StoreError) as error:
-                    self._trouble = f"there is no connection to Mooncake: {error}"[:200]
+                    self._last_error = f"cannot connect to Mooncake: {error}"[:200]
                     self._not_before = time.monotonic() + _RETRY_SECONDS
-                    raise StoreError(self._trouble) from None
-                self._sure = True
+                    raise StoreError(self._last_error) from None
+                self._is_connected = True
             return self._store
 
     def _connect(self) -> None:
-        own_address = self._knock(self._master)
+        own_address = self._probe(self._master)
         if self._store is not None:
-            return  # the library has found its way back by itself, or will
+            return  # the library reconnects on its own
         set_bounds(self._timeout_seconds / 2)
         store = self._new_store()
         code = store.setup(
@@ -292,47 +290,19 @@ class MooncakeClient:
             "{}:{}".format(*self._master),
         )
         if code != 0:
-            raise StoreError(f"its setup ended with error {code}; the standard error may say why")
+            raise StoreError(f"its setup failed with error {code}; see standard error for details")
         self._store = store
-        self._register_arenas()
+        self._memory.register_arenas()
 
-    def _knock(self, address: tuple[str, int]) -> str:
-        """Our own address. Raises OSError if nobody hangs up when we do, as the living would.
+    def _probe(self, address: tuple[str, int]) -> str:
+        """Our own address. Raises OSError if the server does not close the connection after us.
 
-        Before `setup`, since in that all threads wait for the master.
+        Called before `setup`, which blocks all threads while it waits for the master.
         """
-        with socket.create_connection(address, self._timeout_seconds / 2) as door:
-            door.shutdown(socket.SHUT_WR)
-            door.recv(1)
-            return str(door.getsockname()[0])
-
-    def _names(self) -> Sequence[str]:
-        place = (self._master[0], int(self._options["metrics"]))
-        line = http.client.HTTPConnection(*place, timeout=self._timeout_seconds)
-        try:
-            line.request("GET", "/get_all_keys")
-            reply = line.getresponse()
-            if reply.status != http.client.OK:
-                raise OSError(f"HTTP status {reply.status}")
-            return reply.read().decode().splitlines()
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise StoreError(
-                f"Mooncake's names cannot be listed ({error}): expected the master's HTTP server "
-                "at {}:{}; name its port with metrics= in the URL".format(*place)
-            ) from None
-        finally:
-            line.close()
-
-    # Memory.
-
-    def _register_arenas(self) -> None:
-        for arena in self._arenas:
-            try:
-                self._register(arena.start, len(arena))
-                self._registered.append(arena)
-            except StoreError as error:
-                log.warning("values are copied on their way to Mooncake: %s", error)
-        self._arenas = []
+        with socket.create_connection(address, self._timeout_seconds / 2) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+            return str(connection.getsockname()[0])
 
     def _register(self, address: int, num_bytes: int) -> None:
         with self._lock:
@@ -340,29 +310,22 @@ class MooncakeClient:
         if code != 0:
             raise StoreError(f"Mooncake could not register memory (error {code})")
 
-    def _address(self, body: memoryview) -> int:
-        """Of a body in registered memory; 0 of any other."""
-        if body.readonly:
-            return 0
-        start = address_of(body)
-        last = start + len(body) - 1
-        return start if any(start in arena and last in arena for arena in self._registered) else 0
+    def _names(self) -> Sequence[str]:
+        import httpx
 
-    def _buffer(self, num_bytes: int) -> memoryview:
-        """Registered memory, of which there is as much as was ever in use at one time."""
-        with self._lock:
-            for place, memory in enumerate(self._buffers):
-                if len(memory) >= num_bytes:
-                    return self._buffers.pop(place)
-        size = max(_MIN_BUFFER_BYTES, 1 << (num_bytes - 1).bit_length())
-        memory = memoryview(mmap.mmap(-1, size))
-        self._register(address_of(memory), size)
-        return memory
-
-    def _keep(self, cargo: Cargo) -> None:
-        with self._lock:
-            self._buffers.append(cargo.buffer)
-            self._buffers.sort(key=len)
+        host, port = self._master[0], int(self._options["metrics"])
+        try:
+            url = httpx.URL(scheme="http", host=host, port=port, path="/get_all_keys")
+            reply = httpx.get(url, timeout=self._timeout_seconds, trust_env=False)  # no proxy
+            if reply.status_code != httpx.codes.OK:
+                raise OSError(f"HTTP status {reply.status_code}")
+            return reply.content.decode().splitlines()
+        except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            raise StoreError(
+                f"Mooncake's names cannot be listed ({str(error) or type(error).__name__}): "
+                f"expected the master's HTTP server at {host}:{port}; set its port with metrics= "
+                "in the remote URL"
+            ) from None
 
 
 def _pages(names: Sequence[str]) -> Iterator[list[str]]:
@@ -371,14 +334,10 @@ def _pages(names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _size_and_peers(replicas: Sequence[Any]) -> tuple[int | None, set[str]]:
-    """Of what is in memory; of what is on a disk the library tells less."""
+    """The size, and the peers with a copy in memory. Copies on disk are not counted."""
     held = [
         replica.get_memory_descriptor().buffer_descriptor
         for replica in replicas
         if replica.is_memory_replica()
     ]
     return (int(held[0].size) if held else None), {place.transport_endpoint for place in held}
-
-
-def _wrong_size(item: Item, size: int | None) -> Corrupt:
-    return Corrupt(f"a remote value has {size} bytes where {item.num_bytes} were stored")

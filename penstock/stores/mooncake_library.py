@@ -1,4 +1,4 @@
-"""Mooncake's Python package: how it is loaded, bounded and addressed."""
+"""Mooncake's Python package: loading it, setting its timeouts, parsing its URLs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.install import not_installed
 
 NO_SERVER = "P2PHANDSHAKE"
-MIN_SEGMENT_BYTES = 16 << 20  # the library takes no less
+MIN_SEGMENT_BYTES = 16 << 20  # the library's minimum
 
 _DEFAULTS = {
     "segment": "0",
@@ -25,7 +25,7 @@ _DEFAULTS = {
 
 
 def set_bounds(seconds: float) -> None:
-    """For a call that asks the master and then a peer, so that each takes half of its time."""
+    """Set the library's timeouts: a call asks the master and then a peer, `seconds` for each."""
     whole, milli = str(max(1, int(seconds))), str(max(1, int(seconds * 1000)))
     for name, value in {
         "MC_RPC_TIMEOUT_MS": milli,
@@ -33,13 +33,13 @@ def set_bounds(seconds: float) -> None:
         "MC_HANDSHAKE_CONNECT_TIMEOUT": whole,
         "MC_TCP_STATUS_TIMEOUT_SEC": whole,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": whole,
-        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # not twenty, while all threads wait
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # the default is 20, and all threads wait meanwhile
     }.items():
-        os.environ.setdefault(name, value)  # the user's word is the last
+        os.environ.setdefault(name, value)  # the user's settings win
 
 
 def load_library() -> Any:
-    # It reads this when it is loaded, and else reports every step on the standard error.
+    # Read when the library is loaded. By default it logs every step to standard error.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         return importlib.import_module("mooncake.store").MooncakeDistributedStore
@@ -47,18 +47,18 @@ def load_library() -> Any:
         raise not_installed(["mooncake"], "mooncake", "this remote.url") from None
     except ImportError as error:
         raise ConfigError(
-            f"Mooncake cannot be loaded ({error}): expected the shared libraries that it needs; on "
-            "Debian, run apt-get install libibverbs1 libnuma1 libcurl4"
+            f"Mooncake cannot be loaded ({error}): it needs shared libraries that are not "
+            "installed; on Debian, run apt-get install libibverbs1 libnuma1 libcurl4"
         ) from None
 
 
 def read_url(url: str) -> tuple[tuple[str, int], dict[str, str]]:
-    """Where the master is, and the options."""
+    """The master's address, and the options."""
 
     def unreadable(why: str) -> ConfigError:
         return ConfigError(
             f"the remote URL cannot be read ({why}): expected mooncake://master:50051, "
-            f"with options ?segment=4GiB&...; they are {', '.join(_DEFAULTS)}"
+            f"with options such as ?segment=4GiB; the options are {', '.join(_DEFAULTS)}"
         )
 
     try:
@@ -67,13 +67,13 @@ def read_url(url: str) -> tuple[tuple[str, int], dict[str, str]]:
         given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
         options = {**_DEFAULTS, **dict(given)}
         int(options["metrics"])
-    except ValueError:  # whose words may quote a secret
+    except ValueError:  # its message may contain a secret
         raise unreadable("a port or an option is wrong") from None
     if parts.scheme != "mooncake" or not master[0] or parts.username or parts.path.strip("/"):
-        raise unreadable("it is not a scheme, a host and a port")
+        raise unreadable("it must consist of a scheme, a host and a port")
     if options.keys() != _DEFAULTS.keys():
         unknown = sorted(options.keys() - _DEFAULTS.keys())
-        raise unreadable(f"unknown: {', '.join(map(shown_option, unknown))}")
+        raise unreadable(f"unknown options: {', '.join(map(shown_option, unknown))}")
     if options["protocol"] not in ("tcp", "rdma"):
-        raise unreadable("its protocol is neither tcp nor rdma")
+        raise unreadable("the protocol must be tcp or rdma")
     return master, options

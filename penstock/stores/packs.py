@@ -1,16 +1,17 @@
-"""Several blocks in one value, for stores that like large ones.
+"""Several blocks in one value, for stores that are faster with large values.
 
-An object store asks some tens of milliseconds and a price for every request, whatever it carries,
-and serves a large object faster than many small ones: its makers advise 8 to 16 MiB. So blocks
-that follow each other in a chain are written together, up to `PACK_BYTES` a pack. A pack is the
-values of its blocks, one behind the other, each with its own head that vouches for it:
+An object store takes tens of milliseconds and costs money for every request, whatever its size,
+and serves one large object faster than many small ones; vendors advise 8 to 16 MiB. So consecutive
+blocks of a prompt are written together, up to `PACK_BYTES` per pack. A pack is the concatenated
+values of its blocks, each with its own head:
 
     head of block 0 | block 0 | head of block 1 | block 1 | ...
 
-It has the name of its last block, whose key stands for all that came before it: whoever has a
-prompt's keys in order looks for that one, learns from its size how many there are, and knows which.
-What is read is a block's own stretch of a pack; stretches that touch are one request. The price: of
-a pack in whose middle two prompts part, only the one that wrote it can use the beginning.
+A pack is named after its last block, whose key depends on all blocks before it. A reader that has
+a prompt's keys in order finds the pack by that name, learns from its size how many blocks it has,
+and so knows which. It reads only the stretch of the pack with the blocks it needs; adjacent
+stretches are one request. The drawback: if two prompts diverge in the middle of a pack, only the
+prompt that wrote the pack can use its beginning.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import Corrupt, Missing
 from penstock.stores.base import Answers, Block, Digests, Verify
@@ -27,13 +28,13 @@ from penstock.stores.remote import Client, Item, RemoteStore
 from penstock.types import BlockKey, BlockSpec, Slot
 
 PACK_BYTES = 16 << 20
-_MAX_BLOCKS = 16  # where a short pack ends has to be guessed among so many
-_MAX_PLACES = 1 << 18  # some 50 MB of memory; what is forgotten is asked for again
+_MAX_BLOCKS = 16  # a reader must try this many names to find the end of a short pack
+_MAX_PLACES = 1 << 18  # about 50 MB of memory; forgotten places are looked up again
 _MAX_ROUNDS = 8
 
 
 class PackStretch(NamedTuple):
-    """Values that lie one behind the other in a pack, from a byte on."""
+    """Consecutive values in a pack, starting at byte `start`."""
 
     name: str
     start: int
@@ -45,35 +46,27 @@ class PackStretch(NamedTuple):
 
 
 class PackClient(Client, Protocol):
-    """A client of a store that likes large values; as for `Client`, an answer for each."""
+    """A client of a store that is faster with large values. One answer per pack or stretch."""
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """How many bytes each has; None for what is not there. Raises StoreError."""
-        ...
+        """The size of each value in bytes, None if it does not exist. Raises StoreError."""
 
     def put_packs(self, packs: Sequence[Sequence[Item]]) -> Answers:
-        """Each under the name of its last value."""
-        ...
+        """Write each pack under the name of its last value."""
 
     def get_stretches(self, stretches: Sequence[PackStretch]) -> Answers: ...
 
 
 class _Place(NamedTuple):
-    last: BlockKey  # of the pack
-    number: int  # in it
+    last: BlockKey  # the pack's last block
+    number: int  # the block's position in the pack
 
 
 class PackedStore(RemoteStore):
     def __init__(
-        self,
-        client: PackClient,
-        spec: BlockSpec,
-        envelope: Envelope,
-        *,
-        ttl_seconds: float | None = None,
-        read_only: bool = False,
+        self, client: PackClient, spec: BlockSpec, envelope: Envelope, **options: Any
     ) -> None:
-        super().__init__(client, spec, envelope, ttl_seconds=ttl_seconds, read_only=read_only)
+        super().__init__(client, spec, envelope, **options)
         self._packs = client
         self._value_bytes = HEAD_BYTES + spec.block_bytes
         self._max_blocks = max(1, min(_MAX_BLOCKS, PACK_BYTES // spec.block_bytes))
@@ -81,16 +74,16 @@ class PackedStore(RemoteStore):
         self._lock = threading.Lock()
 
     def exists(self, keys: Sequence[BlockKey], limit: int) -> list[bool]:
-        """What was found a moment ago is not asked for again."""
+        """As in `RemoteStore`. Blocks found earlier are not looked up again."""
         limit = min(limit, len(keys))
-        end = min(len(keys), limit + self._max_blocks - 1)  # where the last one's pack may end
+        end = min(len(keys), limit + self._max_blocks - 1)  # the last block's pack may end here
         with self._lock:
             known = [key in self._places for key in keys[:end]]
         for _ in range(_MAX_ROUNDS):
             first = known.index(False) if False in known else end
             if first >= limit:
                 break
-            # Most packs are full, and one begins where the last ended.
+            # Most packs are full, and each starts where the previous one ends.
             self._ask(keys, known, range(first + self._max_blocks - 1, end, self._max_blocks))
             if not known[first]:
                 self._ask(keys, known, range(first, min(first + 2 * self._max_blocks, end)))
@@ -143,7 +136,7 @@ class PackedStore(RemoteStore):
             judged = self._opened(blocks, items, answers)
             found = list(zip(blocks, places, judged, strict=True))
             self._forget(block.key for block, _, error in found if isinstance(error, Missing))
-            # A damaged pack goes as a whole: nobody shall believe that the rest of it is there.
+            # A damaged pack is dropped whole, so none of its blocks may count as stored.
             damaged = {place.last for _, place, error in found if isinstance(error, Corrupt)}
             return [
                 Corrupt("another block of its pack is damaged")
@@ -155,7 +148,7 @@ class PackedStore(RemoteStore):
         return verify
 
     def drop(self, key: BlockKey, slot: Slot) -> None:
-        """The whole pack goes, and is written again when its blocks are used again."""
+        """Delete the whole pack. It is written again when its blocks are used again."""
         with self._lock:
             last = self._places.get(key, _Place(key, 0)).last
             gone = [other for other, place in self._places.items() if place.last == last]
@@ -163,18 +156,18 @@ class PackedStore(RemoteStore):
         super().drop(last, slot)
 
     def _ask(self, keys: Sequence[BlockKey], known: list[bool], ends: Sequence[int]) -> None:
-        """Look for packs that end there."""
+        """Look up packs that end at these positions."""
         ends = [end for end in ends if not known[end]]
         sizes = self._packs.sizes([self.name(keys[end]) for end in ends])
         for end, size in zip(ends, sizes, strict=True):
             num_blocks = 0 if size is None else size // self._value_bytes
-            start = max(0, end + 1 - num_blocks)  # it may begin before what is asked for
+            start = max(0, end + 1 - num_blocks)  # the pack may start before the keys we have
             mine = keys[start : end + 1]
             self._note(mine, num_blocks - len(mine))
             known[start : end + 1] = [True] * len(mine)
 
     def _note(self, keys: Sequence[BlockKey], first: int = 0) -> None:
-        """These lie in one pack, to its end, from this place on."""
+        """Remember that these blocks end a pack and that the first is at position `first` in it."""
         with self._lock:
             for number, key in enumerate(keys, first):
                 self._places[key] = _Place(keys[-1], number)

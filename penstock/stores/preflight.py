@@ -1,18 +1,18 @@
-"""Whether the tiers that are asked for can be opened, before anybody waits for a model.
+"""Checks that the configured tiers can be opened, before a model is loaded.
 
-Every way in which `build` refuses settings later is found here first:
+Finds every reason for which `build` would later refuse the settings:
 
-    host.size           more than the machine has, less than one block
+    host.size           more than the machine has, or less than one block
     host.numa_node      no such node, or the kernel does not bind memory to it
-    host.verify         where other processes write the DRAM
-    disk.path           a file, not to be made, not to be written, nothing there to read; another
-                        process writes it, another format or somebody else's files lie there
-    disk.size           more than the disk has, less than one block
-    remote.url          a scheme or options nobody knows, a client library that is not installed
-    remote.encrypt      no secret, or no cipher installed; a secret that is too short
+    host.verify         set although other processes write to DRAM
+    disk.path           a file, cannot be created or written, has nothing to read, is being written
+                        by another process, or contains another format or files that are not ours
+    disk.size           more than the disk has, or less than one block
+    remote.url          unknown scheme or options, or a client library that is not installed
+    remote.encrypt      no secret, a secret that is too short, or no cipher installed
 
-The other settings are judged by their values alone, when they are read (`config`). What only the
-model tells, the size of a block, is asked by `check_block` once its shape is known.
+All other settings are checked when they are read (`config`). The size of a block depends on the
+model: `check_block` checks it once the model's shape is known.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ import os
 from pathlib import Path
 
 from penstock.config import ENV_REMOTE_SECRET, Config, DiskConfig, RemoteConfig, as_typed
-from penstock.errors import ConfigError, Foreign, Locked
+from penstock.errors import ConfigError, Foreign
 from penstock.machine import check_machine
 from penstock.stores import folder, slab
-from penstock.stores.directory import refuse_strangers_index
+from penstock.stores.directory import locked_by, refuse_strangers_index
 from penstock.stores.envelope import Envelope
 from penstock.stores.host import check_numa_node
 from penstock.stores.remotes import check_scheme, headroom_bytes, open_client
 from penstock.types import PAGE_BYTES, BlockSpec
 from penstock.units import format_bytes
 
-_SMALLEST = BlockSpec(bytes(32), block_bytes=1, block_tokens=1)  # a page, as it is kept
+_SMALLEST = BlockSpec(bytes(32), block_bytes=1, block_tokens=1)  # stored as one page
 
 
 def check_tiers(config: Config) -> None:
-    """Raise ConfigError, Locked or Foreign if a tier could not be opened. Leaves nothing behind.
+    """Raise ConfigError, Locked or Foreign if a tier could not be opened. Creates no files.
 
-    Errors name what the user typed: an option, or a variable of the environment.
+    Errors name the option or environment variable that the user has set.
     """
     check_anywhere(config)
     check_here(config)
 
 
 def check_anywhere(config: Config) -> None:
-    """What would be refused on every machine."""
+    """Check what every machine would refuse."""
     with as_typed(config):
         check_block(config, _SMALLEST)
         if config.remote.url is not None:
@@ -53,7 +53,7 @@ def check_anywhere(config: Config) -> None:
 
 
 def check_here(config: Config) -> None:
-    """What this machine refuses: memory, disk, libraries, the secret in the environment."""
+    """Check this machine: memory, disk, libraries, and the secret in the environment."""
     with as_typed(config):
         check_machine(config)
         if config.host.numa_node is not None:
@@ -65,44 +65,41 @@ def check_here(config: Config) -> None:
 
 
 def check_block(config: Config, spec: BlockSpec) -> None:
-    """Raise ConfigError if DRAM or disk would not hold a single block of `spec`."""
+    """Raise ConfigError if DRAM or disk is too small for one block of `spec`."""
     stride = spec.stride_bytes + headroom_bytes(config.remote.url)
     with as_typed(config):
         if config.host.size_bytes < stride:
             raise ConfigError(
                 f"host.size is {format_bytes(config.host.size_bytes)}, less than one block of "
-                f"{format_bytes(stride)}; give it room for at least one."
+                f"{format_bytes(stride)}; set it to at least that."
             )
         if config.disk.path is None or config.disk.read_only:
             return
         geometry = slab.Geometry.of(spec)
         if geometry.num_slots(config.disk.size_bytes - folder.FOLDER_BYTES) < 1:
             need = geometry.min_cap_bytes + folder.FOLDER_BYTES
-            raise ConfigError(
-                f"disk.size is {format_bytes(config.disk.size_bytes)}, too little for one block; "
-                f"give it at least {format_bytes(need)}."
-            )
+            raise slab.too_small(config.disk.size_bytes, need)
 
 
 def check_delegated(config: Config) -> None:
-    """What is refused only where other processes write the DRAM, as vLLM's workers do."""
+    """Check what is refused if other processes, such as vLLM's workers, write to DRAM."""
     if config.host.verify:
         with as_typed(config):
             raise ConfigError(
-                "host.verify is set: checksums of DRAM are not kept where other processes write "
-                "it; leave it out. What lies on disk is always verified."
+                "host.verify is set, but checksums of DRAM are not available if other processes "
+                "write to it; remove the setting. Blocks on disk are always verified."
             )
 
 
 def warnings(config: Config) -> list[str]:
-    """What is allowed and should be known, a sentence each."""
+    """Warnings about settings that are allowed but risky, one sentence each."""
     url = config.remote.url
     if url is None or url.lower().startswith("memory:") or remote_secret():
         return []
     return [
-        "the remote store is used without a secret: whoever can write to it can make KV that is "
-        f"believed. Set {ENV_REMOTE_SECRET} to the same secret on all instances, such as "
-        "`openssl rand -hex 32` prints."
+        "the remote store is used without a secret: anyone who can write to it can forge KV. "
+        f"Set {ENV_REMOTE_SECRET} to the same secret on all instances; "
+        "`openssl rand -hex 32` makes one."
     ]
 
 
@@ -111,7 +108,7 @@ def remote_secret() -> bytes:
 
 
 def _check_remote(remote: RemoteConfig, url: str) -> None:
-    # Neither connects: a store that is away at the start is used once it is there.
+    # Neither connects: a store that is down at the start is used once it is up.
     Envelope(_SMALLEST, secret=remote_secret(), encrypt=remote.encrypt)
     open_client(url, remote.timeout_seconds).close()
 
@@ -122,13 +119,10 @@ def _check_folder(disk: DiskConfig, directory: Path) -> None:
         if not shelves:
             raise Foreign(f"{directory} holds no store to read; check disk.path.")
         if not any(shelf.geometry for shelf in shelves):
-            slab.read_manifest(shelves[0].path)  # says what is wrong with it
+            slab.read_manifest(shelves[0].path)  # raises the error
         return
     if (writer := folder.find_writer(directory)) is not None:
-        raise Locked(
-            f"{directory} is being written by {writer}; stop it, choose another disk.path, "
-            "or open this one with disk.read_only = true."
-        )
+        raise locked_by(writer, directory)
     if shelves is None:
         refuse_strangers_index(directory)
     try:
@@ -138,28 +132,28 @@ def _check_folder(disk: DiskConfig, directory: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"disk.path {error.filename or directory} cannot be written ({error.strerror}): "
-            "expected a folder with room, whose files this user may read and write; mend that, "
-            "or choose another path"
+            "expected a folder with free space, whose files this user may read and write; fix "
+            "that, or choose another path"
         ) from None
 
 
 def check_access(paths: list[Path]) -> None:
-    """Raise PermissionError for a file that is there and may not be read and written."""
+    """Raise PermissionError if a file exists and this user may not read and write it."""
     for path in paths:
         if path.exists() and not os.access(path, os.R_OK | os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def try_writing(directory: Path) -> None:
-    """Write a page to a file without a name, which is gone when it is closed. Raises OSError."""
+    """Write a page to an unnamed file, which is deleted when it is closed. Raises OSError."""
     try:
         file = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # no such files on this filesystem
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):  # not supported by this filesystem
             return
         raise
     try:
         os.pwrite(file, bytes(PAGE_BYTES), 0)
-        os.fsync(file)  # some filesystems notice only now that they are full
+        os.fsync(file)  # some filesystems report only now that they are full
     finally:
         os.close(file)

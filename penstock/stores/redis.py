@@ -1,13 +1,13 @@
-"""Redis and Valkey, plain, with TLS, behind Sentinel, or a cluster.
+"""Redis and Valkey: a single server, with TLS, behind Sentinel, or a cluster.
 
     redis://user:password@host:6379/0      rediss:// with TLS; valkey:// and valkeys:// likewise
     unix:///run/redis.sock?db=0
     redis+sentinel://host:26379,host:26379/service/0?sentinel_password=...
     redis+cluster://host:6379,host:6379    rediss+cluster:// with TLS
 
-redis-py makes the connections: names, passwords, TLS, who is master, which node has which slot.
-Values are then sent and received on its sockets by this file, since its own reader builds each
-value from pieces before it hands it out: here the bytes go from the socket into the HOST slot.
+redis-py makes the connections: logins, TLS, finding the master, and which node has which slot.
+This file then sends and receives values on its sockets, because redis-py's own reader assembles
+each value from pieces. Here the bytes go straight from the socket into the HOST slot.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from redis.cluster import RedisCluster
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
-from penstock.errors import Corrupt, Full, Missing, StoreError
-from penstock.stores.base import Answers, Arena
+from penstock.errors import Full, Missing, StoreError
+from penstock.stores.base import Answers
 from penstock.stores.redis_urls import connector
-from penstock.stores.remote import Item, Listed
+from penstock.stores.remote import Client, Item, Listed, absent, wrong_size
 
 _BUFFER_BYTES = 64 << 10
 _MAX_LINE_BYTES = 64 << 10
 _NAMES_AT_ONCE = 1024
-_FULL = ("OOM", "MISCONF")  # no memory; the disk below it cannot be written
+_FULL = ("OOM", "MISCONF")  # no memory; Redis cannot write its disk
 _MOVED = ("MOVED", "ASK", "CLUSTERDOWN", "READONLY")
 
-# What may come out of a connection that breaks, or of one that cannot be had.
+# What may be raised if a connection breaks or cannot be made.
 _BROKEN = (OSError, RedisError, EOFError, ValueError)
 
 
-class RedisClient:
+class RedisClient(Client):
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
-        """Connects to nothing yet. Raises ConfigError for a URL that means nothing."""
+        """Does not connect yet. Raises ConfigError if the URL is invalid."""
         self._timeout_seconds = timeout_seconds
         self._opening = threading.Lock()
         self._redis: Redis | RedisCluster | None = None
@@ -74,17 +74,14 @@ class RedisClient:
         try:
             opened: Any = self._open()
             page: list[bytes] = []
-            for name in opened.scan_iter(match=_literally(prefix) + "*", count=_NAMES_AT_ONCE):
+            for name in opened.scan_iter(match=_escape_pattern(prefix) + "*", count=_NAMES_AT_ONCE):
                 page.append(name)
                 if len(page) == _NAMES_AT_ONCE:
                     yield self._sizes(page)
                     page = []
             yield self._sizes(page)
         except _BROKEN as error:
-            raise StoreError(_words(error)) from None
-
-    def register(self, arena: Arena) -> None:
-        pass
+            raise StoreError(_describe(error)) from None
 
     def close(self) -> None:
         with self._opening:
@@ -109,7 +106,7 @@ class RedisClient:
     def _each_node(
         self, items: Sequence[Item], run: Callable[[_Wire, Sequence[Item]], Answers]
     ) -> Answers:
-        """Run a batch where its values live. Whatever goes wrong is said block by block."""
+        """Run a batch on the nodes that have its values. Returns errors block by block."""
         if not items:
             return []
         deadline = time.monotonic() + self._timeout_seconds
@@ -117,17 +114,17 @@ class RedisClient:
         try:
             parts = self._by_pool([item.name for item in items])
         except _BROKEN as error:
-            return [StoreError(_words(error))] * len(items)
+            return [StoreError(_describe(error))] * len(items)
         for pool, positions in parts:
             part = [items[position] for position in positions]
             try:
                 part_answers = _on_connection(pool, part, run, deadline)
             except _BROKEN as error:
-                part_answers = [StoreError(_words(error))] * len(part)
+                part_answers = [StoreError(_describe(error))] * len(part)
             for position, answer in zip(positions, part_answers, strict=True):
                 answers[position] = answer
             if any(_is_moved(answer) for answer in part_answers):
-                self.close()  # and ask anew who has what
+                self.close()  # the next batch asks again which node has what
         return answers
 
     def _by_pool(self, names: Sequence[str]) -> list[tuple[ConnectionPool, list[int]]]:
@@ -146,7 +143,7 @@ class RedisClient:
 
 
 class _Wire:
-    """One connection's socket, for one batch: what is read is read to its end, or it is closed."""
+    """The socket of one connection, for one batch. Closed unless all replies are read."""
 
     def __init__(self, connection: Any, deadline: float) -> None:
         self._connection = connection
@@ -155,11 +152,11 @@ class _Wire:
         self._socket: socket.socket = connection._sock
         self._deadline = deadline
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._start = self._end = 0  # of what was received and not used yet
+        self._start = self._end = 0  # received but not used yet
         self.received = False
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Small neighbours in one call, large ones as they lie."""
+        """Send parts: small neighbors joined in one call, large ones without a copy."""
         small = bytearray()
         for part in parts:
             if len(part) <= _BUFFER_BYTES // 4:
@@ -173,7 +170,7 @@ class _Wire:
             self._send(small)
 
     def line(self) -> bytes:
-        """Up to the next line's end."""
+        """Read up to the end of the line."""
         line = b""
         while True:
             held = bytes(self._buffer[self._start : self._end])
@@ -183,12 +180,12 @@ class _Wire:
                 return (line + held[:end]).removesuffix(b"\r")
             line += held
             if len(line) > _MAX_LINE_BYTES:
-                raise OSError("the server does not speak Redis' protocol")
+                raise OSError("the server does not speak the Redis protocol")
             self._start = 0
             self._end = self._receive(self._buffer)
 
     def fill(self, target: memoryview) -> None:
-        """What the buffer has of it, and the rest straight from the socket."""
+        """Fill `target` from the buffer, and then directly from the socket."""
         num_held = min(self._end - self._start, len(target))
         target[:num_held] = self._buffer[self._start : self._start + num_held]
         self._start += num_held
@@ -204,21 +201,21 @@ class _Wire:
             num_bytes -= len(part)
 
     def _send(self, data: bytes | bytearray | memoryview) -> None:
-        self._wait_no_longer()
+        self._set_timeout()
         self._socket.sendall(data)
 
     def _receive(self, into: memoryview) -> int:
-        self._wait_no_longer()
+        self._set_timeout()
         num_bytes = self._socket.recv_into(into)
         if num_bytes == 0:
             raise ConnectionResetError("the server closed the connection")
         self.received = True
         return num_bytes
 
-    def _wait_no_longer(self) -> None:
+    def _set_timeout(self) -> None:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the server took too long")
+            raise TimeoutError("the server did not answer in time")
         self._socket.settimeout(left)
 
 
@@ -228,21 +225,21 @@ def _on_connection(
     run: Callable[[_Wire, Sequence[Item]], Answers],
     deadline: float,
 ) -> Answers:
-    """On a pooled connection; if that one had died in its sleep, once more on a fresh one."""
+    """Run a batch on a pooled connection, and again on a new one if that was already dead."""
     for fresh in (False, True):
         connection: Any = pool.get_connection()
         wire = None
         try:
             wire = _Wire(connection, deadline)
             answers = run(wire, items)
-        except ConnectionError:  # reset or closed: a server that was restarted
+        except ConnectionError:  # reset or closed, for example because the server was restarted
             connection.disconnect()
             if fresh or (wire is not None and wire.received):
                 raise
             with suppress(*_BROKEN):
                 pool.disconnect(inuse_connections=False)
         except BaseException:
-            connection.disconnect()  # there may be replies on their way that nobody reads
+            connection.disconnect()  # replies that were not read may still arrive
             raise
         else:
             return answers
@@ -272,13 +269,13 @@ def _get(wire: _Wire, items: Sequence[Item]) -> Answers:
 def _get_one(wire: _Wire, item: Item) -> StoreError | None:
     line = wire.line()
     if line in (b"$-1", b"_"):
-        return Missing("the remote store does not hold this block (any more)")
+        return absent()
     if line[:1] != b"$":
         return _expect(line, b"$")
     num_bytes = int(line[1:])
     if num_bytes != item.num_bytes:
         wire.skip(num_bytes + 2)
-        return Corrupt(f"a remote value has {num_bytes} bytes where {item.num_bytes} were stored")
+        return wrong_size(num_bytes, item.num_bytes)
     wire.fill(item.head)
     wire.fill(item.body)
     wire.skip(2)
@@ -288,8 +285,7 @@ def _get_one(wire: _Wire, item: Item) -> StoreError | None:
 def _exists(wire: _Wire, items: Sequence[Item]) -> Answers:
     wire.send([_command(b"EXISTS", item.name) for item in items])
     lines = [wire.line() for _ in items]
-    absent = Missing("the remote store does not hold this block")
-    return [absent if line == b":0" else _expect(line, b":1") for line in lines]
+    return [absent() if line == b":0" else _expect(line, b":1") for line in lines]
 
 
 def _remove(wire: _Wire, items: Sequence[Item]) -> Answers:
@@ -301,7 +297,7 @@ def _expect(line: bytes, wanted: bytes) -> StoreError | None:
     if line.startswith(wanted):
         return None
     if line[:1] != b"-":
-        raise OSError("the server does not speak Redis' protocol")
+        raise OSError("the server does not speak the Redis protocol")
     words = line[1:].decode(errors="replace")[:200]
     return Full(words) if words.startswith(_FULL) else StoreError(words)
 
@@ -318,9 +314,9 @@ def _command(verb: bytes, name: str) -> bytes:
     return b"*2\r\n" + _argument(verb) + _argument(name.encode())
 
 
-def _literally(prefix: str) -> str:
+def _escape_pattern(prefix: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in prefix)
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:200]

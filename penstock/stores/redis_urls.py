@@ -1,4 +1,4 @@
-"""What a URL says of a Redis: where it is, who we are, and whether it is one server or many."""
+"""Parses the URL of a Redis: its address, the login, and whether it is one server or many."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from redis.retry import Retry
 
 from penstock.errors import ConfigError
 
-# These carry no types.
+# These have no type annotations.
 _Sentinel: Any = redis.sentinel.Sentinel
 _ClusterNode: Any = redis.cluster.ClusterNode
 
 
 def connector(url: str, timeout_seconds: float) -> Callable[[], Redis | RedisCluster]:
-    # Nothing here may wait on its own account, or come back with more than it was asked for.
+    # No retries or backoff: redis-py must not wait longer than the timeout. RESP2 replies only.
     options: dict[str, Any] = {
         "socket_timeout": timeout_seconds,
         "socket_connect_timeout": timeout_seconds,
@@ -40,25 +40,25 @@ def connector(url: str, timeout_seconds: float) -> Callable[[], Redis | RedisClu
         return _cluster(scheme, rest, options)
     try:
         pool = ConnectionPool.from_url(f"{scheme}://{rest}", **options)
-        pool.connection_class(**pool.connection_kwargs)  # connects to nothing; knows its options
+        pool.connection_class(**pool.connection_kwargs)  # checks the options without connecting
     except (ValueError, TypeError, RedisError):
         raise _unreadable("redis://host:6379/0") from None
     return lambda: Redis.from_pool(pool)
 
 
 def _unreadable(expected: str) -> ConfigError:
-    # Not in the library's words: they quote what may be a part of the password.
+    # Without the library's message, which may contain a part of the password.
     return ConfigError(
-        f"the remote URL cannot be read: expected {expected}, ports from 1 to 65535, and after a "
-        '"?" only options of redis-py; correct it'
+        f"the remote URL cannot be read: expected {expected}, ports from 1 to 65535, and after "
+        'the "?" only options of redis-py'
     )
 
 
 def _check_options(login: dict[str, Any]) -> None:
     try:
-        Redis(**login)  # connects to nothing
+        Redis(**login)  # does not connect
     except (ValueError, TypeError, RedisError):
-        raise _unreadable("host:port,host:port and what follows it") from None
+        raise _unreadable("host:port,host:port and valid options") from None
 
 
 def _sentinel(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], Redis]:
@@ -66,12 +66,12 @@ def _sentinel(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], R
     service, _, number = path.partition("/")
     if not service or not (number or "0").isdigit():
         raise ConfigError(
-            "the remote URL names no service: expected redis+sentinel://host:26379/mymaster/0"
+            "the remote URL has no service name: expected redis+sentinel://host:26379/mymaster/0"
         )
     is_tls = scheme.startswith("rediss")
     guards: dict[str, Any] = {"socket_timeout": options["socket_timeout"], "ssl": is_tls}
     guards |= {name: value for name, value in login.items() if name.startswith("ssl_")}
-    for name in ("username", "password"):  # the Sentinels' own
+    for name in ("username", "password"):  # of the Sentinels themselves
         if f"sentinel_{name}" in login:
             guards[name] = login.pop(f"sentinel_{name}")
     login = {**login, "db": int(number or 0), "ssl": is_tls}
@@ -103,7 +103,7 @@ def _cluster(scheme: str, rest: str, options: dict[str, Any]) -> Callable[[], Re
 
 
 def _parts(rest: str) -> tuple[dict[str, Any], list[tuple[str, int | None]], str]:
-    """Who, where and what of a URL with several hosts."""
+    """Login and options, hosts and path of a URL with several hosts."""
     rest, _, query = rest.partition("?")
     netloc, _, path = rest.partition("/")
     who, _, where = netloc.rpartition("@")
@@ -118,5 +118,5 @@ def _parts(rest: str) -> tuple[dict[str, Any], list[tuple[str, int | None]], str
     except ValueError:
         raise _unreadable("host:port,host:port") from None
     if not all(host for host, _ in hosts):
-        raise ConfigError("the remote URL names no host: expected host:port,host:port")
+        raise ConfigError("the remote URL has no host: expected host:port,host:port")
     return login, hosts, path

@@ -1,7 +1,7 @@
 """REMOTE: blocks by key in a store that instances share, through one of several clients.
 
-A client knows names and bytes; what the bytes mean, and whether they are believed, is decided
-here. Every value is a head (see `envelope`) and a body of exactly one block.
+A client moves bytes by name; this file decides what they mean and verifies them. Every value is a
+head (see `envelope`) and a body of exactly one block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from penstock.errors import StoreError
+from penstock.errors import Corrupt, Missing, StoreError
 from penstock.stores.base import Answers, Arena, Block, Digests, Found, Verify, WholeBlocks
 from penstock.stores.envelope import HEAD_BYTES, Envelope
 from penstock.types import BlockKey, BlockSpec, Slot
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Item(NamedTuple):
-    """A value on its way: `head` and `body` are read by a put and filled by a get."""
+    """A value to be moved: a put reads `head` and `body`, a get fills them."""
 
     name: str
     head: memoryview  # HEAD_BYTES
@@ -36,11 +36,19 @@ class Listed(NamedTuple):
     num_bytes: int
 
 
-class Client(Protocol):
-    """Names and bytes. Safe to use from many threads; no call takes longer than its timeout.
+def absent() -> Missing:
+    return Missing("the remote store does not hold this block (any more)")
 
-    `put` and `get` answer block by block and raise nothing for a store's faults; the others raise
-    StoreError. A value that is not exactly as long as asked for is Corrupt.
+
+def wrong_size(num_bytes: int | None, expected: int) -> Corrupt:
+    return Corrupt(f"a remote value has {num_bytes} bytes, expected {expected}")
+
+
+class Client(Protocol):
+    """Moves bytes by name. Thread-safe; no call takes longer than its timeout.
+
+    `put` and `get` return one answer per block and do not raise for a store's faults; the other
+    calls raise StoreError. A value of another length than requested is Corrupt.
     """
 
     def put(self, items: Sequence[Item], ttl_seconds: float | None) -> Answers: ...
@@ -52,18 +60,18 @@ class Client(Protocol):
     def remove(self, names: Sequence[str]) -> None: ...
 
     def find(self, prefix: str) -> Iterator[list[Listed]]:
-        """All values whose name begins so, in pages."""
-        ...
+        """All values whose name starts with `prefix`, in pages."""
 
     def register(self, arena: Arena) -> None:
-        """Bodies will lie in this memory, for clients whose network card wants to know."""
-        ...
+        """Announce the memory of the blocks, for clients that register it with a network card."""
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 class RemoteStore(WholeBlocks):
-    """Slots mean nothing here: a block is found by its key."""
+    """Finds a block by its key and ignores slots."""
 
     def __init__(
         self,
@@ -87,7 +95,7 @@ class RemoteStore(WholeBlocks):
         return self.prefix + key.hex()
 
     def exists(self, keys: Sequence[BlockKey], limit: int) -> list[bool]:
-        """Which of the first `limit` are there, in as few round trips as the store can.
+        """Which of the first `limit` keys exist, in as few round trips as possible.
 
         The keys are those of a prompt, in order. Raises StoreError.
         """
@@ -100,7 +108,7 @@ class RemoteStore(WholeBlocks):
         return self.client.put(self._sealed(blocks, digests), self._ttl_seconds)
 
     def _sealed(self, blocks: Sequence[Block], digests: Digests) -> list[Item]:
-        """The values to be written."""
+        """The values to write."""
         now = self._now()
         items = []
         for block, digest in zip(blocks, digests(), strict=True):
@@ -109,7 +117,7 @@ class RemoteStore(WholeBlocks):
                 head, body = self._envelope.encrypt(block.key, block.tenant, body, now)
                 items.append(Item(self.name(block.key), memoryview(head), body))
                 continue
-            # Right behind the block, if there is room: then both are one piece of memory.
+            # Directly after the block if there is room: then both are one piece of memory.
             room = self._head_room(block)
             room[:] = self._envelope.pack(block.key, digest, now)
             items.append(Item(self.name(block.key), room, body))
@@ -121,7 +129,7 @@ class RemoteStore(WholeBlocks):
         return lambda: self._opened(blocks, items, answers)
 
     def _empty(self, block: Block) -> Item:
-        """A value to be filled."""
+        """A value to read into."""
         head = self._head_room(block)
         return Item(self.name(block.key), head, block.memory[: self._block_bytes])
 
@@ -130,7 +138,7 @@ class RemoteStore(WholeBlocks):
         return room if len(room) == HEAD_BYTES else memoryview(bytearray(HEAD_BYTES))
 
     def _opened(self, blocks: Sequence[Block], items: Sequence[Item], answers: Answers) -> Answers:
-        """Judge what came."""
+        """Verify what was read."""
         now = self._now()
         return [
             self._envelope.open(block.key, block.tenant, bytes(item.head), item.body, now)
@@ -145,10 +153,10 @@ class RemoteStore(WholeBlocks):
         try:
             self.client.remove([self.name(key)])
         except StoreError as error:
-            log.warning("a damaged remote value could not be removed: %s", error)
+            log.warning("a damaged remote value could not be deleted: %s", error)
 
     def scan(self) -> Iterator[list[Found]]:
-        """Nothing: what others keep there is asked for by name, not listed."""
+        """Nothing: remote blocks are looked up by name, not listed."""
         return iter(())
 
     def close(self) -> None:

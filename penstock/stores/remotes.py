@@ -1,4 +1,4 @@
-"""From a URL to the remote store it names. A client library is imported only where it is named."""
+"""Opens the remote store that a URL names. A client library is imported only if it is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.types import BlockSpec
 class _Kind(NamedTuple):
     module: str
     client: str
-    extra: str  # of the package
+    extra: str  # the package extra that installs the library
     library: str
     schemes: tuple[str, ...]
 
@@ -39,28 +39,28 @@ _KINDS = (
     ),
     _Kind("penstock.stores.s3", "ObjectClient", "s3", "obstore", ("s3", "gs", "az", "file")),
     _Kind("penstock.stores.mooncake", "MooncakeClient", "mooncake", "mooncake", ("mooncake",)),
-    _Kind("penstock.stores.memory", "open_shared", "", "", ("memory",)),  # for trials
+    _Kind("penstock.stores.memory", "open_shared", "", "", ("memory",)),  # for tests
 )
 _MOONCAKE_BATCH_BYTES = 128 << 20
 SCHEMES = tuple(scheme for kind in _KINDS for scheme in kind.schemes)
 
 
 def headroom_bytes(url: str | None) -> int:
-    """What a store would like to have free behind each block in DRAM, for the head."""
+    """Bytes to leave free after each block in DRAM, for a store that keeps the head there."""
     return mmap.PAGESIZE if url is not None and _is_mooncake(url) else 0
 
 
 def batch_bytes(url: str) -> int | None:
-    """The batches a store is fastest with; None: as others are."""
-    # Its library moves the parts of a batch side by side, and starts slowly.
+    """The batch size with which a store is fastest; None for the default."""
+    # Mooncake's library moves the parts of a batch in parallel, and starts slowly.
     return _MOONCAKE_BATCH_BYTES if _is_mooncake(url) else None
 
 
 def threads_for(remote: RemoteConfig) -> int:
-    """More threads than cores only take turns: the clients' own work is copying."""
+    """Threads for the remote tier. Clients mostly copy, so more threads than cores do not help."""
     num = min(4, num_cores())
     if remote.url is not None and _is_mooncake(remote.url):
-        num = max(1, num // 2)  # its library has as many of its own
+        num = max(1, num // 2)  # its library has as many threads again
     return remote.threads or num
 
 
@@ -69,7 +69,7 @@ def _is_mooncake(url: str) -> bool:
 
 
 def check_scheme(url: str) -> _Kind:
-    """Raise ConfigError for a URL that no store here has. Imports no client library."""
+    """Raise ConfigError if the URL's scheme is unknown. Imports no client library."""
     check_url(url)
     scheme = url.partition("://")[0].lower()
     for kind in _KINDS:
@@ -77,12 +77,12 @@ def check_scheme(url: str) -> _Kind:
             return kind
     raise ConfigError(
         f"remote.url is {without_password(url)!r}: expected one that begins with "
-        f"{', '.join(f'{known}://' for known in SCHEMES)}; correct it."
+        f"{', '.join(f'{known}://' for known in SCHEMES)}."
     )
 
 
 def open_client(url: str, timeout_seconds: float) -> Client:
-    """Connects to nothing yet. Raises ConfigError for a URL that nobody here understands."""
+    """Open a client, without connecting. Raises ConfigError if the URL is invalid."""
     kind = check_scheme(url)
     try:
         module = import_module(kind.module)
@@ -95,12 +95,11 @@ def open_client(url: str, timeout_seconds: float) -> Client:
 
 
 def open_remote(config: RemoteConfig, spec: BlockSpec, *, secret: bytes) -> RemoteStore:
-    """The store that `config` names. Raises ConfigError; a server that is away is no error."""
+    """Open the store that `config` names. Raises ConfigError, but not if the server is down."""
     assert config.url is not None
     envelope = Envelope(spec, secret=secret, encrypt=config.encrypt, ttl_seconds=config.ttl_seconds)
     client = open_client(config.url, config.timeout_seconds)
-    likes_large = hasattr(client, "put_packs")
-    make = PackedStore if likes_large else RemoteStore
+    make = PackedStore if hasattr(client, "put_packs") else RemoteStore
     return make(
         cast(Any, client),
         spec,

@@ -1,8 +1,8 @@
-"""One cap for all namespaces of a disk folder: the one in use takes room from the others.
+"""One cap for all namespaces of a disk folder: the one in use takes space from the others.
 
-The others give up from the end of their slabs, the least recently used first, and only as much as
-is needed. Their records are cleared before their bytes go, so whenever the writer dies, no record
-names what is gone. Only the folder's one writer may do this.
+The least recently used namespace shrinks first, from the end of its slabs, and only as far as
+needed. Records are cleared before their blocks are deleted, so no record names a deleted block even
+if the process is killed. Only the process that holds the folder's lock may do this.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class SharedCap:
         self._cap_bytes = cap_bytes
         self._lock = Lock()
         others = [look_at(path) for path in store_paths(directory) if path != own]
-        # The least recently used last: it gives up first.
+        # The least recently used is last: it shrinks first.
         self._others = sorted(others, key=lambda shelf: shelf.last_used, reverse=True)
         self._sizes = {shelf.path: shelf.disk_bytes for shelf in self._others}
 
     @property
     def own_cap_bytes(self) -> int:
-        """What the store in use may grow to, once the others have given up everything."""
+        """The size to which the store in use may grow if all others are deleted."""
         return max(0, self._cap_bytes - FOLDER_BYTES)
 
     def make_room(self, own_bytes: int) -> None:
-        """Before the store in use grows to `own_bytes`. Raises OSError if the others cannot shrink.
+        """Make the store in use fit at `own_bytes`. Raises OSError if the others cannot shrink.
 
-        Whatever happens, all of them together stay below the cap.
+        Must be called before it grows, so that all stores together stay below the cap.
         """
         with self._lock:
             while (excess := sum(self._sizes.values()) + own_bytes - self.own_cap_bytes) > 0:
@@ -54,11 +54,11 @@ class SharedCap:
                 if is_gone:
                     self._others.pop()
                 freed = format_bytes(before - self._sizes[shelf.path])
-                log.info("made room: %s of KV for %s were given up", freed, shelf.title)
+                log.info("deleted %s of KV for %s to make room", freed, shelf.title)
 
 
 def _give_up(shelf: Shelf, num_bytes: int) -> bool:
-    """Shrink a store by at least `num_bytes`, if it has as much; returns whether it is gone."""
+    """Shrink a store by `num_bytes` or more. Returns True if nothing is left of it."""
     geometry, slabs = shelf.geometry, slab.slab_paths(shelf.path)
     if geometry is not None:
         freed = 0
@@ -80,9 +80,10 @@ def _give_up(shelf: Shelf, num_bytes: int) -> bool:
 
 
 def _clear_records(path: Path, first_slot: int) -> None:
-    """All from `first_slot` on become zero. The index keeps its length: a shorter one is damage.
+    """Zero all records from `first_slot` on.
 
-    It also keeps its time: that it gave something up is not a use.
+    The index keeps its length, because a shorter one counts as damage, and its modification time,
+    because making room is not a use.
     """
     try:
         descriptor = os.open(path / "index", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -101,9 +102,9 @@ def _clear_records(path: Path, first_slot: int) -> None:
 
 
 def remove_store(path: Path) -> int:
-    """Delete one namespace's store, and nothing that is not ours; returns the bytes given back."""
+    """Delete one namespace's store, but no files of others. Returns the number of bytes freed."""
     num_bytes = remove_store_files(path)
     (path / "LOCK").unlink(missing_ok=True)
-    with suppress(OSError):  # a stranger's file lies in it
+    with suppress(OSError):  # it contains files that are not ours
         path.rmdir()
     return num_bytes

@@ -1,12 +1,12 @@
-"""The byte format of a disk store: its files, and the record that vouches for each slot.
+"""The byte format of a disk store: its files, and the record of each slot.
 
-A disk folder holds one such store for each namespace (see `folder`):
+A disk folder has one such store per namespace (see `folder`):
 
     STORE/
-      MANIFEST      JSON: format version, namespace, geometry, what it is for in words; replaced
-                    whole, never edited
-      LOCK          held with flock by the one writer; names it for people
-      index         one 128-byte record a slot, in slot order
+      MANIFEST      JSON: format version, namespace, geometry, a description; always replaced
+                    whole
+      LOCK          held with flock by the only writer; its text names the process
+      index         one 128-byte record per slot, in slot order
       slab-00000    payloads: `slots_per_slab` slots of `stride_bytes` each; slab-00001, ...
 
 A record (little-endian):
@@ -14,7 +14,7 @@ A record (little-endian):
     offset  size
          0     4  magic "PKV1"
          4     4  state: 0 empty, 1 holds a block
-         8     8  generation: epoch of the writer << 40 | its count of writes; newer is larger
+         8     8  generation: epoch of the writer << 40 | number of its writes; grows
         16    32  key
         48    32  namespace (physical, see keys.Namespace)
         80     8  length of the payload in bytes
@@ -22,10 +22,10 @@ A record (little-endian):
        104    16  reserved, zero
        120     8  XXH3-64 of the 120 bytes before
 
-A slot is written in three steps: its record is made empty, the payload is written, the record is
-written. Whenever a writer dies, a record that names a block was written after its payload; and
-should the machine lose power and reorder the writes, the payload's checksum tells. A record that
-is all zero, or whose own checksum fails, holds nothing.
+A slot is written in three steps: its record is emptied, the payload is written, the record is
+written. If the writer is killed at any point, every record that names a block was written after
+its payload. If the machine loses power and the writes were reordered, the payload's checksum does
+not match. A slot is empty if its record is all zero or fails its own checksum.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from penstock.errors import Foreign
+from penstock.errors import ConfigError, Foreign
 from penstock.types import PAGE_BYTES, BlockKey, BlockSpec, Slot
-from penstock.units import printable
+from penstock.units import format_bytes, printable
 
 FORMAT_VERSION = 2
 MAGIC = b"PKV1"
@@ -53,15 +53,15 @@ RECORD_BYTES = 128
 SLAB_BYTES = 16 << 30
 EMPTY, HELD = 0, 1
 _MAX_EPOCH = 1 << 23  # a generation has 64 bits, 40 of them for the count
-NAMESPACE_DIGITS = 32  # of a namespace, that name its store within a folder
+NAMESPACE_DIGITS = 32  # of the namespace, in the name of its store's directory
 NAMESPACE_NAME = rf"[0-9a-f]{{{NAMESPACE_DIGITS}}}"
 _BODY = struct.Struct("<4sIQ32s32sQ16s16x")
 _SUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<4sIQ32s32sQ16s16xQ")
 _ZERO = bytes(RECORD_BYTES)
-# MANIFEST and LOCK, and the manifest's temporary while it is replaced: a page each.
+# MANIFEST, LOCK, and the temporary file while MANIFEST is replaced: a page each.
 FIXED_BYTES = 3 * PAGE_BYTES
-# What a filesystem may count to a slab for its extent tree, when slots are written here and there.
+# Bytes per slot that a filesystem may need for a slab's extent tree if writes are scattered.
 EXTENT_BYTES = 32
 
 
@@ -92,7 +92,7 @@ def empty_record(generation: int) -> bytes:
 
 
 def unpack_record(data: bytes | memoryview) -> SlabRecord | None:
-    """The record, or None where there is none: never written, torn, or damaged."""
+    """The record, or None if it was never written, or is torn or damaged."""
     if data == _ZERO or len(data) != RECORD_BYTES:
         return None
     body = data[: _BODY.size]
@@ -103,9 +103,9 @@ def unpack_record(data: bytes | memoryview) -> SlabRecord | None:
 
 
 def find_keys(data: bytes, namespace: bytes, length: int) -> list[tuple[int, BlockKey | None]]:
-    """Generation and key of each record in `data`; no key where it does not vouch for a block.
+    """Generation and key of each record in `data`; the key is None unless the record is valid.
 
-    The same judgement as `unpack_record`, for whole stretches of an index at a time.
+    The same checks as `unpack_record`, for many records at a time.
     """
     found: list[tuple[int, BlockKey | None]] = []
     digest = xxhash.xxh3_64_intdigest
@@ -135,7 +135,7 @@ def find_keys(data: bytes, namespace: bytes, length: int) -> list[tuple[int, Blo
 
 
 def find_damage(data: bytes, found: Sequence[tuple[int, BlockKey | None]]) -> list[int]:
-    """Which records of `data`, in which `find_keys` found this, are neither blocks nor empty."""
+    """Indices of damaged records. `found` is the result of `find_keys` for the same `data`."""
     damaged = []
     for index, (_, key) in enumerate(found):
         if key is None:
@@ -148,7 +148,7 @@ def find_damage(data: bytes, found: Sequence[tuple[int, BlockKey | None]]) -> li
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a store was made for. It is opened again only for the same."""
+    """The layout and namespace of a store. It can be opened only with the same ones."""
 
     format_version: int
     namespace: str
@@ -156,9 +156,9 @@ class Geometry:
     block_tokens: int
     stride_bytes: int
     slots_per_slab: int
-    # Counts the writers that opened the store: makes generations grow without trusting a clock.
+    # Number of writers that have opened the store: generations grow without trusting a clock.
     epoch: int = field(default=1, compare=False)
-    # What the namespace stands for, for people: a digest tells them nothing.
+    # What the namespace is for, in words that people understand.
     description: dict[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -183,7 +183,7 @@ class Geometry:
         )
 
     def num_slots(self, cap_bytes: int) -> int:
-        """Slots that fit under the cap together with everything else the store writes."""
+        """Slots that fit under the cap, counting everything else that the store writes."""
         per_slot = self.stride_bytes + RECORD_BYTES + EXTENT_BYTES
         per_slab = self.slots_per_slab * per_slot + PAGE_BYTES
         # The index and its own extents are rounded up to pages.
@@ -192,9 +192,9 @@ class Geometry:
         return num_slabs * self.slots_per_slab + max(0, rest - PAGE_BYTES) // per_slot
 
     def footprint_bytes(self, num_slots: int, slab_sizes: Collection[int]) -> int:
-        """The most that a store of `num_slots` takes with slabs of these sizes.
+        """The most disk space that a store of `num_slots` takes with slabs of these sizes.
 
-        With all its slabs full it is not more than the cap that `num_slots` was asked with.
+        With full slabs it is at most the cap for which `num_slots` was computed.
         """
         slots_in_slabs = sum(size // self.stride_bytes for size in slab_sizes)
         payload = sum(slab_sizes) + slots_in_slabs * EXTENT_BYTES + len(slab_sizes) * PAGE_BYTES
@@ -202,11 +202,11 @@ class Geometry:
 
     @property
     def min_cap_bytes(self) -> int:
-        """The smallest cap under which there is a slot."""
+        """The smallest cap with room for one slot."""
         return FIXED_BYTES + 3 * PAGE_BYTES + self.stride_bytes + RECORD_BYTES + EXTENT_BYTES
 
     def place(self, slot: Slot) -> tuple[int, int]:
-        """Number of the slab, and offset of the slot's payload in it."""
+        """The slab's number, and the offset of the slot's payload in it."""
         slab, index = divmod(slot, self.slots_per_slab)
         return slab, index * self.stride_bytes
 
@@ -216,7 +216,7 @@ def slab_path(directory: Path, slab: int) -> Path:
 
 
 def slab_paths(directory: Path) -> list[tuple[int, Path]]:
-    """The slabs there are, by number."""
+    """Number and path of each existing slab, sorted."""
     return sorted(
         (int(path.name[5:]), path)
         for path in directory.glob("slab-*")
@@ -225,7 +225,7 @@ def slab_paths(directory: Path) -> list[tuple[int, Path]]:
 
 
 def read_manifest(directory: Path) -> Geometry | None:
-    """The geometry a directory was made for, or None where there is no store."""
+    """The geometry of the store in a directory, or None if there is no store."""
     try:
         text = (directory / "MANIFEST").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -243,27 +243,34 @@ def read_manifest(directory: Path) -> Geometry | None:
         if not valid or len(bytes.fromhex(geometry.namespace)) != 32:
             raise ValueError("a field is out of range")
         if geometry.epoch >= _MAX_EPOCH or geometry.stride_bytes != geometry.spec.stride_bytes:
-            raise ValueError("a number cannot be right")
+            raise ValueError("a number is impossible")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Foreign(
-            f"{directory}/MANIFEST is damaged ({printable(str(error))}); nothing in the store "
-            f"can be trusted: empty it with `{clear_command(directory)}`."
+            f"{directory}/MANIFEST is damaged ({printable(str(error))}), so nothing in the store "
+            f"can be trusted; clear it with `{clear_command(directory)}`."
         ) from None
     return geometry
 
 
 def clear_command(directory: Path) -> str:
-    """What a user runs to empty a store, or the folder in which stores lie."""
+    """The command that clears a store or a disk folder."""
     if re.fullmatch(NAMESPACE_NAME, directory.name):
         return f"penstock store clear {directory.parent} --namespace {directory.name}"
     return f"penstock store clear {directory}"
 
 
+def too_small(cap_bytes: int, min_bytes: int) -> ConfigError:
+    return ConfigError(
+        f"disk.size is {format_bytes(cap_bytes)}, too little for one block; "
+        f"set it to at least {format_bytes(min_bytes)}."
+    )
+
+
 def refuse_other_version(directory: Path, version: object) -> None:
     if version != FORMAT_VERSION:
         raise Foreign(
-            f"{directory} holds a store of format version {reprlib.repr(version)}, and this "
-            f"Penstock reads version {FORMAT_VERSION}; use another path, or empty it with "
+            f"{directory} has format version {reprlib.repr(version)}, but this Penstock reads "
+            f"version {FORMAT_VERSION}; use another path, or clear it with "
             f"`{clear_command(directory)}`."
         )
 
@@ -273,8 +280,8 @@ def write_manifest(directory: Path, geometry: Geometry) -> None:
 
 
 def write_whole(directory: Path, fields: Mapping[str, object]) -> None:
-    """Replace the manifest whole: it is the old one or the new one, never a part."""
-    text = json.dumps(fields, indent=2) + "\n"  # ASCII: a path need not be valid Unicode
+    """Replace the manifest atomically: readers see the old one or the new one."""
+    text = json.dumps(fields, indent=2) + "\n"  # ASCII, because a path need not be valid Unicode
     descriptor, temporary = tempfile.mkstemp(prefix=".MANIFEST-", dir=directory)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

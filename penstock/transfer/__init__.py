@@ -1,1 +1,1 @@
-"""Transfers: the only part that takes time. Orders in, outcomes out, threads between."""
+"""Transfers: queues and threads that move blocks between tiers, and report the outcomes."""

@@ -1,4 +1,4 @@
-"""Asks a store which blocks it holds, beside what is moved: an answer must not wait for a load."""
+"""Asks a store which blocks it holds, on separate threads: answers must not wait for loads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from penstock.transfer.pool import DaemonPool
 from penstock.types import Answer, BlockKey, Question
 
 Exists = Callable[[Sequence[BlockKey], int], list[bool]]
-"""(blocks of a prompt in order, how many of them to look for) to which of those are there."""
+"""Takes the blocks of a prompt in order and a limit; returns which of the first ones exist."""
 
 _NUM_THREADS = 2
-# Blocks are saved from the front: behind a stretch that lacks one, the rest is hardly there. The
-# first is short, since most prompts are new, and some stores are paid for every name.
+# Blocks are saved from the front: after a missing block the rest rarely exists. The first batch is
+# short because most prompts are new, and some stores charge for every name.
 _FIRST_BLOCKS = 32
 _GROWTH = 4
 _MAX_BLOCKS = 512
@@ -22,7 +22,7 @@ _MAX_BLOCKS = 512
 
 class Asker:
     def __init__(self, exists: Exists, report: Callable[[Answer], None]) -> None:
-        """`exists` may raise StoreError; whatever it raises is an answer without news."""
+        """If `exists` raises, the answer has an error and the blocks found until then."""
         self._exists = exists
         self._report = report
         self._threads = DaemonPool(_NUM_THREADS, "penstock-ask")
@@ -44,7 +44,7 @@ class Asker:
                 num_blocks = min(_GROWTH * num_blocks, _MAX_BLOCKS)
         except StoreError as fault:
             error = str(fault)
-        except Exception as bug:  # it costs the answer, never the thread
+        except Exception as bug:  # a bug fails the answer, but not the thread
             error = repr(bug)
         seconds = time.perf_counter() - started
         return Answer(question.id, tuple(present), seconds, error)

@@ -1,4 +1,4 @@
-"""Copies that run beside a computation which is not ours: started, asked for, fenced."""
+"""Copies that run in parallel with vLLM's computation: starting, polling and fencing them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,29 @@ from penstock.types import Outcome, Tier, Transfer, TransferId
 
 
 class Copier(Protocol):
-    """For one owner, the thread that computes."""
+    """For one owner: the thread that computes."""
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Start transfers of one direction. Never waits for a copy."""
-        ...
 
     def poll(self) -> list[Outcome]:
-        """What has ended since the last call."""
-        ...
+        """Transfers that have ended since the last call."""
 
     def fence(self, transfer_ids: Sequence[TransferId]) -> None:
-        """Nothing that is computed or loaded from now on begins before these have ended."""
-        ...
+        """Make everything computed or loaded from now on wait for these transfers."""
 
     def start_timer(self, step: int) -> None: ...
 
     def stop_timer(self, step: int) -> None: ...
 
     def take_times(self) -> dict[int, float]:
-        """Seconds of the steps that were timed and have ended."""
-        ...
+        """Seconds of each timed step that has ended, by step."""
 
     def close(self) -> None: ...
 
 
 class ThreadCopier:
-    """For a device that the processor can address: threads of a mover's."""
+    """Runs a mover on threads, for a device that the processor can address."""
 
     def __init__(self, mover: Mover, num_threads: int) -> None:
         lanes = {Tier.HOST: LaneSpec(mover, num_threads)}
@@ -87,10 +83,10 @@ class ThreadCopier:
 
 
 class NoCopier:
-    """Refuses everything: what it is asked for is lost, and its owner goes on."""
+    """Refuses all transfers, for a worker that cannot copy but must keep running."""
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
-        raise RuntimeError("nothing can be copied here; see the log for the reason")
+        raise RuntimeError("this worker cannot copy blocks; see the log for the reason")
 
     def poll(self) -> list[Outcome]:
         return []

@@ -1,10 +1,10 @@
-"""HOST to and from a GPU's memory: one batch of asynchronous copies a transfer.
+"""Copies between HOST and a GPU's memory: one batch of asynchronous copies per transfer.
 
-Each direction has a stream and a thread that waits for its copies to end. Some transfers are always
-on the stream ahead of those that are copied: the link never waits for Python. Before it copies, a
-stream waits for all that compute had been given when the transfer was queued: a block is never
-saved before it is written, nor loaded over while a step still reads what lay there; but the steps
-that follow run beside the copy.
+Each direction has a stream and a thread that waits for its copies to end. Several transfers are
+queued on the stream ahead of the running one, so the link never waits for Python. Before a copy,
+the stream waits for everything that had been launched for computing when the transfer was queued: a
+block is never saved before it is computed, nor overwritten while a step still reads it. Later steps
+run in parallel with the copy.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from penstock.types import BlockKey, Direction, Slot, Transfer, Verdict
 
 log = logging.getLogger(__name__)
 
-_cuda: Any = torch.cuda  # carries no types
+_cuda: Any = torch.cuda  # has no type annotations
 
 Addresses = Any  # a NumPy array of 64-bit addresses
 CopyAll = Callable[[Addresses, Addresses, Addresses, int], None]
-"""Targets, sources, lengths in bytes, a stream's handle: queue all copies, wait for none."""
+"""Takes targets, sources, lengths in bytes and a stream's handle. Queues all copies."""
 
 
 class Memory(NamedTuple):
-    """Blocks of one side: where they lie."""
+    """The addresses of the blocks on one side of the link."""
 
     address: int
     stride_bytes: int
@@ -47,7 +47,7 @@ class Memory(NamedTuple):
 
 
 class CudaMover(Mover):
-    max_ahead = 8  # at 128 MiB some 20 ms of the link; what is on a stream cannot be given up
+    max_ahead = 8  # about 20 ms at 128 MiB each; queued copies cannot be cancelled
 
     def __init__(
         self, device: DevicePool, host: HostArena, seals: Seals, copy_all: CopyAll | None = None
@@ -62,7 +62,7 @@ class CudaMover(Mover):
         self._copy_all = copy_all or best_copy()
         with _cuda.device(self._gpu):
             self._ways = {d: _Way(d, stream, self._gpu) for d, stream in new_streams().items()}
-        self._computed: Any = None  # all that compute had been given when one was last queued
+        self._computed: Any = None  # recorded when a transfer was last queued
 
     def queued(self, transfer: Transfer) -> None:
         with _cuda.device(self._gpu):
@@ -74,7 +74,7 @@ class CudaMover(Mover):
         keys, sources, targets = transfer.keys, transfer.source_slots, transfer.target_slots
         if transfer.direction is Direction.LOAD:
             in_host, of, to = sources, self._host, self._device
-            # After the copy: a slot that changed under it has lost its seal by now.
+            # After the copy: a slot that was overwritten during it has lost its seal.
             judge = partial(self._seals.verdicts, keys, sources)
         else:
             in_host, of, to = targets, self._device, self._host
@@ -118,9 +118,9 @@ class _Way:
     def queue(
         self, copy: Callable[[int], None], after: Any, judge: Callable[[], list[Verdict]]
     ) -> Callable[[], MoveResult]:
-        """Queue copies behind those before, and behind `after`. What it returns waits for them."""
+        """Queue copies after earlier ones and after `after`. The result waits for them to end."""
         with _cuda.device(self._gpu):
-            # To wait asleep: a thread that spins takes the processor from the one that computes.
+            # Blocking events: a thread that spins would slow down the one that computes.
             began, ended = (_cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
             self._stream.wait_event(after)
             began.record(self._stream)
@@ -133,7 +133,7 @@ class _Way:
 
         def finish() -> MoveResult:
             ended.synchronize()
-            # What the copies took, without the wait for those before and for what is computed.
+            # The time of the copies alone, without waiting for earlier work.
             seconds = float(began.elapsed_time(ended)) / 1e3
             return MoveResult(judge(), seconds=seconds)
 
@@ -141,18 +141,15 @@ class _Way:
 
 
 def new_streams() -> dict[Direction, Any]:
-    """A request waits for a load; nobody waits for a save."""
-    return {
-        Direction.LOAD: _cuda.Stream(priority=-1),
-        Direction.SAVE: _cuda.Stream(priority=0),
-    }
+    """One stream per direction. Loads have priority, because requests wait for them."""
+    return {Direction.LOAD: _cuda.Stream(priority=-1), Direction.SAVE: _cuda.Stream(priority=0)}
 
 
 def best_copy() -> CopyAll:
-    """One call for all blocks where the driver knows it (CUDA 12.8 and later); else a call each.
+    """One driver call for all blocks if the driver has it (CUDA 12.8 and later), else one each.
 
-    The driver is called directly: a list of thousands of addresses through a Python wrapper takes
-    longer than the copy of some blocks.
+    The driver is called directly: passing thousands of addresses through a Python wrapper can take
+    longer than the copies.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     for name, tells_failure in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
@@ -161,13 +158,13 @@ def best_copy() -> CopyAll:
         except AttributeError:
             continue
         return _batch_copy(function, tells_failure)
-    log.info("the CUDA driver has no cuMemcpyBatchAsync: blocks are copied singly")
+    log.info("the CUDA driver has no cuMemcpyBatchAsync; blocks are copied one by one")
     return copy_each
 
 
 def _batch_copy(function: Any, tells_failure: bool) -> CopyAll:
-    # CUmemcpyAttributes: the order in which sources are read (1: as the stream comes to them),
-    # then hints and flags, all of them zero.
+    # CUmemcpyAttributes: the order in which sources are read (1: stream order), then hints and
+    # flags, all zero.
     attributes = (ctypes.c_int * 16)(1)
     first = ctypes.c_size_t(0)
     failed = ctypes.c_size_t(0)

@@ -1,12 +1,12 @@
-"""Copies between a GPU's scattered blocks and shared DRAM, beside a computation that is not ours.
+"""Copies between a GPU's scattered blocks and shared DRAM, in parallel with vLLM's computation.
 
-No thread and no waiting: the thread that computes queues copies on streams of ours and later asks
-an event whether they have ended. A save's stream first waits for all that was launched before it.
-A load writes to blocks that nothing launched so far reads or writes, so it need not wait; where
-such a block is still being saved, the fence makes both streams wait for that.
+Uses no threads and never waits: the thread that computes queues copies on our own streams and later
+queries an event to see whether they have ended. A save's stream first waits for everything launched
+before it. A load need not wait, because nothing launched so far uses its target blocks; if such a
+block is still being saved, the fence makes both streams wait for the save.
 
-Where a block is scattered over layers it crosses the link whole, through one of two buffers on the
-GPU: while one is on the link, a kernel fills or empties the other (see `cuda_stage`).
+A block that is scattered over layers crosses the link in one piece, through one of two buffers on
+the GPU: while one is on the link, a kernel fills or empties the other (see `cuda_stage`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
-from penstock.transfer.cuda import Addresses, best_copy, new_streams
+from penstock.transfer.cuda import Memory, best_copy, new_streams
 from penstock.transfer.paged import PagedMemory, Part
 from penstock.transfer.pinning import PinnedSlots
 from penstock.transfer.seals import Seals
@@ -32,13 +32,13 @@ from penstock.units import MiB
 
 log = logging.getLogger(__name__)
 
-_cuda: Any = torch.cuda  # carries no types
+_cuda: Any = torch.cuda  # has no type annotations
 
-_STAGE_BYTES = 32 * MiB  # of each of two buffers in each direction
+_STAGE_BYTES = 32 * MiB  # size of each buffer; there are two per direction
 
 
 class _Link:
-    """One direction: a stream of copies, and buffers on the way where blocks are scattered."""
+    """One direction: a stream for copies, and buffers if blocks are scattered."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class _Link:
     ) -> None:
         self.copies = stream
         self._part = part
-        self._host = host
+        self._host = Memory(host.address, host.stride_bytes)
         self._direction = direction
         self._copy_all = best_copy()
         self._gpu = gpu
@@ -68,7 +68,7 @@ class _Link:
 
     @property
     def first(self) -> Any:
-        """The stream on which a transfer begins."""
+        """The stream on which a transfer starts."""
         return self._kernels if self._begins_with_kernel else self.copies
 
     @property
@@ -83,7 +83,7 @@ class _Link:
         return bool(self._buffers) and self._direction is Direction.SAVE
 
     def queue(self, slots: Sequence[Slot], blocks: Sequence[Slot]) -> Any:
-        """Queue the copies of all blocks; what is returned must live until they have ended."""
+        """Queue the copies of all blocks. The result must be kept until they have ended."""
         if not self._buffers:
             self._queue_pieces(slots, blocks)
             return None
@@ -97,7 +97,7 @@ class _Link:
         return numbers
 
     def _queue_staged(self, buffer: _Buffer, slots: Sequence[Slot], numbers: Any) -> None:
-        in_host = self._in_host(slots) + np.uint64(self._part.offset)
+        in_host = self._host.addresses(slots) + np.uint64(self._part.offset)
         in_stage = np.uint64(buffer.stage.address) + np.arange(len(slots), dtype=np.uint64) * (
             np.uint64(buffer.stage.block_bytes)
         )
@@ -118,7 +118,7 @@ class _Link:
         buffer.is_free.record(self.last)
 
     def _queue_pieces(self, slots: Sequence[Slot], blocks: Sequence[Slot]) -> None:
-        in_host = (self._in_host(slots)[:, None] + self._offsets[None, :]).reshape(-1)
+        in_host = (self._host.addresses(slots)[:, None] + self._offsets[None, :]).reshape(-1)
         numbers = np.asarray(blocks, np.uint64)
         on_device = self._addresses[None, :] + numbers[:, None] * self._strides[None, :]
         on_device = on_device.reshape(-1)
@@ -126,10 +126,6 @@ class _Link:
         load = self._direction is Direction.LOAD
         targets, sources = (on_device, in_host) if load else (in_host, on_device)
         self._copy_all(targets, sources, lengths, self.copies.cuda_stream)
-
-    def _in_host(self, slots: Sequence[Slot]) -> Addresses:
-        starts = np.asarray(slots, np.uint64) * np.uint64(self._host.stride_bytes)
-        return starts + np.uint64(self._host.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +136,15 @@ class _Buffer:
 
 
 def make_stages(memory: PagedMemory, gpu: Any) -> dict[Direction, list[Any]]:
-    """Two buffers for each direction; none where blocks are whole already or cannot be staged.
+    """Two buffers per direction; none if blocks are contiguous or cannot be staged.
 
-    Their kernels are compiled here and now: the first request must not wait for that.
+    Compiles the kernels now, so that the first request does not wait for them.
     """
     stages: dict[Direction, list[Any]] = {direction: [] for direction in Direction}
     try:
         from penstock.transfer.cuda_stage import CopyStage, can_stage
     except ImportError:
-        log.info("there is no triton: blocks cross the link in pieces")
+        log.info("triton is not installed; blocks are copied layer by layer")
         return stages
     if can_stage(memory):
         num_blocks = max(1, _STAGE_BYTES // memory.block_bytes)
@@ -157,7 +153,7 @@ def make_stages(memory: PagedMemory, gpu: Any) -> dict[Direction, list[Any]]:
         first = torch.zeros(1, dtype=torch.int64, device=gpu)
         stage = stages[Direction.SAVE][0]
         stage.gather(first)
-        stage.scatter(first)  # what was there before
+        stage.scatter(first)  # writes back the same bytes
         _cuda.synchronize()
     return stages
 
@@ -167,7 +163,7 @@ class _Flight:
     transfers: Sequence[Transfer]
     began: Any
     ended: Any
-    kept: Any  # memory that the copies use
+    kept: Any  # keeps memory that the copies use
 
 
 class CudaCopier:
@@ -186,7 +182,7 @@ class CudaCopier:
             for direction, stream in new_streams().items()
         }
         self._flights: dict[Direction, deque[_Flight]] = {d: deque() for d in Direction}
-        self._held: deque[Sequence[Transfer]] = deque()  # their DRAM is not pinned yet
+        self._held: deque[Sequence[Transfer]] = deque()  # waiting until their DRAM is pinned
         self._failed: list[Outcome] = []
         self._timers: dict[int, tuple[Any, Any]] = {}
         self._pins = PinnedSlots(host, gpu)
@@ -196,7 +192,7 @@ class CudaCopier:
         if self._is_pinned(transfers):
             self._start(transfers)
         elif self._pins.error is not None:
-            raise ConfigError(f"DRAM is not pinned: {self._pins.error}")
+            raise ConfigError(f"DRAM could not be pinned: {self._pins.error}")
         else:
             self._held.append(transfers)
 
@@ -243,7 +239,7 @@ class CudaCopier:
         self._pins.close()
 
     def _is_pinned(self, transfers: Sequence[Transfer]) -> bool:
-        return max(max(_host_slots(transfer)) for transfer in transfers) < self._pins.num_slots
+        return all(self._pins.has(_host_slots(transfer)) for transfer in transfers)
 
     def _start_held(self) -> None:
         while self._held and (self._pins.error is not None or self._is_pinned(self._held[0])):
@@ -279,7 +275,7 @@ class CudaCopier:
         for transfer in flight.transfers:
             verdicts = [Verdict.OK] * len(transfer.keys)
             if transfer.direction is Direction.LOAD:
-                # After the copy: a slot that changed under it has lost its seal by now.
+                # After the copy: a slot that was overwritten during it has lost its seal.
                 verdicts = self._seals.verdicts(transfer.keys, transfer.source_slots)
             share = seconds * len(transfer.keys) / num_blocks
             outcomes.append(Outcome(transfer.id, tuple(verdicts), share))

@@ -1,9 +1,8 @@
-"""Between blocks scattered over a GPU's layers and whole blocks in a buffer: one kernel.
+"""A kernel that gathers scattered blocks into a buffer on the GPU, and scatters them back.
 
-Each layer's piece of a block may be as small as 64 KiB. Copied over the link one by one, such
-pieces reach two thirds of its rate, and queueing them takes longer than many a copy. A kernel on
-the GPU gathers or scatters them at the speed of its own memory instead, and what crosses the link
-are whole blocks.
+A block's piece in one layer may be as small as 64 KiB. Copying such pieces over the link one by one
+reaches two thirds of its rate, and queueing them can take longer than the copies. The kernel
+gathers or scatters them at the speed of the GPU's memory, and whole blocks cross the link.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import triton.language as tl
 from penstock.transfer.paged import PagedMemory
 
 _WORD_BYTES = 8
-_WORDS = 1024  # of one turn of a program
+_WORDS = 1024  # per iteration of a program
 
 
 @triton.jit
@@ -50,7 +49,7 @@ def _move(
 
 
 class CopyStage:
-    """A buffer of whole blocks on the GPU, filled from or emptied into its scattered memory."""
+    """A buffer of whole blocks on the GPU, filled from or copied to its scattered memory."""
 
     def __init__(self, memory: PagedMemory, num_blocks: int, gpu: Any) -> None:
         self.num_blocks = num_blocks
@@ -67,7 +66,7 @@ class CopyStage:
         self._offsets = _table([sum(lengths[:index]) for index in range(len(lengths))], gpu)
 
     def gather(self, blocks: Any) -> None:
-        """Blocks, by a tensor of their numbers, into the buffer; on the current stream."""
+        """Copy blocks, given as a tensor of their numbers, to the buffer, on the current stream."""
         self._run(blocks, to_buffer=True)
 
     def scatter(self, blocks: Any) -> None:
@@ -88,7 +87,7 @@ class CopyStage:
 
 
 def can_stage(memory: PagedMemory) -> bool:
-    """Whether there is something to gain, and everything is in whole words."""
+    """Whether staging helps, and all addresses and sizes are multiples of a word."""
     numbers = [n for s in memory.stretches for n in (s.address, s.stride_bytes, s.num_bytes)]
     return len(memory.stretches) > 1 and all(number % _WORD_BYTES == 0 for number in numbers)
 

@@ -1,62 +1,42 @@
-"""Transfers of which one link, the device's, is served by other processes.
+"""Transfers whose link to the device is served by other processes.
 
-vLLM's workers own the device; the books, the lower tiers and DRAM itself stay in one process. What
-the books order for HOST's link is kept here until the host carries it to its workers, and counts
-as ended once every worker has reported it: each moves its own part of every block.
+vLLM's workers own the device; the books, DRAM and the lower tiers are in one process. Transfers
+between HOST and the device are kept here until the client sends them to its workers. Each worker
+copies its own part of every block, so a transfer has ended once all workers have reported it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
+from penstock.transfer.base import Transfers
 from penstock.transfer.seals import Seals
-from penstock.types import (
-    Answer,
-    Direction,
-    Outcome,
-    Question,
-    Tier,
-    Transfer,
-    TransferId,
-    Verdict,
-)
-
-
-class Transfers(Protocol):
-    """What an Offloader needs of the transfers (see `TransferEngine`)."""
-
-    def has_room(self, link: Tier, direction: Direction) -> bool: ...
-
-    def depth(self, link: Tier, direction: Direction) -> int: ...
-
-    def submit(self, transfer: Transfer) -> bool: ...
-
-    def cancel(self, transfer_id: TransferId) -> None: ...
-
-    def poll(self) -> list[Outcome]: ...
-
-    def ask(self, question: Question) -> None: ...
-
-    def take_answers(self) -> list[Answer]: ...
-
-    def wait(self, timeout_seconds: float) -> bool: ...
-
-    def close(self, timeout_seconds: float = 10.0) -> bool: ...
+from penstock.types import Answer, Direction, Outcome, Question, Tier, Transfer, TransferId, Verdict
 
 
 @dataclass(slots=True)
 class _Sent:
     transfer: Transfer
-    num_missing: int  # workers that have not reported yet
-    verdicts: list[Verdict] = field(default_factory=list)
-    seconds: float = 0.0
-    error: str = ""
+    num_missing: int  # workers that have not reported it yet
+    merged: Outcome | None = None  # of those that have
+
+    def merge(self, outcome: Outcome) -> None:
+        """Add a worker's outcome: a block is OK only if it is OK on all of them."""
+        self.num_missing -= 1
+        if self.merged is None:
+            self.merged = outcome
+            return
+        pairs = zip(self.merged.verdicts, outcome.verdicts, strict=True)
+        self.merged = Outcome(
+            outcome.transfer_id,
+            tuple(one if one is not Verdict.OK else two for one, two in pairs),
+            max(self.merged.seconds, outcome.seconds),  # workers copy in parallel
+            self.merged.error or outcome.error,
+        )
 
 
 class DelegatingEngine:
-    """Every other link is `below`'s. For one owner, like the engine it wraps."""
+    """Passes the device's link to workers and all others to `below`. For one owner."""
 
     def __init__(self, below: Transfers, seals: Seals, num_workers: int) -> None:
         self._below = below
@@ -69,50 +49,37 @@ class DelegatingEngine:
 
     @property
     def num_flying(self) -> int:
-        """Transfers that the workers still have to be told of, or to report."""
+        """Number of transfers that are not sent to the workers yet, or not reported by all."""
         return len(self._unsent) + len(self._sent)
 
     def take_unsent(self) -> list[Transfer]:
-        """What the workers are to be told, in the order the books gave it."""
+        """Transfers to send to the workers, in the order in which the books submitted them."""
         unsent, self._unsent = list(self._unsent.values()), {}
         for transfer in unsent:
             self._sent[transfer.id] = _Sent(transfer, self._num_workers)
         return unsent
 
-    def report(
-        self,
-        transfer_id: TransferId,
-        verdicts: Sequence[Verdict],
-        seconds: float,
-        error: str = "",
-        num_workers: int = 1,
-    ) -> Transfer | None:
-        """So many workers have ended a transfer; returns it once all have."""
-        sent = self._sent.get(transfer_id)
+    def report(self, outcome: Outcome) -> Transfer | None:
+        """Record that a worker has finished a transfer. Returns it once all of them have."""
+        sent = self._sent.get(outcome.transfer_id)
         if sent is None:
-            return None  # given up by `close`
-        if sent.verdicts:
-            pairs = zip(sent.verdicts, verdicts, strict=True)
-            sent.verdicts = [one if one is not Verdict.OK else other for one, other in pairs]
-        else:
-            sent.verdicts = list(verdicts)
-        sent.seconds = max(sent.seconds, seconds)  # they move their parts side by side
-        sent.error = sent.error or error
-        sent.num_missing -= num_workers
-        if sent.num_missing > 0:
+            return None  # `give_up` has already failed it
+        sent.merge(outcome)
+        if sent.num_missing or sent.merged is None:
             return None
-        del self._sent[transfer_id]
+        del self._sent[outcome.transfer_id]
         transfer = sent.transfer
         if transfer.direction is Direction.SAVE:
-            sound = [i for i, verdict in enumerate(sent.verdicts) if verdict is Verdict.OK]
+            sound = [i for i, verdict in enumerate(sent.merged.verdicts) if verdict is Verdict.OK]
             self._seals.seal(
                 [transfer.keys[i] for i in sound], [transfer.target_slots[i] for i in sound]
             )
-        self._ended.append(Outcome(transfer_id, tuple(sent.verdicts), sent.seconds, sent.error))
+        self._ended.append(sent.merged)
         return transfer
 
     def has_room(self, link: Tier, direction: Direction) -> bool:
-        # The books bound what is pending; a save must be told before its blocks are reused.
+        # Always room: the books limit what is pending, and workers must learn of a save before
+        # its blocks are reused.
         return not self._closed if link is Tier.HOST else self._below.has_room(link, direction)
 
     def depth(self, link: Tier, direction: Direction) -> int:
@@ -150,7 +117,7 @@ class DelegatingEngine:
         return bool(self._ended) or self._below.wait(timeout_seconds)
 
     def give_up(self) -> None:
-        """The workers are gone: nothing that they were told will be reported any more."""
+        """Fail all transfers, because the workers are gone and will not report them."""
         self._closed = True
         for transfer in self._unsent.values():
             self._end(transfer, Verdict.CANCELLED)

@@ -1,6 +1,6 @@
 """Movers for memory and stores: what a transfer thread runs. All of them release the GIL.
 
-A mover carries one `Transfer` and returns a verdict a block. The one for a GPU is in `cuda`.
+A mover runs one `Transfer` and returns one verdict per block. The mover for a GPU is in `cuda`.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from penstock.types import Direction, Slot, Transfer, Verdict
 class MoveResult(NamedTuple):
     verdicts: list[Verdict]
     error: str = ""
-    seconds: float | None = None  # on the link, where the mover knows better than its thread
+    seconds: float | None = None  # time on the link, if the mover has measured it
 
 
 class Mover(Protocol):
-    # Of each direction so many transfers at once, if `move` waits for none: it needs no threads.
+    # If set, `move` never blocks and needs no threads: it may have this many transfers of each
+    # direction at once.
     max_ahead: int | None = None
 
     def queued(self, transfer: Transfer) -> None:
-        """On the owner's thread: what it has computed by now is to be done before the transfer."""
+        """Called on the owner's thread: the transfer starts after what was computed up to now."""
         return
 
     def move(self, transfer: Transfer) -> MoveResult | Future[MoveResult]:
-        """Carry the blocks. A future says that the rest needs this thread no more."""
-        ...
+        """Move the blocks. Returns a Future if the work continues on another thread."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 class CopyMover(Mover):
-    """HOST to and from a device pool that the processor can address, by memcpy."""
+    """Copies between HOST and a device pool that the processor can address, by memcpy."""
 
     def __init__(self, device: Arena, host: Arena, seals: Seals) -> None:
         if device.block_bytes != host.block_bytes:
             raise ValueError(
-                f"device blocks of {device.block_bytes} bytes cannot go into HOST slots of "
-                f"{host.block_bytes}"
+                f"device blocks have {device.block_bytes} bytes, but HOST blocks have "
+                f"{host.block_bytes}; expected the same size"
             )
         self._device = device
         self._host = host
@@ -55,15 +56,12 @@ class CopyMover(Mover):
         keys, sources, targets = transfer.keys, transfer.source_slots, transfer.target_slots
         if transfer.direction is Direction.LOAD:
             self._copy(self._host, sources, self._device, targets)
-            # After the copy: a slot that changed under it has lost its seal by now.
+            # After the copy: a slot that was overwritten during it has lost its seal.
             return MoveResult(self._seals.verdicts(keys, sources))
         self._seals.open(targets)
         self._copy(self._device, sources, self._host, targets)
         self._seals.seal(keys, targets)
         return MoveResult([Verdict.OK] * len(keys))
-
-    def close(self) -> None:
-        pass
 
     def _copy(
         self, source: Arena, sources: Sequence[Slot], target: Arena, targets: Sequence[Slot]
@@ -79,7 +77,7 @@ class CopyMover(Mover):
 
 
 class StoreMover(Mover):
-    """HOST to and from a store. Checksums have threads of their own, beside those that do I/O."""
+    """Moves blocks between HOST and a store. Checksums run on separate threads from I/O."""
 
     def __init__(
         self, host: Arena, store: Store, seals: Seals, num_checksum_threads: int = 2
@@ -145,7 +143,7 @@ def _moved(answers: Answers) -> MoveResult:
     errors = [answer for answer in answers if answer is not None]
     if not errors:
         return MoveResult([Verdict.OK] * len(answers))
-    # A tier that fails is told before damage, and damage before what is merely not there.
+    # Report a fault of the tier rather than damage, and damage rather than a missing block.
     worst = max(errors, key=_verdict_of)
     return MoveResult([_verdict_of(answer) for answer in answers], str(worst))
 
@@ -159,7 +157,7 @@ def _verdict_of(error: StoreError | None) -> Verdict:
 
 
 def _runs(sources: Sequence[Slot], targets: Sequence[Slot]) -> Iterator[tuple[int, int]]:
-    """Stretches in which the slots of both sides follow each other: one copy instead of many."""
+    """Ranges in which the slots of both sides are consecutive: one copy instead of many."""
     start = 0
     for end in range(1, len(sources) + 1):
         length = end - start

@@ -1,8 +1,8 @@
-"""Lanes: one link's queues, and how the transfers in them are run.
+"""Lanes: the queues of one link, and how their transfers are run.
 
-Most movers take their time, and get threads that wait with them. One that only tells a device what
-to copy is fed instead: by whoever asks for a transfer, and by whoever learns that one has ended. A
-thread between them would have to be given the interpreter first, while the link stands idle.
+Most movers block, and run on threads. A mover that only queues copies on a device is fed instead:
+by the thread that submits a transfer, and by the thread that learns that one has ended. An extra
+thread would first have to wait for the GIL, while the link is idle.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ _Report = Callable[[Outcome], None]
 @dataclass(frozen=True, slots=True)
 class LaneSpec:
     mover: Mover
-    num_threads: int  # of a mover that is not fed
-    exists: Exists | None = None  # for a tier that others write to
+    num_threads: int  # ignored if the mover is fed
+    exists: Exists | None = None  # for a tier that other instances write to
 
 
 class Lane(ABC):
+    """The queues of one link; subclasses decide which thread runs a transfer."""
+
     def __init__(self, mover: Mover, clock: Clock, max_queued: int, report: _Report) -> None:
         self._mover = mover
         self._clock = clock
@@ -79,7 +81,7 @@ class Lane(ABC):
                 self._report(_all(loads.popleft(), Verdict.CANCELLED))
 
     def join(self, deadline: float) -> bool:
-        """Whether everything has ended in time; then the mover is closed too."""
+        """Wait for all transfers to end, and close the mover. False if some have not in time."""
         while (self._running or any(self._queues.values())) and time.monotonic() < deadline:
             time.sleep(0.001)
         ended = not self._running and not any(self._queues.values())
@@ -89,10 +91,10 @@ class Lane(ABC):
 
     @abstractmethod
     def _wake(self, direction: Direction) -> None:
-        """Something was queued, or there is room for more."""
+        """Called after a transfer was queued, or has ended and made room for another."""
 
     def _take(self, direction: Direction) -> Transfer | None:
-        """The next one, which runs from now on. With the lock held."""
+        """Move the next transfer from the queue to `_running`. The lock must be held."""
         if not self._queues[direction]:
             return None
         transfer = self._queues[direction].popleft()
@@ -106,7 +108,7 @@ class Lane(ABC):
         started = time.perf_counter()
         try:
             moved = self._mover.move(transfer)
-        except Exception as error:  # a mover's bug costs its blocks, never the thread
+        except Exception as error:  # a bug in a mover fails its blocks, but not the thread
             self._end(transfer, _failed(transfer, error))
             return
         if isinstance(moved, MoveResult):
@@ -121,14 +123,14 @@ class Lane(ABC):
 
 
 class ThreadLane(Lane):
-    """Threads that each run one transfer after the other, loads before saves."""
+    """Threads that each run one transfer at a time, loads before saves."""
 
     def __init__(
         self, tier: Tier, spec: LaneSpec, clock: Clock, max_queued: int, report: _Report
     ) -> None:
         super().__init__(spec.mover, clock, max_queued, report)
         self._ready = threading.Condition(self._lock)
-        # Daemons: a thread stuck in a dead disk must not keep the process from ending.
+        # Daemons: a thread stuck on a dead disk must not keep the process from exiting.
         self._threads = [
             threading.Thread(target=self._work, name=f"penstock-{tier.label}-{n}", daemon=True)
             for n in range(spec.num_threads)
@@ -168,7 +170,7 @@ class ThreadLane(Lane):
 
 
 class FedLane(Lane):
-    """No threads: the mover always has some transfers of each direction before it."""
+    """No threads: the mover is given up to `max_ahead` transfers of each direction at once."""
 
     def __init__(
         self, mover: Mover, max_ahead: int, clock: Clock, max_queued: int, report: _Report
@@ -181,7 +183,7 @@ class FedLane(Lane):
     def _wake(self, direction: Direction) -> None:
         with self._lock:
             if self._is_fed[direction]:
-                return  # by another thread, or further up in this one: it looks again
+                return  # by another thread or an outer call, which will check the queue again
             self._is_fed[direction] = True
         while (transfer := self._next(direction)) is not None:
             self._run(transfer)

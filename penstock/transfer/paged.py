@@ -1,10 +1,10 @@
-"""HOST to and from a device whose blocks are scattered: a stretch of bytes in each layer's memory.
+"""Copies between HOST and a device whose blocks are scattered over each layer's memory.
 
     device   layer 0: [block 0][block 1]...      layer 1: [block 0][block 1]...
     HOST     slot:    [worker 0: layer 0 | layer 1 | ...][worker 1: ...]
 
-A block in HOST is one contiguous run. Where layers lie side by side within a block of the device,
-they are one stretch.
+A block in HOST is one contiguous run. Layers that are adjacent within a block of the device are one
+stretch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.types import Direction, Transfer, Verdict
 
 @dataclass(frozen=True, slots=True)
 class PageStretch:
-    """Equal pieces of all blocks: block b's begins at `address + b * stride_bytes`."""
+    """One piece of every block: that of block b starts at `address + b * stride_bytes`."""
 
     address: int
     stride_bytes: int
@@ -31,7 +31,7 @@ class PageStretch:
 
 @dataclass(frozen=True, slots=True)
 class PagedMemory:
-    """A worker's part of every block, in the order in which HOST keeps it."""
+    """A worker's part of every block, in the order of its bytes in HOST."""
 
     stretches: tuple[PageStretch, ...]
     num_blocks: int
@@ -41,7 +41,7 @@ class PagedMemory:
         return sum(stretch.num_bytes for stretch in self.stretches)
 
     def merged(self) -> PagedMemory:
-        """The same bytes in the same order with neighbouring stretches joined."""
+        """The same bytes in the same order, with adjacent stretches joined."""
         joined: list[PageStretch] = []
         for stretch in self.stretches:
             last = joined[-1] if joined else None
@@ -58,13 +58,13 @@ class PagedMemory:
 
 
 class Part:
-    """Where one worker's part of each block begins in HOST: all parts are of one size."""
+    """One worker's part of each block in HOST. All parts have the same size."""
 
     def __init__(self, device: PagedMemory, host: Arena, rank: int, num_workers: int) -> None:
         if device.block_bytes * num_workers != host.block_bytes:
             raise ConfigError(
-                f"a block in DRAM has {host.block_bytes} bytes, and {num_workers} parts of "
-                f"{device.block_bytes} were found on the device; the layout is not understood."
+                f"a block in DRAM has {host.block_bytes} bytes, but the device has {num_workers} "
+                f"parts of {device.block_bytes} bytes; this layout is not supported."
             )
         self.offset = rank * device.block_bytes
         self.device = device
@@ -81,13 +81,10 @@ class PagedMover(Mover):
     def move(self, transfer: Transfer) -> MoveResult:
         if transfer.direction is Direction.LOAD:
             self._copy(transfer.source_slots, transfer.target_slots, load=True)
-            # After the copy: a slot that changed under it has lost its seal by now.
+            # After the copy: a slot that was overwritten during it has lost its seal.
             return MoveResult(self._seals.verdicts(transfer.keys, transfer.source_slots))
         self._copy(transfer.target_slots, transfer.source_slots, load=False)
         return MoveResult([Verdict.OK] * len(transfer.keys))  # sealed once all workers are done
-
-    def close(self) -> None:
-        pass
 
     def _copy(self, slots: Sequence[int], blocks: Sequence[int], *, load: bool) -> None:
         host = self._part.host

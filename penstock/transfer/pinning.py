@@ -1,4 +1,4 @@
-"""DRAM is pinned for a GPU in the background: 16 GiB take some seconds."""
+"""Pins DRAM for a GPU, in the background because 16 GiB take several seconds."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from penstock.units import GiB, format_bytes
 
 log = logging.getLogger(__name__)
 
-_cuda: Any = torch.cuda  # carries no types
+_cuda: Any = torch.cuda  # has no type annotations
 
 _STEP_BYTES = GiB // 2
-_TELL_SECONDS = 10.0
-_MAPPED = 2  # cudaHostRegisterMapped: kernels may read it, too
+_LOG_SECONDS = 10.0
+_MAPPED = 2  # cudaHostRegisterMapped: kernels may read it too
 
 
 class PinnedSlots:
-    """Pins an arena slot by slot upwards; until then the GPU can reach none of the others."""
+    """Pins an arena from the first slot up. The GPU can use only slots that are pinned."""
 
     def __init__(self, arena: HostArena, gpu: Any) -> None:
         self._arena = arena
@@ -40,33 +40,33 @@ class PinnedSlots:
 
     @property
     def num_slots(self) -> int:
-        """So many from the first on are pinned."""
+        """Number of slots that are pinned, from the first on."""
         return self._arena.num_for_device
 
     def start(self) -> None:
-        """Pin the first part, and the rest in the background.
+        """Pin the first part now and the rest in the background.
 
-        Raises ConfigError if not even the first can be had.
+        Raises ConfigError if the first part cannot be pinned.
         """
         self._pin_some()
         self._thread.start()
 
     def start_in_background(self) -> None:
-        """As `start`, but an error is only kept: see `error`."""
+        """Pin everything in the background. A failure sets `error`."""
         self._thread.start()
 
     def has(self, slots: Sequence[Slot]) -> bool:
         return max(slots) < self.num_slots
 
     def wait_for(self, slots: Sequence[Slot]) -> None:
-        """Until all of these are pinned. Raises what kept them from it."""
+        """Wait until all these slots are pinned. Raises the error if that fails."""
         last = max(slots)
         with self._changed:
             self._changed.wait_for(
                 lambda: last < self.num_slots or self.error is not None or self._stopped
             )
         if last >= self.num_slots:
-            raise self.error or ConfigError("DRAM is no longer pinned: the tiers are closing")
+            raise self.error or ConfigError("DRAM is not pinned because the tiers are closing")
 
     def close(self) -> None:
         self._stopped = True
@@ -79,17 +79,17 @@ class PinnedSlots:
 
     def _run(self) -> None:
         arena, started = self._arena, time.monotonic()
-        told = started
+        logged = started
         try:
             _cuda.set_device(self._gpu)
             while self.num_slots < arena.num_slots and not self._stopped:
                 self._pin_some()
-                if time.monotonic() - told > _TELL_SECONDS:
-                    told = time.monotonic()
+                if time.monotonic() - logged > _LOG_SECONDS:
+                    logged = time.monotonic()
                     done = format_bytes(self.num_slots * arena.stride_bytes)
                     log.info("pinned %s of %s of DRAM", done, format_bytes(arena.num_bytes))
         except Exception as error:
-            log.exception("DRAM could not be pinned: nothing is offloaded beyond what was")
+            log.exception("DRAM could not be pinned; only the part pinned so far is used")
             self.error = error
             with self._changed:
                 self._changed.notify_all()
@@ -98,7 +98,7 @@ class PinnedSlots:
         log.info("pinned %s of DRAM in %.1f s", size, seconds)
 
     def _pin_some(self) -> None:
-        """The next slots. A block must lie within one pinned stretch."""
+        """Pin the next slots. A block must be within one pinned range."""
         arena = self._arena
         count = max(1, _STEP_BYTES // arena.stride_bytes)
         count = min(count, arena.num_slots - self.num_slots)
@@ -109,8 +109,8 @@ class PinnedSlots:
         if error != 0:
             raise ConfigError(
                 f"{format_bytes(num_bytes)} of DRAM cannot be pinned for the GPU (CUDA error "
-                f"{error}, after {format_bytes(self.num_slots * arena.stride_bytes)}); lower "
-                "host.size, or raise the limit on locked memory (ulimit -l)."
+                f"{error}, {format_bytes(self.num_slots * arena.stride_bytes)} are pinned "
+                "already); lower host.size, or raise the limit on locked memory (ulimit -l)."
             )
         self._pinned.append(address)
         with self._changed:
@@ -119,7 +119,7 @@ class PinnedSlots:
 
 
 def has_same_addresses(arena: HostArena) -> bool:
-    """Whether kernels read pinned DRAM under the addresses it has here."""
+    """Whether kernels can read pinned DRAM at the addresses it has in this process."""
     found = ctypes.c_uint64()
     error = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2(
         ctypes.byref(found), ctypes.c_void_p(arena.address), ctypes.c_uint(0)

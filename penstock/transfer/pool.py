@@ -1,6 +1,6 @@
-"""Threads for short computations, that never keep a process from ending.
+"""Daemon threads for short computations.
 
-The standard library's pool joins its threads at exit; one stuck in a dead disk would hang it.
+The standard library's pool joins its threads at exit, which would hang if one is stuck on a disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DaemonPool:
         return future
 
     def close(self) -> None:
-        """Let the threads end when they have done what was submitted before."""
+        """Stop the threads after they have run all submitted tasks. Does not wait."""
         for _ in range(self._num_threads):
             self._tasks.put(None)
 

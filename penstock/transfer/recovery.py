@@ -1,7 +1,7 @@
-"""Reading a store's index after a restart, behind a running system.
+"""Reads a store's index after a restart, in the background.
 
-A thread scans; the owner of the books takes what was found, a little at a time, so that loads are
-served from the first batch on and no step is held up for long.
+A thread scans; the owner of the books takes the results in small batches, so that loads are served
+from the first batch on and no step is delayed for long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BATCH_SLOTS = 4096
 
 
 class Recovery:
-    """Every slot of the store is given out exactly once, also when the scan breaks off."""
+    """Returns every slot of the store exactly once, even if the scan fails."""
 
     def __init__(self, tier: Tier, store: Store, num_slots: int) -> None:
         self.tier = tier
@@ -39,7 +39,7 @@ class Recovery:
         return self.num_taken >= self.num_slots
 
     def take(self, timeout_seconds: float = 0.0) -> list[Found] | None:
-        """The next batch, or None if none has been read yet."""
+        """The next batch, or None if no more has been read yet."""
         try:
             batch = self._batches.get(timeout_seconds > 0, timeout_seconds or None)
         except queue.Empty:
@@ -48,7 +48,7 @@ class Recovery:
         return batch
 
     def stop(self, timeout_seconds: float = 10.0) -> bool:
-        """End the scan. False if it hangs: then the store must be left open."""
+        """Stop the scan. False if it hangs: then the store must not be closed."""
         self._stopped.set()
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
@@ -61,7 +61,7 @@ class Recovery:
                 if not self._give(batch):
                     return
         except Exception:
-            log.exception("the scan of %s broke off; what was not read is lost", self.tier.name)
+            log.exception("the scan of %s failed; blocks not read yet are lost", self.tier.name)
             for batch in _empty_batches(num_read, self.num_slots):
                 if not self._give(batch):
                     return

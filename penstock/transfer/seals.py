@@ -1,4 +1,4 @@
-"""What HOST holds, slot by slot: a key in 32 bytes, zeros for nothing."""
+"""Seals: the key of the block in each HOST slot, 32 bytes, zero if the slot is empty."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NOTHING = bytes(KEY_BYTES)
 
 
 class Seals:
-    """The key of each slot always, a checksum too if loads verify it.
+    """The key of each slot, and a checksum if loads verify it.
 
-    The books already know which block lies where; the seal is written and read by those that move
-    the bytes, so that a load out of step with the books is a miss instead of an answer. Where
-    other processes move them, the keys lie in `memory` that all of them share.
+    The books know which block is in which slot too. Seals are written and read by the code that
+    moves the bytes, so that a load that disagrees with the books is a miss instead of wrong data.
+    If other processes move the bytes, the keys are in `memory` that all of them share.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Seals:
         self._sums: list[bytes] | None = [b""] * arena.num_slots if checksums else None
 
     def open(self, slots: Sequence[Slot]) -> None:
-        """The slots are about to be written: until sealed again they hold nothing."""
+        """Mark slots as empty until they are sealed again. Call this before writing to them."""
         keys = self._keys
         for slot in slots:
             keys[slot] = _NOTHING
@@ -61,7 +61,7 @@ class Seals:
 
 
 class _SharedKeys:
-    """Keys in memory that several processes share, slot by slot."""
+    """A list of keys in memory that several processes share."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory

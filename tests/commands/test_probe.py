@@ -16,8 +16,8 @@ from penstock.plan.probe.links import Link, Tick
 from penstock.stores.base import Answers
 from penstock.stores.memory import MemoryClient
 from penstock.stores.remote import Item
-from servers import is_skipped
-from servers.redis_server import WHY_NOT, RedisServer, free_port
+from servers import free_port, is_skipped
+from servers.redis_server import WHY_NOT, RedisServer
 
 Run = Callable[..., Any]
 MIB = 1 << 20
@@ -115,7 +115,7 @@ def test_a_model_that_does_not_tell_its_size(
         (["--model", "llama-3.1-9b"], "did you mean llama-3.1-8b?"),
         (["--remote", "ftp://host"], "expected one that begins with redis://"),
         (["--remote", "redis"], "expected a URL such as redis://"),
-        (["--remote", "file://{folder}/none"], "leads nowhere"),
+        (["--remote", "file://{folder}/none"], "cannot be opened"),
         (["--remote", "redis://u:hush@127.0.0.1:{port}"], "redis://…@127.0.0.1:"),
     ],
 )

@@ -435,5 +435,5 @@ def test_one_damaged_manifest_is_told_and_the_other_namespaces_are_checked(
     assert found.code == 1
     damaged = {one["namespace"]: one["num_corrupt"] for one in found.json["namespaces"]}
     assert damaged == {files.name: 1, spec(4096, "other").namespace.hex(): 0}
-    with pytest.raises(Foreign, match="cannot be right"):
+    with pytest.raises(Foreign, match="number is impossible"):
         DiskFolder(store_dir, SPEC, CAP_BYTES, slab_bytes=SLAB_BYTES)

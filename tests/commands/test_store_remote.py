@@ -21,8 +21,8 @@ from penstock.stores.memory import MemoryClient
 from penstock.stores.remote import Item, Listed, RemoteStore
 from penstock.stores.remotes import open_client
 from penstock.types import BlockSpec
-from servers import is_skipped
-from servers.redis_server import WHY_NOT, RedisServer, free_port
+from servers import free_port, is_skipped
+from servers.redis_server import WHY_NOT, RedisServer
 
 Run = Callable[..., Any]
 SPEC = spec()
@@ -430,9 +430,9 @@ def test_clear_with_json_does_not_ask(run: Run, folder: Path, url: str) -> None:
     [
         ("ftp://user:hush@host/folder", "expected one that begins with redis://"),
         ("redis://user:hush@host:port/0", "cannot be read"),
-        ("file://", "names no bucket or folder"),
-        ("file:///nowhere/at/all", "leads nowhere"),
-        ("s3://bucket?region=Über all", "option region is wrong"),
+        ("file://", "has no valid bucket or folder"),
+        ("file:///nowhere/at/all", "cannot be opened"),
+        ("s3://bucket?region=Über all", "option region is invalid"),
     ],
 )
 def test_a_url_that_means_nothing(run: Run, command: list[str], url: str, words: str) -> None:

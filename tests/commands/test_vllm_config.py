@@ -121,7 +121,7 @@ def test_a_shell_hands_it_over_whole(tmp_path: Path) -> None:
         (["--kv-offloading-size", "much"], "--kv-offloading-size"),
         (["--disk-size", "4"], "--disk-size is given without --disk-path"),
         (["--remote", "http://foo"], "--remote is 'http://foo': expected one that begins with"),
-        (["--set", "host.verify=true"], "where other processes write"),
+        (["--set", "host.verify=true"], "if other processes write"),
         (["--set", "host.size=1"], "host.size is 1 B, less than one block"),
     ],
 )

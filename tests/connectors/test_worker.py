@@ -208,7 +208,7 @@ def test_a_worker_that_cannot_copy_loses_its_blocks_and_holds_nobody_up(
         kept.id: (FAILED,),
         last.id: (FAILED,),
     }
-    assert all("nothing can be copied here" in one.error for one in reports.outcomes)
+    assert all("this worker cannot copy blocks" in one.error for one in reports.outcomes)
     assert "cannot be started" in caplog.text
     worker.close()
 

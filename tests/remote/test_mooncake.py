@@ -5,11 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from client_contract import BODY_BYTES, ClientContract, item, items
@@ -17,7 +21,7 @@ from client_contract import BODY_BYTES, ClientContract, item, items
 from penstock.errors import ConfigError, Corrupt, Full, Missing, StoreError
 from penstock.stores.envelope import HEAD_BYTES
 from penstock.stores.mooncake import MooncakeClient
-from penstock.stores.mooncake_cargo import Cargo, address_of
+from penstock.stores.mooncake_memory import Cargo, address_of
 from penstock.stores.remote import Item
 from servers import is_skipped, pause
 from servers.mooncake_master import MooncakeMaster, why_not
@@ -29,6 +33,7 @@ HANGING_SECONDS = 45.0  # the library itself would wait for 60
 # Lends memory, puts one value, and stays until its standard input ends.
 _PEER = """
 import sys
+import threading
 from penstock.stores.mooncake import MooncakeClient
 from penstock.stores.remote import Item
 
@@ -344,6 +349,47 @@ def test_a_shared_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("penstock.stores.mooncake_library.importlib.import_module", fail)
     with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*apt-get install libibverbs1"):
         MooncakeClient("mooncake://host:50051", timeout_seconds=1)
+
+
+class _Lister(BaseHTTPRequestHandler):
+    reply: ClassVar[tuple[int, bytes]]
+
+    def do_GET(self) -> None:
+        status, body = self.reply
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [((500, b""), "HTTP status 500"), ((302, b""), "HTTP status 302"), ((200, b"\xff"), "decode")],
+)
+def test_a_list_of_names_that_cannot_be_had_is_an_error(reply: tuple[int, bytes], why: str) -> None:
+    handler = type("_Handler", (_Lister,), {"reply": reply})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"mooncake://127.0.0.1:50051?metrics={server.server_port}"
+        try:
+            with pytest.raises(StoreError, match=rf"names cannot be listed \(.*{why}.*metrics="):
+                list(MooncakeClient(url, timeout_seconds=PATIENCE_SECONDS).find("x"))
+        finally:
+            server.shutdown()
+
+
+def test_a_list_of_names_that_never_comes_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        url = f"mooncake://127.0.0.1:50051?metrics={port}"
+        with pytest.raises(StoreError, match=rf"cannot be listed \(timed out\).*127.0.0.1:{port}"):
+            list(MooncakeClient(url, timeout_seconds=0.2).find("x"))
+    for gone in (port, 70000):
+        url = f"mooncake://[::1]:50051?metrics={gone}"
+        with pytest.raises(StoreError, match="names cannot be listed"):
+            list(MooncakeClient(url, timeout_seconds=1).find("x"))
 
 
 def _put_at_last(client: MooncakeClient, name: str) -> None:

@@ -16,8 +16,8 @@ from client_contract import ClientContract, item, items
 
 from penstock.errors import ConfigError, Full, Missing, StoreError
 from penstock.stores.redis import RedisClient
-from servers import is_skipped
-from servers.redis_server import WHY_NOT, RedisServer, free_port
+from servers import free_port, is_skipped
+from servers.redis_server import WHY_NOT, RedisServer
 
 needs_redis = pytest.mark.skipif(is_skipped(WHY_NOT), reason=str(WHY_NOT))
 TIMEOUT_SECONDS = 2.0

@@ -38,7 +38,7 @@ from penstock.errors import (
     ReadOnly,
     StoreError,
 )
-from penstock.stores import disk, slab
+from penstock.stores import disk, disk_files, slab
 from penstock.stores.base import Block
 from penstock.stores.directory import remove_store_files
 from penstock.stores.disk import DiskStore
@@ -383,9 +383,9 @@ def test_without_direct_io_the_page_cache_serves_and_the_log_says_so_once(
         assert get(store, keys_of(16), range(16)) == [None] * 16
     assert len(tried) == 1
     assert [record.message for record in caplog.records if "direct I/O" in record.message] == [
-        f"{store.directory} does not take direct I/O; reads and writes go through the page cache"
+        f"{store.directory} does not support direct I/O; reads and writes go through the page cache"
     ]
-    assert not store.direct
+    assert not store.files.direct
 
 
 def test_direct_io_is_not_tried_when_not_wanted(
@@ -482,7 +482,7 @@ def test_a_reader_finds_what_was_written_after_it_opened(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slabs take their space in steps: a reader must not keep to the first one it saw."""
-    monkeypatch.setattr(disk, "_GROW_BYTES", 4 * 8192)
+    monkeypatch.setattr(disk_files, "_GROW_BYTES", 4 * 8192)
     writer = stores(slab_bytes=slab.SLAB_BYTES)
     early, late = keys_of(2)
     put(writer, [early], [0])

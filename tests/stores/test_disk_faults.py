@@ -38,7 +38,7 @@ from tools import (
 from penstock.build import build_offloader
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
-from penstock.stores import disk, slab
+from penstock.stores import disk_files, slab
 from penstock.stores.directory import remove_store_files
 from penstock.stores.host import HostArena
 from penstock.types import BlockKey, Slot, Tier, Verdict
@@ -372,7 +372,7 @@ def test_deleted_folder_under_a_reader(
     shutil.rmtree(rig.directory)
     expect_loss(reader, [])
     expect_loss(reader, [])
-    assert caplog.text.count("its open files are read") == 1
+    assert caplog.text.count("keeps reading the files it has open") == 1
     assert not rig.directory.exists()
 
 
@@ -635,7 +635,7 @@ def test_enospc(small_disk: Path, rigs: Rigs) -> None:
 
 
 def test_enospc_half_way(small_disk: Path, rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_GROW_BYTES", 16 * STRIDE)
+    monkeypatch.setattr(disk_files, "_GROW_BYTES", 16 * STRIDE)
     rig = rigs(small_disk / "kv", num_disk=128)
     rig.save(KEYS)
     ballast = fill(small_disk)
@@ -654,7 +654,7 @@ def test_a_new_store_takes_disk_space_in_steps(
     rigs: Rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it may need one day is not taken with the first block."""
-    monkeypatch.setattr(disk, "_GROW_BYTES", 16 * STRIDE)
+    monkeypatch.setattr(disk_files, "_GROW_BYTES", 16 * STRIDE)
     rig = rigs(tmp_path / "kv", num_disk=128)
     rig.save(KEYS)
     assert rig.slab.stat().st_blocks * 512 <= 16 * STRIDE

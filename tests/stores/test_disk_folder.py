@@ -231,8 +231,8 @@ def test_a_reader_of_another_namespace_is_told_what_there_is(folders: Folders) -
     assert num_right(folders(A, read_only=True), keys_of(1), range(1)) == 1
     with pytest.raises(Foreign) as refusal:
         folders(B, read_only=True)
-    assert "nothing for m2/s.gguf, float32, blocks of 8 tokens" in str(refusal.value)
-    assert "holds m2/s.gguf, bfloat16, blocks of 16 tokens" in str(refusal.value)
+    assert "no store for m2/s.gguf, float32, blocks of 8 tokens" in str(refusal.value)
+    assert "has stores for m2/s.gguf, bfloat16, blocks of 16 tokens" in str(refusal.value)
 
 
 def test_a_reader_misses_what_was_given_up_under_it(folders: Folders) -> None:
@@ -273,7 +273,7 @@ def test_a_flat_folder_of_format_1_is_refused_and_left_alone(
 
 def test_a_namespace_is_not_taken_for_a_folder(folders: Folders, tmp_path: Path) -> None:
     folders(A).close()
-    with pytest.raises(Foreign, match="the path above"):
+    with pytest.raises(Foreign, match="use its parent directory"):
         DiskFolder(folder.store_path(tmp_path / "kv", A.namespace), A, CAP_BYTES)
 
 

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import hashlib
 import json
+import logging
 import mmap
 import os
 import pickle
@@ -19,6 +20,7 @@ import shared_child
 from tools import ODD_BLOCK_BYTES, TIMEOUT_SECONDS, content, key_of, keys_of, spec
 
 from penstock.errors import ConfigError
+from penstock.stores import host
 from penstock.stores.base import Arena
 from penstock.stores.host import ArenaHandle, HostArena
 from penstock.transfer.seals import Seals
@@ -112,12 +114,29 @@ def test_numa_node_0_works_or_is_refused_clearly() -> None:
         assert all("bind:0" in line for line in lines)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("refused", ["by the kernel", "by Python"])
 def test_a_machine_without_huge_pages_is_served_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refused: str,
+    shared: bool,
 ) -> None:
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # the kernel answers EINVAL
-    arena = HostArena(spec(), 8192, huge_pages=True)
-    arena.view(Slot(0))[:] = b"\x01" * 8192
+    caplog.set_level(logging.DEBUG, "penstock.stores.host")
+    monkeypatch.setattr(host, "_MADV_COLLAPSE", 9999)  # the kernel answers EINVAL
+    if refused == "by the kernel":
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
+    else:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    arena = HostArena(spec(), 4 * 8192, huge_pages=True, shared=shared)
+    assert arena.num_slots == 4
+    keys = keys_of(4)
+    for slot, key in enumerate(keys):
+        arena.view(Slot(slot))[:] = content(key, 8192)
+    arena.make_huge(0, 4)
+    assert [bytes(arena.view(Slot(slot))) for slot in range(4)] == [content(k, 8192) for k in keys]
+    refusals = [record for record in caplog.records if "huge pages" in record.getMessage()]
+    assert len(refusals) == (2 if refused == "by the kernel" else 1)
 
 
 # Shared with other processes.

@@ -167,7 +167,8 @@ def test_a_slot_whose_seal_is_another_or_none_is_missing_and_its_neighbours_are_
 @pytest.mark.parametrize(("rank", "num_workers"), [(0, 2), (1, 3), (0, 1)])
 def test_parts_that_do_not_make_up_a_block_are_refused(rank: int, num_workers: int) -> None:
     host = HostArena(spec(100), 4 * spec(100).stride_bytes)
-    with pytest.raises(ConfigError, match=rf"100 bytes, and {num_workers} parts of 96 "):
+    parts = rf"100 bytes, but the device has {num_workers} parts of 96 "
+    with pytest.raises(ConfigError, match=parts):
         Part(Device([(0, 96)], 2).paged, host, rank, num_workers)
 
 

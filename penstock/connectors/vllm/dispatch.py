@@ -70,9 +70,7 @@ class Dispatch:
 
     def reported(self, outcome: Outcome) -> None:
         """A worker has finished its part of a transfer."""
-        transfer = self._engine.report(
-            outcome.transfer_id, outcome.verdicts, outcome.seconds, outcome.error
-        )
+        transfer = self._engine.report(outcome)
         if transfer is not None and transfer.direction is Direction.SAVE:
             for slot in transfer.source_slots:
                 if self._saving_from.get(slot) == transfer.id:
