@@ -11,7 +11,7 @@ import typer
 from penstock.commands import JsonFlag, new_table, print_json, progress_bar, stdout_console
 from penstock.watch.advice import Advice, Urgency, block_bytes, hit_rate, reused_share
 from penstock.watch.adviser import advise
-from penstock.watch.elsewhere import Elsewhere
+from penstock.watch.remote_server import RemoteServer
 from penstock.watch.samples import Samples
 from penstock.watch.scrape import metrics_url, shown_url
 
@@ -46,7 +46,7 @@ def advise_server(
     may no longer be: watch for a while with --seconds.
     """
     parts = metrics_url(url)
-    server = Elsewhere(parts)
+    server = RemoteServer(parts)
     seen = server.read()
     if seconds:
         before = seen

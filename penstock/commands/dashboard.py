@@ -69,9 +69,9 @@ def dashboard(
     from penstock.server.hosts import listens_on_loopback
     from penstock.server.listening import bind, url_of
     from penstock.server.remote_dashboard import RemoteDashboard
-    from penstock.watch.elsewhere import Elsewhere
+    from penstock.watch.remote_server import RemoteServer
 
-    server = Elsewhere(parts)
+    server = RemoteServer(parts)
     names = names_of(host, allowed_host)
     listener = bind(host, port)
     url = url_of(listener)

@@ -24,7 +24,7 @@ from penstock.watch.scrape import NoMetrics, metrics_url
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.watch.onlooker import Look, Onlooker
+    from penstock.watch.server_watch import ServerWatch, Snapshot
 
 EXAMPLE = (
     "Example: penstock top http://127.0.0.1:8000\n\n"
@@ -76,43 +76,43 @@ def top(
     It reads the server's /metrics and changes nothing there. End it with q or Ctrl-C. A server
     that stops answering is asked again until it answers; one that never did is an error.
     """
-    from penstock.watch.onlooker import Onlooker
+    from penstock.watch.server_watch import ServerWatch
 
     check_key(api_key)
-    onlooker = Onlooker(metrics_url(url), api_key)
+    watch = ServerWatch(metrics_url(url), api_key)
     console = stdout_console()
     if once or not (as_json or (console.is_terminal and not console.is_dumb_terminal)):
-        _print_once(onlooker, interval, console, as_json=as_json)
+        _print_once(watch, interval, console, as_json=as_json)
         return
-    first = onlooker.look()  # whoever names a wrong server is told so before anything is drawn
+    first = watch.snapshot()  # whoever names a wrong server is told so before anything is drawn
     with _ending_well():
         if as_json:
-            _write_lines(onlooker, interval)
+            _write_lines(watch, interval)
         else:
-            _draw_live(onlooker, interval, console, first)
+            _draw_live(watch, interval, console, first)
 
 
-def _print_once(onlooker: Onlooker, interval: float, console: Console, *, as_json: bool) -> None:
+def _print_once(watch: ServerWatch, interval: float, console: Console, *, as_json: bool) -> None:
     from penstock.commands.top_screen import Screen
 
-    onlooker.look()
+    watch.snapshot()
     time.sleep(interval)
-    look = onlooker.look(since_start=True)
-    if look.error:
-        raise NoMetrics(look.error)
+    snapshot = watch.snapshot(since_start=True)
+    if snapshot.error:
+        raise NoMetrics(snapshot.error)
     if as_json:
-        print_json(look.as_data())
+        print_json(snapshot.as_data())
     else:
-        console.print(Screen(look, time.monotonic()))
+        console.print(Screen(snapshot, time.monotonic()))
 
 
-def _write_lines(onlooker: Onlooker, interval: float) -> None:
-    for look in _lookups(onlooker, interval, _sleep):
-        sys.stdout.write(json.dumps(look.as_data(), allow_nan=False) + "\n")
+def _write_lines(watch: ServerWatch, interval: float) -> None:
+    for snapshot in _lookups(watch, interval, _sleep):
+        sys.stdout.write(json.dumps(snapshot.as_data(), allow_nan=False) + "\n")
         sys.stdout.flush()
 
 
-def _draw_live(onlooker: Onlooker, interval: float, console: Console, latest: Look) -> None:
+def _draw_live(watch: ServerWatch, interval: float, console: Console, latest: Snapshot) -> None:
     from rich.live import Live
 
     from penstock.commands.top_screen import Screen
@@ -131,16 +131,16 @@ def _draw_live(onlooker: Onlooker, interval: float, console: Console, latest: Lo
             refresh_per_second=_REDRAWS_PER_SECOND,
         ) as live,
     ):
-        for latest in _lookups(onlooker, interval, wait):  # noqa: B007, draw shows it
+        for latest in _lookups(watch, interval, wait):  # noqa: B007, draw shows it
             live.refresh()
 
 
-def _lookups(onlooker: Onlooker, interval: float, wait: Wait) -> Iterator[Look]:
+def _lookups(watch: ServerWatch, interval: float, wait: Wait) -> Iterator[Snapshot]:
     """One every interval, however long the server takes to answer; the first after one."""
     spent = 0.0
     while not wait(max(0.05, interval - spent)):
         began = time.monotonic()
-        yield onlooker.look()
+        yield watch.snapshot()
         spent = time.monotonic() - began
 
 

@@ -20,7 +20,7 @@ from penstock.commands.top_lines import (
 )
 from penstock.commands.top_numbers import WIDE, errors, numbers
 from penstock.units import format_bytes, format_rate, format_seconds
-from penstock.watch.onlooker import Look
+from penstock.watch.server_watch import Snapshot
 from penstock.watch.view import TIERS, FlowView, TierView, View
 
 _HIGH = 30  # lines; with fewer, none is left empty that need not be
@@ -33,7 +33,7 @@ _STYLES = {"act": "bold red", "consider": "yellow"}
 class Screen:
     """A look at a server, as it is seen `now`; as high as the terminal, where that is given."""
 
-    look: Look
+    snapshot: Snapshot
     now: float
     patience_seconds: float = 3.0  # without an answer; then it is said
 
@@ -44,11 +44,11 @@ class Screen:
     def lines(
         self, width: int, height: int | None = None, *, ascii_only: bool = False
     ) -> list[Text]:
-        view = self.look.view
+        view = self.snapshot.view
         gap = [] if height is not None and height < _HIGH else [Text()]
         top = [*self._head(width), *gap, *_tiers(view, width), Text()]
         top += [*numbers(view, width), *errors(view, width), Text()]
-        hurts, sessions = _hurts(view, width), _sessions(self.look, width)
+        hurts, sessions = _hurts(view, width), _sessions(self.snapshot, width)
         if height is not None:
             room = height - len(top) - len(gap)
             # What hurts may take half of what is left, and what the sessions do not need.
@@ -60,24 +60,25 @@ class Screen:
         return fitted(lines[:height], width, ascii_only=ascii_only)
 
     def _head(self, width: int) -> list[Text]:
-        look, facts = self.look, self.look.facts
-        watched = _duration(self.now - look.watched_since)
-        name = Text("penstock top", "bold") + Text(f" · {plain(look.url)}")
+        snapshot, facts = self.snapshot, self.snapshot.facts
+        watched = _duration(self.now - snapshot.watched_since)
+        name = Text("penstock top", "bold") + Text(f" · {plain(snapshot.url)}")
         models = ", ".join(plain(model, 60) for model in facts.models)
-        host = "vLLM" if look.host == "vllm" else f"penstock {plain(facts.version or '')}".strip()
-        about = Text(" · ".join(part for part in (models, host) if part))
+        version = plain(facts.version or "")
+        server = "vLLM" if snapshot.kind == "vllm" else f"penstock {version}".strip()
+        about = Text(" · ".join(part for part in (models, server) if part))
         about += Text(f" · {plain(facts.phase)}", "green" if facts.phase == "serving" else "yellow")
-        span = f"of the last {_duration(look.view.recent_seconds)}"
-        if look.view.is_since_start:
+        span = f"of the last {_duration(snapshot.view.recent_seconds)}"
+        if snapshot.view.is_since_start:
             span = "since its start"
         lines = [
             sides(name, Text(f"watched {watched}", "dim"), width),
             sides(about, Text(f"hits, P50 / P99 {span}", "dim"), width),
         ]
-        unanswered = self.now - look.seen_at
-        if look.error or unanswered > self.patience_seconds:
+        unanswered = self.now - snapshot.seen_at
+        if snapshot.error or unanswered > self.patience_seconds:
             words = f"no answer for {_duration(unanswered)}, what follows is as it was then"
-            words += f": {plain(look.error, 300)}" if look.error else "; asking"
+            words += f": {plain(snapshot.error, 300)}" if snapshot.error else "; asking"
             lines += [Text(line.plain, "bold red") for line in paragraph(Text(words), width, 2)]
         if facts.note:
             lines.append(Text(facts.note, "yellow"))
@@ -144,15 +145,15 @@ def _of(used: float, capacity: float) -> str:
     return f"{part} of {whole}"
 
 
-def _sessions(look: Look, width: int) -> list[Text]:
-    sessions = look.facts.sessions
+def _sessions(snapshot: Snapshot, width: int) -> list[Text]:
+    sessions = snapshot.facts.sessions
     if sessions is None:
         return []
     if not sessions:
         return [Text("sessions: none now", "dim")]
     is_wide = width >= WIDE
-    head = [f"sessions ({look.facts.num_sessions:,})", "phase", "age", "prompt", "cached", "answer"]
-    head += ["KV", "dev + DRAM"]
+    head = [f"sessions ({snapshot.facts.num_sessions:,})", "phase", "age"]
+    head += ["prompt", "cached", "answer", "KV", "dev + DRAM"]
     aligns = "llrrrrbr"
     if is_wide:
         head, aligns = [*head, "preempted", "tenant"], aligns + "rl"

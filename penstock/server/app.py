@@ -29,7 +29,7 @@ from penstock.server.chat import ChatAnswer
 from penstock.server.completions import Completions
 from penstock.server.dashboard import data_routes, page_routes, watch_backend
 from penstock.server.guards import guarded_app, key_check
-from penstock.server.hinting import follow_hint
+from penstock.server.hints import follow_hint
 from penstock.server.hosts import Hosts
 from penstock.server.origins import origin_of
 from penstock.server.schema import (
@@ -43,7 +43,7 @@ from penstock.server.schema import (
 from penstock.server.sse import ClientGone, unless_gone
 from penstock.server.tenants import TenantSource, tenant_of
 from penstock.server.tokens import detokenize, tokenize
-from penstock.server.unknown import UnknownFields
+from penstock.server.unknown_fields import UnknownFields
 from penstock.server.watching import Watch
 from penstock.units import MiB
 

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
-from penstock.server.bounds import check_structure
+from penstock.server.body_limits import check_structure
 from penstock.server.errors import ApiError
-from penstock.server.unknown import field_names
+from penstock.server.unknown_fields import field_names
 from penstock.units import KiB, format_bytes
 
 READ_SECONDS = 120.0

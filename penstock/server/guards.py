@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from penstock.install import VERSION
 from penstock.server.errors import ApiError
-from penstock.server.front import Front
 from penstock.server.hosts import HostCheck, Hosts, has_key
+from penstock.server.middleware import OuterMiddleware
 
 
 def guarded_app(description: str, hosts: Hosts, api_key: str | None) -> FastAPI:
@@ -26,7 +26,7 @@ def guarded_app(description: str, hosts: Hosts, api_key: str | None) -> FastAPI:
         redirect_slashes=False,
     )
     app.add_middleware(HostCheck, hosts=hosts, api_key=api_key)
-    app.add_middleware(Front)  # added last: the outermost
+    app.add_middleware(OuterMiddleware)  # added last: the outermost
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     return app

@@ -19,7 +19,7 @@ from penstock.server.backend import Backend, Serving
 from penstock.server.dashboard import watch_backend
 from penstock.server.hosts import Hosts, listens_on_loopback
 from penstock.server.listening import Listener, Stop, first
-from penstock.server.pace import Pace
+from penstock.server.throughput import ThroughputLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Process:
         stopping = self._stop.wait()
         watch = watch_backend(self._backend)
         watch.start()
-        pace = Pace(self._backend)
+        pace = ThroughputLog(self._backend)
         pace.start()
         app = make_app(self._backend, self._settings.app, watch, self._hosts)
         server = Listener(app, self._listener)

@@ -21,7 +21,7 @@ from penstock.server.guards import guarded_app, key_check
 from penstock.server.hosts import Hosts, listens_on_loopback
 from penstock.server.listening import Listener, Stop, first
 from penstock.server.watching import Watch, Watched
-from penstock.watch.elsewhere import Elsewhere
+from penstock.watch.remote_server import RemoteServer
 from penstock.watch.samples import Samples
 
 _Result = TypeVar("_Result")
@@ -33,7 +33,7 @@ class RemoteDashboard:
     def __init__(
         self,
         bound: socket.socket,
-        server: Elsewhere,
+        server: RemoteServer,
         api_key: str | None = None,
         on_ready: Callable[[], None] = lambda: None,
         allowed_hosts: Sequence[str] = (),
@@ -52,7 +52,7 @@ class RemoteDashboard:
     async def run(self) -> None:
         """Serve until stopped."""
         stopping = self._stop.wait()
-        watch = watch_elsewhere(self._server)
+        watch = watch_remote(self._server)
         watch.start()
         listener = Listener(make_dashboard(watch, self._api_key, self._hosts), self._bound)
         try:
@@ -71,14 +71,14 @@ def make_dashboard(watch: Watch, api_key: str | None, hosts: Hosts) -> FastAPI:
     return app
 
 
-def watch_elsewhere(server: Elsewhere) -> Watch:
+def watch_remote(server: RemoteServer) -> Watch:
     async def read() -> Samples:
         return await _off_the_loop(server.read)
 
     def describe() -> dict[str, Any]:
         return {
             "version": VERSION,
-            "host": server.host,
+            "host": server.kind,
             "has": [],
             "models": list(server.models),
             "settings": {},

@@ -37,7 +37,7 @@ from penstock.hints import (
     Hint,
     Hints,
 )
-from penstock.server.bounds import MAX_VALUES
+from penstock.server.body_limits import MAX_VALUES
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 1 << 14

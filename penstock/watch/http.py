@@ -70,7 +70,7 @@ def request(
             client.stream(
                 method,
                 url.geturl(),
-                headers=httpx.Headers(headers, encoding="latin-1"),
+                headers=httpx.Headers(headers, encoding="utf-8"),
                 content=None if body is None else json.dumps(body).encode(),
             ) as response,
         ):

@@ -90,7 +90,7 @@ def test_reasons_are_the_systems_own_words() -> None:
         pass
     with (
         pytest.raises(RequestFailed, match=r"^UnicodeEncodeError$"),
-        request("GET", url, timeout_seconds=9, api_key="\u2028"),
+        request("GET", url, timeout_seconds=9, api_key="\udcff"),
     ):
         pass
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.server import front
-from penstock.server.front import Front
+from penstock.server.middleware import OuterMiddleware
 
 PIECE = b"y" * 1000
 
@@ -40,7 +40,7 @@ def _what_happens(messages: Iterable[dict[str, Any]], **headers: str) -> list[st
         "type": "http",
         "headers": [(name.replace("_", "-").encode(), v.encode()) for name, v in headers.items()],
     }
-    asyncio.run(Front(_refuse)(scope, receive, send))  # type: ignore[arg-type]
+    asyncio.run(OuterMiddleware(_refuse)(scope, receive, send))  # type: ignore[arg-type]
     return happened
 
 

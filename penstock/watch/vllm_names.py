@@ -41,7 +41,7 @@ _FETCHING = "vllm:num_requests_kv_fetch_by_stage"
 _UNDER_WAY = ("stage", "in_progress")
 
 
-def in_our_words(seen: Samples) -> Samples:
+def to_our_names(seen: Samples) -> Samples:
     """Ours as they are, vLLM's under our names; what has none is left out."""
     values: dict[Key, float] = {}
     for (name, labels), value in seen.values.items():

@@ -16,7 +16,7 @@ log = logging.getLogger("penstock.server")
 EVERY_SECONDS = 10.0
 
 
-class Pace:
+class ThroughputLog:
     """Looks at the metrics, as everybody can; costs a millisecond each time."""
 
     def __init__(self, backend: Backend, every_seconds: float = EVERY_SECONDS) -> None:
@@ -41,7 +41,7 @@ class Pace:
             await asyncio.sleep(self._every_seconds)
             try:
                 now, num_now, at = samples_of(self._backend), self._num_output, time.monotonic()
-                line = pace_line(now.since(before), num_now - num_before, at - at_before)
+                line = throughput_line(now.since(before), num_now - num_before, at - at_before)
                 before, num_before, at_before = now, num_now, at
             except Exception:
                 log.exception("the throughput could not be told")
@@ -54,7 +54,7 @@ class Pace:
         return 0 if self._backend.serving is None else self._backend.serving.spoken.num_tokens
 
 
-def pace_line(late: Samples, num_output: int, seconds: float) -> str | None:
+def throughput_line(late: Samples, num_output: int, seconds: float) -> str | None:
     """`late` is what has been counted in these seconds; None if nothing happened in them."""
     prompt = late.by("penstock_prompt_tokens_total", "source")
     sequences = late.by("penstock_sequences", "phase")

@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import SplitResult
 
 from penstock.clock import Clock, SystemClock
-from penstock.watch.elsewhere import Elsewhere
 from penstock.watch.history import History
+from penstock.watch.remote_server import RemoteServer
 from penstock.watch.scrape import BadStatus, NoMetrics, read_json
 from penstock.watch.view import View, make_view
 
@@ -34,9 +34,9 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Snapshot:
     url: str
-    host: str
+    kind: str  # "penstock" or "vllm"
     facts: Facts
     view: View
     unix_seconds: float
@@ -46,7 +46,7 @@ class Look:
 
     def as_data(self) -> dict[str, Any]:
         """In the shape of /v1/penstock/state."""
-        data: dict[str, Any] = {"url": self.url, "host": self.host, "version": self.facts.version}
+        data: dict[str, Any] = {"url": self.url, "host": self.kind, "version": self.facts.version}
         data |= {"models": list(self.facts.models), "unix_seconds": round(self.unix_seconds, 3)}
         if self.error:
             return data | {"phase": "unreachable", "error": self.error}
@@ -60,18 +60,18 @@ class Look:
         }
 
 
-class Onlooker:
+class ServerWatch:
     def __init__(
         self, metrics: SplitResult, api_key: str | None = None, clock: Clock | None = None
     ) -> None:
-        self._server = Elsewhere(metrics)
+        self._server = RemoteServer(metrics)
         self._api_key = api_key
         self._clock = clock or SystemClock()
         self._history = History()
-        self._last: Look | None = None
+        self._last: Snapshot | None = None
         self._asks_state = True
 
-    def look(self, *, since_start: bool = False) -> Look:
+    def snapshot(self, *, since_start: bool = False) -> Snapshot:
         """Raises NoMetrics where the server has not answered even once."""
         try:
             samples = self._server.read()
@@ -83,10 +83,10 @@ class Onlooker:
             return self._last
         now = self._clock.now()
         self._history.add(now, samples)
-        self._last = Look(
+        self._last = Snapshot(
             self._server.url,
-            self._server.host,
-            self._ask(),
+            self._server.kind,
+            self._read_facts(),
             make_view(self._history, since_start=since_start),
             time.time(),
             now,
@@ -94,15 +94,15 @@ class Onlooker:
         )
         return self._last
 
-    def _ask(self) -> Facts:
+    def _read_facts(self) -> Facts:
         models = tuple(self._server.models)
-        if self._server.host == "vllm":
+        if self._server.kind == "vllm":
             return Facts(models=models)
         before = Facts(models=models) if self._last is None else self._last.facts
         if not self._asks_state:
             return replace(before, phase=self._phase(before.phase))
         try:
-            return _read_facts(read_json(self._server.metrics, "/v1/penstock/state", self._api_key))
+            return _facts_of(read_json(self._server.metrics, "/v1/penstock/state", self._api_key))
         except BadStatus as error:
             if error.status not in (401, 404):
                 return before  # it is busy or loads, and tells next time
@@ -126,7 +126,7 @@ class Onlooker:
         return phase if isinstance(phase, str) else before
 
 
-def _read_facts(data: Any) -> Facts:
+def _facts_of(data: Any) -> Facts:
     """Whatever lies there: it may be another's server."""
     if not isinstance(data, dict):
         return Facts()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from urllib.parse import SplitResult
 
-from penstock.watch import dialects
+from penstock.watch import vllm_names
 from penstock.watch.samples import PREFIX, Samples
 from penstock.watch.scrape import read_metrics, shown_url
 
 
-class Elsewhere:
+class RemoteServer:
     def __init__(self, metrics: SplitResult) -> None:
         self.metrics = metrics
-        self.host = "penstock"
+        self.kind = "penstock"
         self.models: list[str] = []
 
     @property
@@ -26,7 +26,7 @@ class Elsewhere:
 
     def read(self) -> Samples:
         """Raises NoMetrics; then what was known of it before stands."""
-        seen = read_metrics(self.metrics, (PREFIX, dialects.PREFIX))
-        self.host = "vllm" if dialects.is_vllm(seen) else "penstock"
-        self.models = dialects.model_names(seen)
-        return dialects.in_our_words(seen)
+        seen = read_metrics(self.metrics, (PREFIX, vllm_names.PREFIX))
+        self.kind = "vllm" if vllm_names.is_vllm(seen) else "penstock"
+        self.models = vllm_names.model_names(seen)
+        return vllm_names.to_our_names(seen)

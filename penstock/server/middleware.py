@@ -35,7 +35,7 @@ _LEFTOVER_BYTES = 1 << 20
 _LEFTOVER_SECONDS = 1.0
 
 
-class Front:
+class OuterMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
