@@ -1,4 +1,4 @@
-"""Whom `penstock chat` talks to: a server by its URL, or the embedded engine."""
+"""What `penstock chat` talks to: a server, or the embedded engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Speaker(Protocol):
     name: str
 
     def answer(self, messages: Messages, wishes: Wishes, on_text: OnText) -> Figures:
-        """Tell the answer as it comes. Ctrl-C stops it, wherever it comes from."""
+        """Generate an answer and pass it on in pieces. Ctrl-C stops it."""
         ...
 
 
@@ -147,7 +147,7 @@ class Remote:
 
 
 def _message(answer: bytes | dict[str, Any]) -> str:
-    """What an error's envelope says, or the beginning of whatever came in its place."""
+    """The message of an error response, or the beginning of its text if it has another format."""
     try:
         fields = answer if isinstance(answer, dict) else json.loads(answer)
         return str(fields["error"]["message"])

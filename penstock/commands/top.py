@@ -34,25 +34,25 @@ EXAMPLE = (
 _REDRAWS_PER_SECOND = 2.0  # also while a server does not answer, and when the window changes
 
 Wait = Callable[[float], bool]
-"""Wait so many seconds; True: somebody wants to end."""
+"""Wait for this many seconds. Returns True if the user wants to quit."""
 
 
 def top(
     url: Annotated[
         str,
         typer.Argument(
-            metavar="URL", help="A `penstock serve`, or a vLLM that Penstock is part of."
+            metavar="URL", help="The URL of a `penstock serve`, or of a vLLM that runs Penstock."
         ),
     ],
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, metavar="S", help="Look every so many seconds.")
+        float, typer.Option(min=0.1, max=3600, metavar="S", help="Seconds between updates.")
     ] = 1.0,
     once: Annotated[
         bool,
         typer.Option(
             "--once",
-            help="Look twice, an interval apart, print that, and end. Without a terminal "
-            "that can be redrawn this is the default.",
+            help="Read twice, one interval apart, print the result and exit. The default unless "
+            "the output is a terminal.",
         ),
     ] = False,
     api_key: Annotated[
@@ -60,21 +60,21 @@ def top(
         typer.Option(
             envvar=ENV_API_KEY,
             metavar="KEY",
-            help="The server's key: without it no sessions are told.",
+            help="The server's API key, needed to list sessions.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="JSON on stdout: one document with --once, else a line per interval."
+            "--json", help="Print JSON: one document with --once, else one line per interval."
         ),
     ] = False,
 ) -> None:
-    """Watch a running server: tiers, transfers, first tokens, sessions, and what hurts.
+    """Watch a running server: tiers, transfers, first tokens, sessions and problems.
 
-    It reads the server's /metrics and changes nothing there. End it with q or Ctrl-C. A server
-    that stops answering is asked again until it answers; one that never did is an error.
+    It reads the server's /metrics and changes nothing. Quit with q or Ctrl-C. If the server stops
+    answering, it is asked again until it does; if it never answered, that is an error.
     """
     from penstock.watch.server_watch import ServerWatch
 
@@ -84,8 +84,8 @@ def top(
     if once or not (as_json or (console.is_terminal and not console.is_dumb_terminal)):
         _print_once(watch, interval, console, as_json=as_json)
         return
-    first = watch.snapshot()  # whoever names a wrong server is told so before anything is drawn
-    with _ending_well():
+    first = watch.snapshot()  # a wrong URL is an error before anything is drawn
+    with _quitting_cleanly():
         if as_json:
             _write_lines(watch, interval)
         else:
@@ -107,7 +107,7 @@ def _print_once(watch: ServerWatch, interval: float, console: Console, *, as_jso
 
 
 def _write_lines(watch: ServerWatch, interval: float) -> None:
-    for snapshot in _lookups(watch, interval, _sleep):
+    for snapshot in _snapshots(watch, interval, _sleep):
         sys.stdout.write(json.dumps(snapshot.as_data(), allow_nan=False) + "\n")
         sys.stdout.flush()
 
@@ -131,12 +131,12 @@ def _draw_live(watch: ServerWatch, interval: float, console: Console, latest: Sn
             refresh_per_second=_REDRAWS_PER_SECOND,
         ) as live,
     ):
-        for latest in _lookups(watch, interval, wait):  # noqa: B007, draw shows it
+        for latest in _snapshots(watch, interval, wait):  # noqa: B007, draw shows it
             live.refresh()
 
 
-def _lookups(watch: ServerWatch, interval: float, wait: Wait) -> Iterator[Snapshot]:
-    """One every interval, however long the server takes to answer; the first after one."""
+def _snapshots(watch: ServerWatch, interval: float, wait: Wait) -> Iterator[Snapshot]:
+    """One snapshot per interval, however long the server takes; the first after one interval."""
     spent = 0.0
     while not wait(max(0.05, interval - spent)):
         began = time.monotonic()
@@ -150,8 +150,8 @@ def _sleep(seconds: float) -> bool:
 
 
 @contextmanager
-def _ending_well() -> Iterator[None]:
-    """Ctrl-C and SIGTERM are how it ends; the terminal is put right on the way out."""
+def _quitting_cleanly() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the command normally, after the terminal is restored."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -167,11 +167,11 @@ def _ending_well() -> Iterator[None]:
 
 @contextmanager
 def _keys() -> Iterator[Wait]:
-    """A wait that q ends. What is typed is not shown: it would stand amid the drawing."""
+    """A wait that the key q ends. Typed keys are not echoed into the drawing."""
     try:
         fd = sys.stdin.fileno()
         before = termios.tcgetattr(fd)
-    except (OSError, ValueError, termios.error):  # stdin is no terminal
+    except (OSError, ValueError, termios.error):  # stdin is not a terminal
         yield _sleep
         return
 
@@ -180,7 +180,7 @@ def _keys() -> Iterator[Wait]:
         while (left := end - time.monotonic()) > 0:
             if select.select([fd], [], [], left)[0]:
                 typed = os.read(fd, 64)
-                if not typed:  # it is gone
+                if not typed:  # end of input
                     return _sleep(left)
                 if b"q" in typed.lower():
                     return True

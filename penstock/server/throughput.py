@@ -1,4 +1,4 @@
-"""Every ten seconds of work, a line in the log: tokens a second, who runs and waits, hits."""
+"""Every ten seconds of work, one log line: tokens per second, running and waiting, hits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERY_SECONDS = 10.0
 
 
 class ThroughputLog:
-    """Looks at the metrics, as everybody can; costs a millisecond each time."""
+    """Reads our own metrics, which takes about a millisecond."""
 
     def __init__(self, backend: Backend, every_seconds: float = EVERY_SECONDS) -> None:
         self._backend = backend
@@ -25,7 +25,7 @@ class ThroughputLog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Within a running loop. If nobody would read it, nothing is looked at."""
+        """Start, in a running loop. Does nothing unless the log is at info level."""
         if log.isEnabledFor(logging.INFO):
             self._task = asyncio.create_task(self._run())
 
@@ -44,7 +44,7 @@ class ThroughputLog:
                 line = throughput_line(now.since(before), num_now - num_before, at - at_before)
                 before, num_before, at_before = now, num_now, at
             except Exception:
-                log.exception("the throughput could not be told")
+                log.exception("the throughput could not be logged")
                 continue
             if line is not None:
                 log.info("%s", line)
@@ -55,7 +55,7 @@ class ThroughputLog:
 
 
 def throughput_line(late: Samples, num_output: int, seconds: float) -> str | None:
-    """`late` is what has been counted in these seconds; None if nothing happened in them."""
+    """The line for the last `seconds`, counted in `late`; None if nothing happened."""
     prompt = late.by("penstock_prompt_tokens_total", "source")
     sequences = late.by("penstock_sequences", "phase")
     num_prompt = sum(prompt.values())

@@ -1,4 +1,4 @@
-"""A server that is not this process: its metrics in our words, and what they tell of itself."""
+"""Another server: its metrics under our names, and what they say about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RemoteServer:
 
     @property
     def metrics_url(self) -> str:
-        """Without what might be a secret."""
+        """The URL without its query, which may hold a secret."""
         return shown_url(self.metrics)
 
     @property
@@ -25,7 +25,7 @@ class RemoteServer:
         return self.metrics_url.removesuffix("/metrics")
 
     def read(self) -> Samples:
-        """Raises NoMetrics; then what was known of it before stands."""
+        """Raises NoMetrics; `kind` and `models` then keep their last values."""
         seen = read_metrics(self.metrics, (PREFIX, vllm_names.PREFIX))
         self.kind = "vllm" if vllm_names.is_vllm(seen) else "penstock"
         self.models = vllm_names.model_names(seen)

@@ -1,9 +1,9 @@
-"""Prometheus's text format, read: what a server's /metrics said at one time. Pure.
+"""Samples from Prometheus's text format: a server's /metrics at one time. Pure.
 
     # HELP penstock_hit_blocks_total Blocks found, by tier.
     penstock_hit_blocks_total{model_name="m",tier="host"} 1024.0
 
-A host's own labels (vLLM has `model_name` and `engine`) stand beside ours and are summed over.
+Labels of the client, such as vLLM's `model_name` and `engine`, are summed over.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Samples:
         return bool(self.values)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of all samples of that name whose labels include these; 0 for none."""
+        """The sum of all samples with that name and these labels; 0 if there are none."""
         wanted = frozenset(labels.items())
         return sum((value for has, value in self._by_name.get(name, ()) if wanted <= has), 0.0)
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The same, apart by one label's values."""
+        """Like `total`, for each value of `label`."""
         wanted = frozenset(labels.items())
         sums: dict[str, float] = {}
         for has, value in self._by_name.get(name, ()):
@@ -64,9 +64,9 @@ class Samples:
         return dict(sorted(sums.items()))
 
     def since(self, before: Samples) -> Samples:
-        """What has been counted since `before`; gauges as they are now.
+        """What was counted since `before`. Gauges keep their current values.
 
-        A counter that fell belongs to a server that was started anew: then all of it is new.
+        If a counter has decreased, the server was restarted, and all of it is new.
         """
         return Samples(
             {

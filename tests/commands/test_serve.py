@@ -141,7 +141,7 @@ def test_a_url_for_spans_that_is_wrong_in_the_environment(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "grpc://localhost:4317")
     said = serve()
-    assert said.startswith("OTEL_EXPORTER_OTLP_ENDPOINT 'grpc://localhost:4317' is no collector's")
+    assert said.startswith("OTEL_EXPORTER_OTLP_ENDPOINT is 'grpc://localhost:4317': expected")
 
 
 def test_the_key_in_the_environment_is_no_setting(

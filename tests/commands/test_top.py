@@ -135,7 +135,7 @@ def test_tokens_found_on_the_device_do_not_contradict_hits_below_it() -> None:
 def test_without_errors_there_is_no_line_of_them() -> None:
     lines = drawn(make_look(is_bad=False))
     assert not [line for line in lines if line.startswith("errors")]
-    assert "nothing hurts" in lines
+    assert "no problems" in lines
 
 
 @pytest.mark.parametrize("width", [20, 40, 79, 80, 100, 129, 130, 131, 200, 400])
@@ -216,9 +216,9 @@ def test_before_anything_has_happened() -> None:
         "http://h", "penstock", Facts(sessions=()), make_view(history), 0.0, 0.0, 0.0
     )
     lines = drawn(snapshot, now=0.0)
-    assert "no tier has told of itself yet" in lines
-    assert "sessions: none now" in lines
-    assert "nothing hurts" in lines
+    assert "no tier has reported yet" in lines
+    assert "no sessions" in lines
+    assert "no problems" in lines
 
 
 def rendered(**environment: str) -> str:
@@ -307,7 +307,7 @@ def test_a_key_that_is_wanted(run: Run, stand: Stand, monkeypatch: pytest.Monkey
     assert (ran.code, ran.stderr) == (0, "")
     assert ran.stdout.count(NEEDS_KEY) == 1
     monkeypatch.setenv("PENSTOCK_API_KEY", "s3cret")
-    assert "the one given is not it" in run("top", stand.url, "--interval", 0.1).stdout
+    assert "the given key is wrong" in run("top", stand.url, "--interval", 0.1).stdout
     assert (STATE, "Bearer s3cret") in stand.asked
 
 
@@ -457,7 +457,7 @@ def test_live_it_tells_of_a_server_that_is_gone_and_finds_it_again(stand: Stand)
         again = Stand(port)
         try:
             again.answers = answers | {"/metrics": exposed(usage(), work(2))}
-            screen.wait_for("nothing hurts")
+            screen.wait_for("no problems")
             assert "no answer" not in screen.shown.rpartition("penstock top")[2]
             os.write(screen.fd, b"q")
             assert screen.end() == 0

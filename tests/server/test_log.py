@@ -80,7 +80,7 @@ def test_a_field_nobody_knows_is_named_once(
         chat = {"messages": [{**HELLO[0], "contnet": "x"}], "max_tokens": 1}
         assert client.post("/v1/chat/completions", json=chat).status_code == 200
         lines(told, "POST /v1/chat/completions")
-    ignored = [line for line in told() if line.startswith("ignored fields")]
+    ignored = [line for line in told() if line.startswith("ignored unknown fields")]
     assert len(ignored) == 2
     assert "temprature (did you mean temperature?)" in ignored[0]
     assert "no_stop_trim" in ignored[0]
