@@ -1,6 +1,6 @@
 """Unknown fields of requests: ignored, as in vLLM, and logged once each.
 
-Routers and clients send fields of their own, so refusing them would break many clients. The log
+Routers and clients send their own fields, so refusing them would break many clients. The log
 helps to find misspelt fields: it suggests the nearest known name.
 """
 

@@ -82,7 +82,7 @@ def request(
 
 
 def read_body(response: httpx.Response, max_bytes: int) -> bytes:
-    """The body as it was sent; of one longer than `max_bytes`, a beginning that is also longer."""
+    """The body as it was sent. If it is longer than `max_bytes`, it is cut somewhere after that."""
     body = bytearray()
     for chunk in response.iter_raw():
         body += chunk

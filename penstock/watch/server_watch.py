@@ -17,8 +17,8 @@ from penstock.watch.remote_server import RemoteServer
 from penstock.watch.scrape import BadStatus, NoMetrics, read_json
 from penstock.watch.view import View, make_view
 
-NEEDS_KEY = "listing sessions requires the server's key: use --api-key, or set PENSTOCK_API_KEY"
-WRONG_KEY = "listing sessions requires the server's key, and the given key is wrong"
+NEEDS_KEY = "sessions require the server's key: use --api-key, or set PENSTOCK_API_KEY"
+WRONG_KEY = "sessions require the server's key, and the given key is wrong"
 
 
 @dataclass(frozen=True, slots=True)

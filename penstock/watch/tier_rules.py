@@ -113,7 +113,7 @@ def _too_small(
 ) -> Advice:
     capacity = seen.total("penstock_capacity_blocks", tier="host")
     missed = seen.total("penstock_miss_blocks_total")
-    # With that much more nothing would have been evicted; and no more than the misses can be won.
+    # That much more would have prevented all evictions; but it cannot gain more than the misses.
     useful = min(evicted, missed)
     size = block_bytes(seen)
     numbers = [*numbers, ("evicted_blocks", evicted), ("missed_blocks", missed)]

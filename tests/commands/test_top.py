@@ -164,7 +164,7 @@ def test_printed_once_nothing_is_cut_off() -> None:
 def test_a_server_that_does_not_answer() -> None:
     lines = drawn(make_look(error="http://x does not answer"), now=175.0)
     screen = " ".join(" ".join(lines).split())
-    assert "no answer for 1 min 15 s, what follows is as it was then" in screen
+    assert "no answer for 1 min 15 s, showing the last known state" in screen
     assert "http://x does not answer" in screen
     assert "smol" in screen
     assert "no answer for 10 s" in "\n".join(drawn(make_look(), now=110.0))  # it still hangs
