@@ -40,7 +40,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = serve("--port", port)
-    assert said.startswith(f"port {port} of 127.0.0.1 cannot be had: another process")
+    assert said.startswith(f"cannot listen on port {port} of 127.0.0.1: another process")
 
 
 @pytest.mark.parametrize(
