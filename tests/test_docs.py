@@ -132,11 +132,11 @@ def test_every_metric_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
         for sample in metric.samples
     }
     assert documented == {
-        "The tiers: in every host": everywhere.made,
+        "The tiers: in every client": everywhere.made,
         "The embedded engine: not in vLLM": {
             name: facts for name, facts in noted.made.items() if name not in everywhere.made
         },
-        "Names that others use: not in vLLM": familiar,
+        "Names used by others: not in vLLM": familiar,
     }
     assert names == {*noted.made, *(name.removesuffix("_total") for name in familiar)}
 

@@ -50,6 +50,6 @@ def _is(kind: Any, field: Any) -> bool:
 def test_the_page_says_what_becomes_of_each_field() -> None:
     every = set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
     assert documented("Ignored") == fields_of(Ignored)
-    assert documented("Refused") == fields_of(Refused)
-    assert documented("Honoured in part") == IN_PART
-    assert documented("Honoured") == every - fields_of(Ignored) - fields_of(Refused) - IN_PART
+    assert documented("Rejected") == fields_of(Refused)
+    assert documented("Partly supported") == IN_PART
+    assert documented("Supported") == every - fields_of(Ignored) - fields_of(Refused) - IN_PART

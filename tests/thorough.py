@@ -1,0 +1,109 @@
+"""Tests that `make test` leaves to `make test-all`, because they take long.
+
+`make test` runs the whole of the pure core and one real pass through each real part. Here are the
+other passes: more models, more ways to fail, longer soaks. Patterns are matched against a test's
+name, by file below tests/; "*" is the whole file. A pattern that matches no test is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+THOROUGH: dict[str, tuple[str, ...]] = {
+    # Demonstrations and documents, run from end to end.
+    "test_demo.py": ("*",),
+    "test_readme.py": ("*",),
+    "test_docs_remote.py": ("*",),
+    "test_docs.py": (
+        "test_python_runs?hints.md-0-*",
+        "test_python_runs?server.md-1-*",
+        "test_python_runs?README.md-4-*",
+        "test_python_runs?quickstart.md-5-*",
+    ),
+    "deploy/test_rules.py": ("test_prometheus_accepts?test rules?",),
+    # Soaks and crashes.
+    "engine/test_needles.py": ("*",),
+    "engine/test_soak.py": ("*",),
+    "test_crash.py": ("*roomy*",),
+    # Every model architecture in Triton's interpreter; Llama is in `make test`.
+    "engine/test_runner.py": (
+        "test_logits_are_those_of_transformers?[!l]*-triton?",
+        "test_steps_give_the_same_whatever_was_brought_ahead_of_them*",
+        "test_cold_blocks_are_fetched_once_for_all_who_read_them?[12]*",
+    ),
+    "engine/test_triton.py": ("test_it_is_attention?32-*", "test_it_is_attention?8-*"),
+    # The engine: slow stores, many ways to fail or to be interrupted.
+    "engine/test_models.py": (
+        "test_embedded_model*",
+        "test_truncated_gguf*",
+        "test_fingerprint_is_the_same_in_another*",
+    ),
+    "engine/test_engine_folder.py": ("test_every_spelling_of_a_path*",),
+    "engine/test_two_ended_loads.py": ("test_a_store_slower_than_computing*",),
+    "engine/test_faults.py": ("*an outcome is lost*",),
+    "engine/test_cold.py": ("test_what_is_saved_again*", "test_aborted_at_any_moment*"),
+    "engine/test_shared.py": ("*evicts?", "*killed?", "*empty?"),
+    "engine/test_interrupts.py": ("*?4-*",),
+    "connectors/test_injected_errors.py": ("*overlap*", "test_an_error_in_what_copies*"),
+    # Real servers, beyond one pass each.
+    "server/test_record.py": ("test_real_requests*", "test_a_server_goes_on*", "*disk_is_full*"),
+    "server/test_tracing.py": (
+        "test_a_collector_that_fails*",
+        "test_switched_o*",
+    ),
+    "server/test_engine_faults.py": ("test_the_process_ends*",),
+    "server/test_restart.py": ("*",),
+    "server/test_fuzz.py": ("*-negative-*",),
+    "server/test_process.py": ("test_an_upload_that_never_ends*",),
+    "commands/test_top.py": ("test_a_real_server_at_work",),
+    "commands/test_serve.py": ("test_asked_twice*",),
+    "commands/test_dashboard_command.py": (
+        "test_the_numbers_want_the_key*",
+        "test_whoever_listens*",
+        "test_a_page_whose_name*",
+        "test_a_server_that_comes_later*",
+    ),
+    "browser/test_page.py": (
+        "test_contrast*",
+        "test_it_can_be_used_without*",
+        "test_it_says_when_the_server_is_gone*",
+        "*dark*",
+        "test_on_a_phone*",
+        "test_a_requests_story*",
+        "test_a_chat_can_be_stopped*",
+    ),
+    "remote/test_sharing.py": ("test_clients_that_save_load_and_lose*",),
+    "remote/test_every_store.py": ("test_a_damaged_value*",),
+    "remote/test_s3.py": ("test_a_server_that_*",),
+    "remote/test_mooncake.py": ("*hang*", "*hung*", "test_a_master_that_goes*"),
+    "remote/test_packs.py": ("test_an_object_store_tells*",),
+}
+
+
+def mark_thorough(items: Sequence[pytest.Item]) -> None:
+    """Mark these tests, so that `-m "not thorough"` leaves them out."""
+    unmatched = {(file, p) for file in _files(items) for p in THOROUGH.get(file, ())}
+    for item in items:
+        file = _file(item)
+        for pattern in THOROUGH.get(file, ()):
+            if fnmatchcase(item.name, pattern):
+                item.add_marker(pytest.mark.thorough)
+                unmatched.discard((file, pattern))
+    if unmatched:
+        raise pytest.UsageError(f"tests/thorough.py names no test: {sorted(unmatched)}")
+
+
+def _file(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix()
+
+
+def _files(items: Sequence[pytest.Item]) -> set[str]:
+    """Files that were collected as a whole: a single test asked for by name matches little."""
+    asked = {str(a) for item in items for a in item.config.args if "::" in str(a)}
+    return {_file(item) for item in items} if not asked else set()
