@@ -1,4 +1,4 @@
-"""`penstock advise`: what to change on a running server, by its own metrics."""
+"""`penstock advise`: what to change on a running server, from its metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from penstock.commands import JsonFlag, new_table, print_json, progress_bar, stdout_console
 from penstock.watch.advice import Advice, Urgency, block_bytes, hit_rate, reused_share
 from penstock.watch.adviser import advise
-from penstock.watch.elsewhere import Elsewhere
+from penstock.watch.remote_server import RemoteServer
 from penstock.watch.samples import Samples
 from penstock.watch.scrape import metrics_url, shown_url
 
@@ -29,24 +29,27 @@ def advise_server(
     url: Annotated[
         str,
         typer.Argument(
-            metavar="URL", help="A `penstock serve`, or a vLLM that Penstock is part of."
+            metavar="URL", help="The URL of a `penstock serve`, or of a vLLM that runs Penstock."
         ),
     ],
     seconds: Annotated[
         float,
         typer.Option(
-            min=0, max=86400, metavar="S", help="Watch so long; 0: judge by all since the start."
+            min=0,
+            max=86400,
+            metavar="S",
+            help="How long to watch the server. 0: use its counters since its start.",
         ),
     ] = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read a running server's metrics, and say what to change, with the numbers.
+    """Read a running server's metrics, and suggest what to change, with the numbers.
 
-    Nothing on the server changes. Its counters run since its start; what was true in the morning
-    may no longer be: watch for a while with --seconds.
+    Nothing is changed on the server. By default the advice is based on everything since the server
+    started; to judge the current load, watch for a while with --seconds.
     """
     parts = metrics_url(url)
-    server = Elsewhere(parts)
+    server = RemoteServer(parts)
     seen = server.read()
     if seconds:
         before = seen
@@ -100,7 +103,7 @@ def _draw(parts: SplitResult, seconds: float, found: list[Advice]) -> None:
 def _table(title: str, found: list[Advice]) -> Table:
     from rich.text import Text
 
-    table = new_table("", "about", "what is seen", "what to do", title=title)
+    table = new_table("", "about", "finding", "what to do", title=title)
     for column in table.columns:
         column.justify = "left"
         column.overflow = "fold"

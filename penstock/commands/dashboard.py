@@ -1,4 +1,4 @@
-"""`penstock dashboard`: the page for a server that is not `penstock serve`, or is elsewhere."""
+"""`penstock dashboard`: the dashboard of another server, such as a vLLM that runs Penstock."""
 
 from __future__ import annotations
 
@@ -32,35 +32,37 @@ def dashboard(
         str,
         typer.Option(
             metavar="URL",
-            help="The server to show: a vLLM that Penstock is part of, or a `penstock serve`.",
+            help="The URL of the server to show: a vLLM that runs Penstock, or a `penstock serve`.",
         ),
     ],
     host: Annotated[
         str, typer.Option(metavar="HOST", help="The address to listen on.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="0 takes a free one.")
+        int,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="The port to listen on; 0 takes a free one."
+        ),
     ] = 8100,
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar=ENV_API_KEY,
             metavar="KEY",
-            help="Wanted of who asks for the numbers. Safer in the environment: others see "
-            "options.",
+            help="Required to see the data. Prefer the environment variable: other users can see "
+            "command-line arguments.",
             show_default=False,
         ),
     ] = None,
     allowed_host: AllowedHosts = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="When ready, print one line of JSON on stdout.")
+        bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
     ] = False,
 ) -> None:
-    """Serve the dashboard of a server elsewhere, from its /metrics.
+    """Serve the dashboard of another server, from its /metrics.
 
-    Above all for a vLLM that Penstock is part of: `penstock serve` has the same page itself, at /.
-    A server that does not answer is no error: the page says so, and goes on when it does. Stop it
-    with Ctrl-C or SIGTERM.
+    Mostly for a vLLM that runs Penstock: `penstock serve` has the same page at /. If the server
+    does not answer, the page says so, and continues once it does. Stop it with Ctrl-C or SIGTERM.
     """
     require("server", SERVER)
     parts = metrics_url(metrics)
@@ -69,16 +71,16 @@ def dashboard(
     from penstock.server.hosts import listens_on_loopback
     from penstock.server.listening import bind, url_of
     from penstock.server.remote_dashboard import RemoteDashboard
-    from penstock.watch.elsewhere import Elsewhere
+    from penstock.watch.remote_server import RemoteServer
 
-    server = Elsewhere(parts)
+    server = RemoteServer(parts)
     names = names_of(host, allowed_host)
     listener = bind(host, port)
     url = url_of(listener)
     if api_key is None and not listens_on_loopback(listener):
         tell(
-            f"warning: everybody who reaches {url} sees these numbers; give an --api-key, or "
-            "listen on 127.0.0.1"
+            f"warning: anyone who can reach {url} sees this data; set an --api-key, or listen on "
+            "127.0.0.1"
         )
 
     def announce() -> None:
@@ -89,6 +91,6 @@ def dashboard(
             sys.stdout.flush()
 
     process = RemoteDashboard(listener, server, api_key, announce, names)
-    with stop_on_signals(process.stop, first="stopping", second="stopped at once"):
+    with stop_on_signals(process.stop, first="stopping", second="stopped immediately"):
         asyncio.run(process.run())
     tell("stopped")

@@ -1,21 +1,23 @@
-"""Whom `penstock chat` talks to: a server by its URL, or the embedded engine."""
+"""What `penstock chat` talks to: a server, or the embedded engine."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import SplitResult, urlsplit
 
-from penstock.config.urls import shown_value, without_password
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
+from penstock.watch.http import RequestFailed, parse_url, read_body, read_lines, request
 
 if TYPE_CHECKING:
+    import httpx
+
     from penstock.engine.llm import LLM
 
-_SECONDS = 600.0  # without a token; a long queue is no failure
+_TIMEOUT_SECONDS = 600.0  # without a token: a request may wait in a long queue
+_MAX_BYTES = 16 << 20  # of an error, or of the list of models
 Messages = Sequence[dict[str, str]]
 OnText = Callable[[str], None]
 
@@ -42,7 +44,7 @@ class Speaker(Protocol):
     name: str
 
     def answer(self, messages: Messages, wishes: Wishes, on_text: OnText) -> Figures:
-        """Tell the answer as it comes. Ctrl-C stops it, wherever it comes from."""
+        """Generate an answer and pass it on in pieces. Ctrl-C stops it."""
         ...
 
 
@@ -66,16 +68,14 @@ class Embedded:
 
 
 class Remote:
-    """Any server of OpenAI's API. Needs nothing but Python."""
+    """A server with OpenAI's API."""
 
     def __init__(self, url: str, api_key: str | None, model: str | None = None) -> None:
-        """Asks the server for its model where none is named; raises NoAnswer or ConfigError."""
-        self._url = _parse(url)
-        self._shown = without_password(self._url.geturl())
-        # Close: then whoever stops reading an answer has hung up, and the server stops as well.
-        self._headers = {"Content-Type": "application/json", "Connection": "close"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        """Asks the server for its model if none is named. Raises ChatFailed or ConfigError."""
+        parts = parse_url(url)
+        path = parts.path.rstrip("/")
+        self._url = parts._replace(path=path if path.endswith("/v1") else f"{path}/v1", query="")
+        self._api_key = api_key
         self.name = model or self._first_model()
 
     def answer(self, messages: Messages, wishes: Wishes, on_text: OnText) -> Figures:
@@ -90,7 +90,7 @@ class Remote:
         if wishes.seed is not None:
             body["seed"] = wishes.seed
         usage: dict[str, Any] = {}
-        for event in self._events("POST", "/chat/completions", body):
+        for event in self._events("/chat/completions", body):
             if event.get("error"):
                 raise ChatFailed(f"the server stopped in mid-answer: {_message(event)}")
             usage = event.get("usage") or usage
@@ -107,58 +107,47 @@ class Remote:
     def _first_model(self) -> str:
         with self._ask("GET", "/models") as response:
             try:
-                return str(json.loads(response.read())["data"][0]["id"])
+                return str(json.loads(read_body(response, _MAX_BYTES))["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
                 raise ChatFailed(
-                    f"{self._shown} does not list its models as OpenAI's API does; check "
+                    f"{self._url.geturl()} does not list its models as OpenAI's API does; check "
                     "the URL, or name the model"
                 ) from None
 
-    def _events(self, method: str, path: str, body: object) -> Iterator[dict[str, Any]]:
-        with self._ask(method, path, body) as response:
+    def _events(self, path: str, body: object) -> Iterator[dict[str, Any]]:
+        with self._ask("POST", path, body) as response:
             try:
-                for line in response:
+                for line in read_lines(response):
                     data = line.strip().removeprefix(b"data:").strip()
                     if data == b"[DONE]":
                         return
                     if line.startswith(b"data:"):
                         yield json.loads(data)
-            except (OSError, HTTPException, ValueError) as error:
-                raise ChatFailed(f"the answer was cut off ({type(error).__name__})") from None
+            except ValueError:
+                raise ChatFailed("the answer was cut off (it is not JSON)") from None
         raise ChatFailed("the answer was cut off before its end")
 
-    def _ask(self, method: str, path: str, body: object = None) -> HTTPResponse:
-        is_https = self._url.scheme == "https"
-        kind = HTTPSConnection if is_https else HTTPConnection
-        connection = kind(self._url.hostname or "", self._url.port, timeout=_SECONDS)
-        data = None if body is None else json.dumps(body).encode()
+    @contextmanager
+    def _ask(self, method: str, path: str, body: object = None) -> Iterator[httpx.Response]:
+        url = self._url._replace(path=self._url.path + path)
+        has_answered = False
         try:
-            connection.request(method, self._url.path + path, data, self._headers)
-            response = connection.getresponse()
-            if response.status == 200:
-                return response
-            answer = response.read(1 << 20)
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "strerror", None) or type(error).__name__
-            raise ChatFailed(f"{self._shown} does not answer: {reason}") from None
-        raise ChatFailed(f"the server answers {response.status}: {_message(answer)}")
-
-
-def _parse(url: str) -> SplitResult:
-    advice = "expected one such as http://127.0.0.1:8000; correct it"
-    try:
-        parts = urlsplit(url)
-        is_right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        is_right = False
-    if not is_right:
-        raise ConfigError(f"the URL is {shown_value(url)}: {advice}")
-    path = parts.path.rstrip("/")
-    return parts._replace(path=path if path.endswith("/v1") else f"{path}/v1", query="")
+            with request(
+                method, url, timeout_seconds=_TIMEOUT_SECONDS, api_key=self._api_key, body=body
+            ) as response:
+                if response.status_code != 200:
+                    text = _message(read_body(response, _MAX_BYTES))
+                    raise ChatFailed(f"the server answers {response.status_code}: {text}")
+                has_answered = True
+                yield response
+        except RequestFailed as error:
+            if has_answered:
+                raise ChatFailed(f"the answer was cut off ({error})") from None
+            raise ChatFailed(f"{self._url.geturl()} does not answer: {error}") from None
 
 
 def _message(answer: bytes | dict[str, Any]) -> str:
-    """What an error's envelope says, or the beginning of whatever came in its place."""
+    """The message of an error response, or the beginning of its text if it has another format."""
     try:
         fields = answer if isinstance(answer, dict) else json.loads(answer)
         return str(fields["error"]["message"])

@@ -24,7 +24,7 @@ from penstock.watch.scrape import NoMetrics, metrics_url
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.watch.onlooker import Look, Onlooker
+    from penstock.watch.server_watch import ServerWatch, Snapshot
 
 EXAMPLE = (
     "Example: penstock top http://127.0.0.1:8000\n\n"
@@ -34,25 +34,25 @@ EXAMPLE = (
 _REDRAWS_PER_SECOND = 2.0  # also while a server does not answer, and when the window changes
 
 Wait = Callable[[float], bool]
-"""Wait so many seconds; True: somebody wants to end."""
+"""Wait for this many seconds. Returns True if the user wants to quit."""
 
 
 def top(
     url: Annotated[
         str,
         typer.Argument(
-            metavar="URL", help="A `penstock serve`, or a vLLM that Penstock is part of."
+            metavar="URL", help="The URL of a `penstock serve`, or of a vLLM that runs Penstock."
         ),
     ],
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, metavar="S", help="Look every so many seconds.")
+        float, typer.Option(min=0.1, max=3600, metavar="S", help="Seconds between updates.")
     ] = 1.0,
     once: Annotated[
         bool,
         typer.Option(
             "--once",
-            help="Look twice, an interval apart, print that, and end. Without a terminal "
-            "that can be redrawn this is the default.",
+            help="Read twice, one interval apart, print the result and exit. The default unless "
+            "the output is a terminal.",
         ),
     ] = False,
     api_key: Annotated[
@@ -60,59 +60,59 @@ def top(
         typer.Option(
             envvar=ENV_API_KEY,
             metavar="KEY",
-            help="The server's key: without it no sessions are told.",
+            help="The server's API key, needed to list sessions.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json", help="JSON on stdout: one document with --once, else a line per interval."
+            "--json", help="Print JSON: one document with --once, else one line per interval."
         ),
     ] = False,
 ) -> None:
-    """Watch a running server: tiers, transfers, first tokens, sessions, and what hurts.
+    """Watch a running server: tiers, transfers, first tokens, sessions and problems.
 
-    It reads the server's /metrics and changes nothing there. End it with q or Ctrl-C. A server
-    that stops answering is asked again until it answers; one that never did is an error.
+    It reads the server's /metrics and changes nothing. Quit with q or Ctrl-C. If the server stops
+    answering, it is asked again until it does; if it never answered, that is an error.
     """
-    from penstock.watch.onlooker import Onlooker
+    from penstock.watch.server_watch import ServerWatch
 
     check_key(api_key)
-    onlooker = Onlooker(metrics_url(url), api_key)
+    watch = ServerWatch(metrics_url(url), api_key)
     console = stdout_console()
     if once or not (as_json or (console.is_terminal and not console.is_dumb_terminal)):
-        _print_once(onlooker, interval, console, as_json=as_json)
+        _print_once(watch, interval, console, as_json=as_json)
         return
-    first = onlooker.look()  # whoever names a wrong server is told so before anything is drawn
-    with _ending_well():
+    first = watch.snapshot()  # a wrong URL is an error before anything is drawn
+    with _quitting_cleanly():
         if as_json:
-            _write_lines(onlooker, interval)
+            _write_lines(watch, interval)
         else:
-            _draw_live(onlooker, interval, console, first)
+            _draw_live(watch, interval, console, first)
 
 
-def _print_once(onlooker: Onlooker, interval: float, console: Console, *, as_json: bool) -> None:
+def _print_once(watch: ServerWatch, interval: float, console: Console, *, as_json: bool) -> None:
     from penstock.commands.top_screen import Screen
 
-    onlooker.look()
+    watch.snapshot()
     time.sleep(interval)
-    look = onlooker.look(since_start=True)
-    if look.error:
-        raise NoMetrics(look.error)
+    snapshot = watch.snapshot(since_start=True)
+    if snapshot.error:
+        raise NoMetrics(snapshot.error)
     if as_json:
-        print_json(look.as_data())
+        print_json(snapshot.as_data())
     else:
-        console.print(Screen(look, time.monotonic()))
+        console.print(Screen(snapshot, time.monotonic()))
 
 
-def _write_lines(onlooker: Onlooker, interval: float) -> None:
-    for look in _lookups(onlooker, interval, _sleep):
-        sys.stdout.write(json.dumps(look.as_data(), allow_nan=False) + "\n")
+def _write_lines(watch: ServerWatch, interval: float) -> None:
+    for snapshot in _snapshots(watch, interval, _sleep):
+        sys.stdout.write(json.dumps(snapshot.as_data(), allow_nan=False) + "\n")
         sys.stdout.flush()
 
 
-def _draw_live(onlooker: Onlooker, interval: float, console: Console, latest: Look) -> None:
+def _draw_live(watch: ServerWatch, interval: float, console: Console, latest: Snapshot) -> None:
     from rich.live import Live
 
     from penstock.commands.top_screen import Screen
@@ -131,16 +131,16 @@ def _draw_live(onlooker: Onlooker, interval: float, console: Console, latest: Lo
             refresh_per_second=_REDRAWS_PER_SECOND,
         ) as live,
     ):
-        for latest in _lookups(onlooker, interval, wait):  # noqa: B007, draw shows it
+        for latest in _snapshots(watch, interval, wait):  # noqa: B007, draw shows it
             live.refresh()
 
 
-def _lookups(onlooker: Onlooker, interval: float, wait: Wait) -> Iterator[Look]:
-    """One every interval, however long the server takes to answer; the first after one."""
+def _snapshots(watch: ServerWatch, interval: float, wait: Wait) -> Iterator[Snapshot]:
+    """One snapshot per interval, however long the server takes; the first after one interval."""
     spent = 0.0
     while not wait(max(0.05, interval - spent)):
         began = time.monotonic()
-        yield onlooker.look()
+        yield watch.snapshot()
         spent = time.monotonic() - began
 
 
@@ -150,8 +150,8 @@ def _sleep(seconds: float) -> bool:
 
 
 @contextmanager
-def _ending_well() -> Iterator[None]:
-    """Ctrl-C and SIGTERM are how it ends; the terminal is put right on the way out."""
+def _quitting_cleanly() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the command normally, after the terminal is restored."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -167,11 +167,11 @@ def _ending_well() -> Iterator[None]:
 
 @contextmanager
 def _keys() -> Iterator[Wait]:
-    """A wait that q ends. What is typed is not shown: it would stand amid the drawing."""
+    """A wait that the key q ends. Typed keys are not echoed into the drawing."""
     try:
         fd = sys.stdin.fileno()
         before = termios.tcgetattr(fd)
-    except (OSError, ValueError, termios.error):  # stdin is no terminal
+    except (OSError, ValueError, termios.error):  # stdin is not a terminal
         yield _sleep
         return
 
@@ -180,7 +180,7 @@ def _keys() -> Iterator[Wait]:
         while (left := end - time.monotonic()) > 0:
             if select.select([fd], [], [], left)[0]:
                 typed = os.read(fd, 64)
-                if not typed:  # it is gone
+                if not typed:  # end of input
                     return _sleep(left)
                 if b"q" in typed.lower():
                     return True

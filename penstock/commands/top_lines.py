@@ -1,7 +1,6 @@
-"""Lines for a terminal: tables whose one bar takes the room that is left, and fields that flow.
+"""Lines for a terminal: tables with a bar that fills the free width, and fields that wrap.
 
-Every line fits its width. What a server says is shown as it is, but for what would steer the
-terminal.
+Every line fits the width. Control characters in the server's text are replaced.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ GAP = 2
 LABEL_WIDTH = 12
 _FULL = "█"
 _EMPTY = "░"
-# One for one, so that no line grows.
+# One character for one, so that lines keep their width.
 _PLAIN = str.maketrans({_FULL: "#", _EMPTY: ".", "–": "-", "…": "~", "µ": "u", "·": "|", "→": ">"})
 
 
 def plain(value: object, max_chars: int = 200) -> str:
-    """What another has written, on one line and without anything that a terminal obeys."""
+    """Text from the server on one line, without control characters."""
     text = "".join(char if char.isprintable() else "?" for char in str(value)[: max_chars + 1])
     return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
 def bar(share: float, width: int, style: str) -> Text:
-    """Full and empty are different characters: no colour is needed to read it."""
+    """A bar that is readable without color."""
     share = min(1.0, max(0.0, share))
     num_full = round(share * width)
     if width > 1:
-        # Neither a little nor all but a little is rounded away.
+        # Only 0 is drawn as empty, and only 1 as full.
         num_full = max(num_full, 1) if share > 0 else 0
         num_full = min(num_full, width - 1) if share < 1 else width
     return Text(_FULL * num_full, style) + Text(_EMPTY * (width - num_full), "dim")
@@ -39,7 +38,7 @@ def bar(share: float, width: int, style: str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A cell as wide as the table can make it."""
+    """A cell that takes the free width of the table."""
 
     share: float | None
     style: str = "cyan"
@@ -49,7 +48,7 @@ Cell = str | Text | Bar
 
 
 def table(rows: Sequence[Sequence[Cell]], aligns: str, width: int, max_bar: int) -> list[Text]:
-    """A line a row. `aligns` has a letter for each column: l, r, or b for the one of bars."""
+    """One line per row. `aligns` has a letter per column: l, r, or b for the column of bars."""
     texts = [[_text(cell) for cell in row] for row in rows]
     widths = [max((row[i].cell_len for row in texts), default=0) for i in range(len(aligns))]
     if "b" in aligns:
@@ -71,7 +70,7 @@ def table(rows: Sequence[Sequence[Cell]], aligns: str, width: int, max_bar: int)
 
 
 def fields(label: str, values: Sequence[str | Text], width: int, style: str = "") -> list[Text]:
-    """A label, and behind it what there is; on further lines what does not fit on the first."""
+    """A label and its values, wrapped to further lines if they do not fit."""
     lines = [Text(label.ljust(LABEL_WIDTH), "dim")]
     for value in values:
         text = value if isinstance(value, Text) else Text(value, style)
@@ -84,7 +83,7 @@ def fields(label: str, values: Sequence[str | Text], width: int, style: str = ""
 
 
 def paragraph(text: Text, width: int, indent: int) -> list[Text]:
-    """Wrapped, the lines below the first set in. A style that it begins with stays there."""
+    """Wrap the text and indent all lines but the first, which keeps its styles."""
     pieces = textwrap.wrap(text.plain, max(10, width), subsequent_indent=" " * indent)
     if not pieces:
         return []
@@ -96,7 +95,7 @@ def paragraph(text: Text, width: int, indent: int) -> list[Text]:
 
 
 def sides(left: Text, right: Text, width: int) -> Text:
-    """One at each end of the line; the right one only where there is room."""
+    """One text at each end of the line; the right one only if it fits."""
     room = width - left.cell_len - right.cell_len
     return left + Text(" " * room) + right if room >= GAP else left
 
@@ -113,7 +112,7 @@ def beside(left: Sequence[Text], right: Sequence[Text], left_width: int) -> list
 
 
 def fitted(lines: Sequence[Text], width: int, *, ascii_only: bool) -> list[Text]:
-    """None wider than that, and none with a character that the terminal cannot show."""
+    """Cut the lines to the width, and replace characters that the terminal cannot show."""
     made = []
     for line in lines:
         line = line.copy()

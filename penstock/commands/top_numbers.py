@@ -1,4 +1,4 @@
-"""The numbers in the middle of `penstock top`: what is saved, how fast it is, what goes wrong."""
+"""The numbers in the middle of `penstock top`: reuse, speed and errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from penstock.commands.top_lines import Cell, beside, fields, plain, table
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.watch.view import Spread, View
 
-WIDE = 130  # from here on what moves has a column of its own
+WIDE = 130  # from this width on, transfers have their own column
 _FLOWS_WIDTH = 46
 _PHASES = ("running", "loading", "waiting")
-# Of what did not arrive: the first two are counted by tier, the last one was wanted so.
+# Not shown as lost: the first two are counted by tier, the last is intended.
 _LOST_OTHERWISE = ("corrupt", "dropped", "cancelled")
 
 
@@ -45,7 +45,7 @@ def _first_tokens(view: View) -> list[str | Text]:
 
 
 def _reuse(view: View) -> Iterator[str]:
-    """Share, counts and time of the same tokens and the same span."""
+    """Share, counts and time, all for the same tokens and the same span."""
     start = view.reused_share_since_start, view.prompt_tokens_since_start, view.seconds_saved
     yield _reused(*start) if view.is_since_start else _reused(view.reused_share, view.prompt_tokens)
     if view.hit_rate is not None:
@@ -57,7 +57,7 @@ def _reuse(view: View) -> Iterator[str]:
 
 
 def _reused(share: float | None, tokens: dict[str, float], seconds_saved: float = 0.0) -> str:
-    """The time is what loading saved: nobody estimates it for what the device had."""
+    """The time is what loading saved; it is not estimated for blocks on the device."""
     if share is None:
         return "–"
     device, loaded = tokens.get("device", 0.0), tokens.get("loaded", 0.0)

@@ -1,4 +1,4 @@
-"""What `penstock top` draws: the same as the dashboard, in lines."""
+"""What `penstock top` draws: the dashboard as lines of text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from penstock.commands.top_lines import (
 )
 from penstock.commands.top_numbers import WIDE, errors, numbers
 from penstock.units import format_bytes, format_rate, format_seconds
-from penstock.watch.onlooker import Look
+from penstock.watch.server_watch import Snapshot
 from penstock.watch.view import TIERS, FlowView, TierView, View
 
-_HIGH = 30  # lines; with fewer, none is left empty that need not be
+_HIGH = 30  # lines; with fewer, empty lines are left out
 _MAX_BAR = 40
 _FULL_SHARE = 0.95
 _STYLES = {"act": "bold red", "consider": "yellow"}
@@ -31,11 +31,11 @@ _STYLES = {"act": "bold red", "consider": "yellow"}
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """A look at a server, as it is seen `now`; as high as the terminal, where that is given."""
+    """A snapshot of a server, drawn at the time `now`, cut to the terminal's height if known."""
 
-    look: Look
+    snapshot: Snapshot
     now: float
-    patience_seconds: float = 3.0  # without an answer; then it is said
+    patience_seconds: float = 3.0  # after that, a missing answer is shown
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = self.lines(options.max_width, options.height, ascii_only=options.ascii_only)
@@ -44,14 +44,14 @@ class Screen:
     def lines(
         self, width: int, height: int | None = None, *, ascii_only: bool = False
     ) -> list[Text]:
-        view = self.look.view
+        view = self.snapshot.view
         gap = [] if height is not None and height < _HIGH else [Text()]
         top = [*self._head(width), *gap, *_tiers(view, width), Text()]
         top += [*numbers(view, width), *errors(view, width), Text()]
-        hurts, sessions = _hurts(view, width), _sessions(self.look, width)
+        hurts, sessions = _hurts(view, width), _sessions(self.snapshot, width)
         if height is not None:
             room = height - len(top) - len(gap)
-            # What hurts may take half of what is left, and what the sessions do not need.
+            # Problems may take half of the rest, and what the sessions do not need.
             num_hurts = max((room + 1) // 2, room - len(sessions))
             if len(hurts) > num_hurts:
                 hurts = _cut(_hurts(view, width, is_brief=True), num_hurts)
@@ -60,24 +60,25 @@ class Screen:
         return fitted(lines[:height], width, ascii_only=ascii_only)
 
     def _head(self, width: int) -> list[Text]:
-        look, facts = self.look, self.look.facts
-        watched = _duration(self.now - look.watched_since)
-        name = Text("penstock top", "bold") + Text(f" · {plain(look.url)}")
+        snapshot, facts = self.snapshot, self.snapshot.facts
+        watched = _duration(self.now - snapshot.watched_since)
+        name = Text("penstock top", "bold") + Text(f" · {plain(snapshot.url)}")
         models = ", ".join(plain(model, 60) for model in facts.models)
-        host = "vLLM" if look.host == "vllm" else f"penstock {plain(facts.version or '')}".strip()
-        about = Text(" · ".join(part for part in (models, host) if part))
+        version = plain(facts.version or "")
+        server = "vLLM" if snapshot.kind == "vllm" else f"penstock {version}".strip()
+        about = Text(" · ".join(part for part in (models, server) if part))
         about += Text(f" · {plain(facts.phase)}", "green" if facts.phase == "serving" else "yellow")
-        span = f"of the last {_duration(look.view.recent_seconds)}"
-        if look.view.is_since_start:
+        span = f"of the last {_duration(snapshot.view.recent_seconds)}"
+        if snapshot.view.is_since_start:
             span = "since its start"
         lines = [
             sides(name, Text(f"watched {watched}", "dim"), width),
             sides(about, Text(f"hits, P50 / P99 {span}", "dim"), width),
         ]
-        unanswered = self.now - look.seen_at
-        if look.error or unanswered > self.patience_seconds:
-            words = f"no answer for {_duration(unanswered)}, what follows is as it was then"
-            words += f": {plain(look.error, 300)}" if look.error else "; asking"
+        unanswered = self.now - snapshot.seen_at
+        if snapshot.error or unanswered > self.patience_seconds:
+            words = f"no answer for {_duration(unanswered)}, showing the last known state"
+            words += f": {plain(snapshot.error, 300)}" if snapshot.error else "; retrying"
             lines += [Text(line.plain, "bold red") for line in paragraph(Text(words), width, 2)]
         if facts.note:
             lines.append(Text(facts.note, "yellow"))
@@ -93,7 +94,7 @@ def _tiers(view: View, width: int) -> list[Text]:
         if tier.recovered_share is not None and tier.recovered_share < 1:
             remarks.append(Text(f"{tier.name} has read {tier.recovered_share:.0%} of its index"))
     if len(rows) == 1:
-        return [Text("no tier has told of itself yet")]
+        return [Text("no tier has reported yet")]
     return table(rows, "lbrrrrr", width, _MAX_BAR) + remarks
 
 
@@ -108,14 +109,14 @@ def _tier_row(tier: TierView, flows: Sequence[FlowView]) -> list[Cell]:
     style = "cyan" if share is None or share < _FULL_SHARE else "yellow"
     row: list[Cell] = [Text(tier.name, "bold red" if tier.resting else "bold")]
     row += [Bar(share, style), "" if share is None else f"{share:.0%}", size]
-    if tier.name == "device":  # what moves to it and from it stands with the tiers below
+    if tier.name == "device":  # its transfers are shown with the tiers below
         return [*row, "", "", ""]
     hits = "–" if tier.hit_share is None else f"{tier.hit_share:.0%}"
     return [*row, hits, *(_traffic(tier, flows, direction) for direction in ("load", "save"))]
 
 
 def _traffic(tier: TierView, flows: Sequence[FlowView], direction: str) -> Text:
-    """What its link carries, and how many transfers wait for it; or that it fails and rests."""
+    """The rate of a tier's link and its queued transfers; RESTING if it is unused after faults."""
     num_queued = tier.queued_loads if direction == "load" else tier.queued_saves
     rate = _link(flows, tier.name, direction)
     is_resting = direction in tier.resting
@@ -126,7 +127,7 @@ def _traffic(tier: TierView, flows: Sequence[FlowView], direction: str) -> Text:
 
 
 def _link(flows: Sequence[FlowView], tier: str, direction: str) -> float:
-    """What the link to a tier carries: everything between it and those above."""
+    """The rate of the link to a tier: all transfers between it and the tiers above."""
     place = TIERS.index(tier)
     return sum(
         flow.bytes_per_second
@@ -137,27 +138,27 @@ def _link(flows: Sequence[FlowView], tier: str, direction: str) -> float:
 
 
 def _of(used: float, capacity: float) -> str:
-    """The unit once, where it is the same: "13.6 of 20.0 GiB"."""
+    """With the unit once if it is the same: "13.6 of 20.0 GiB"."""
     part, whole = format_bytes(used), format_bytes(capacity)
     if part.split()[1] == whole.split()[1]:
         part = part.split()[0]
     return f"{part} of {whole}"
 
 
-def _sessions(look: Look, width: int) -> list[Text]:
-    sessions = look.facts.sessions
+def _sessions(snapshot: Snapshot, width: int) -> list[Text]:
+    sessions = snapshot.facts.sessions
     if sessions is None:
         return []
     if not sessions:
-        return [Text("sessions: none now", "dim")]
+        return [Text("no sessions", "dim")]
     is_wide = width >= WIDE
-    head = [f"sessions ({look.facts.num_sessions:,})", "phase", "age", "prompt", "cached", "answer"]
-    head += ["KV", "dev + DRAM"]
+    head = [f"sessions ({snapshot.facts.num_sessions:,})", "phase", "age"]
+    head += ["prompt", "cached", "answer", "KV", "dev + DRAM"]
     aligns = "llrrrrbr"
     if is_wide:
         head, aligns = [*head, "preempted", "tenant"], aligns + "rl"
     rows: list[Sequence[Cell]] = [[Text(name, "dim") for name in head]]
-    # The largest first: they are what fills the tiers.
+    # The largest first: they fill the tiers.
     for session in sorted(sessions, key=_num_blocks, reverse=True):
         rows.append(_session_row(session, is_wide=is_wide))
     return table(rows, aligns, width, _MAX_BAR)
@@ -185,9 +186,9 @@ def _session_row(session: dict[str, Any], *, is_wide: bool) -> list[Cell]:
 
 
 def _hurts(view: View, width: int, *, is_brief: bool = False) -> list[Text]:
-    """What is seen and what to do; in brief only what is seen, each on a line."""
+    """Findings and what to do; if brief, only the findings, one per line."""
     if not view.advice:
-        return [Text("nothing hurts", "green")]
+        return [Text("no problems", "green")]
     lines: list[Text] = []
     for advice in view.advice:
         text = Text(plain(advice.urgency, 8).ljust(10), _STYLES.get(advice.urgency, ""))
@@ -217,6 +218,6 @@ def _num_blocks(session: dict[str, Any]) -> float:
 
 
 def _number(session: dict[str, Any], key: str) -> float:
-    """0 for what is no number: it may be another's server."""
+    """0 if it is not a number: the server may not be ours."""
     value = session.get(key)
     return float(value) if isinstance(value, int | float) else 0.0

@@ -1,7 +1,7 @@
 """Prometheus metrics, made from events alone: attach `Metrics` as an observer and expose it.
 
-Ours are named `penstock_*`. Beside them stand the names that operators' dashboards already use
-for vLLM and its kin; those are computed from the same counts.
+Our metrics are named `penstock_*`. Some are also exposed under the names that existing dashboards
+for vLLM use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.metrics.tiers import TierMetrics
 
 
 class Metrics:
-    """An observer. Use one registry for one process."""
+    """An observer. Use one registry per process."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()

@@ -1,4 +1,4 @@
-"""The names that operators' dashboards already use for vLLM and its kin."""
+"""Some metrics under the names that existing dashboards for vLLM use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.types import Tier
 
 
 class FamiliarNames:
-    """A collector. Exact names, so that rules written for them keep working."""
+    """A collector. The names are exact, so that existing rules work."""
 
     def __init__(self) -> None:
         self._num_saves = self._num_loads = 0

@@ -1,4 +1,4 @@
-"""Where metrics come from: a registry of our own, or a host's own classes and labels."""
+"""Makes metrics: in our own registry, or with the classes and labels of a client such as vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class Families(Protocol):
-    """Makes metrics by name. What it returns has prometheus_client's own methods."""
+    """Makes metrics by name, with the methods of prometheus_client's metrics."""
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Any: ...
 

@@ -19,14 +19,14 @@ _LONG_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.
 
 
 class RequestFamilies:
-    """What the embedded engine tells of its requests."""
+    """An observer of the embedded engine's requests."""
 
     def __init__(self, make: Families) -> None:
         self._finished = make.counter(
-            "penstock_requests", "Sequences that ended, by how.", ("reason",)
+            "penstock_requests", "Sequences that ended, by reason.", ("reason",)
         )
         self._refused = make.counter(
-            "penstock_refused_requests", "Sequences not accepted, by why.", ("reason",)
+            "penstock_refused_requests", "Sequences refused, by reason.", ("reason",)
         )
         self._sequences = make.gauge(
             "penstock_sequences", "Sequences in the engine, by phase.", ("phase",)
@@ -34,11 +34,9 @@ class RequestFamilies:
         self._faults = make.counter(
             "penstock_engine_faults", "Steps that failed, after which the engine recovered."
         )
-        self._preemptions = make.counter(
-            "penstock_preemptions", "Sequences that gave up their blocks."
-        )
+        self._preemptions = make.counter("penstock_preemptions", "Preemptions of sequences.")
         self._turns = make.counter(
-            "penstock_turns", "Sequences that made room for one that waited, and come back."
+            "penstock_turns", "Times a sequence paused to let a waiting one run."
         )
         self._prompt_tokens = make.counter(
             "penstock_prompt_tokens", "Prompt tokens, by where their KV came from.", ("source",)
@@ -63,7 +61,7 @@ class RequestFamilies:
         )
 
         for reason in ("too_long", "no_room", "busy"):
-            self._refused.labels(reason)  # there from the beginning: else the first goes unseen
+            self._refused.labels(reason)  # created now: else increase() misses the first event
 
     def __call__(self, event: Event) -> None:
         match event:

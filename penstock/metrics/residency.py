@@ -1,4 +1,4 @@
-"""Metrics of where running sequences' KV lies, and what reading it from DRAM costs."""
+"""Metrics of where running sequences' KV is, and what reading it from DRAM costs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ class ResidencyMetrics:
             "penstock_step_seconds", "One step of the engine.", buckets=_SECONDS
         )
         self._tokens = make.counter(
-            "penstock_step_tokens", "Tokens computed, of prompts and of answers."
+            "penstock_step_tokens", "Tokens computed, in prompts and answers."
         )
         self._sequences = make.counter(
             "penstock_step_sequences",
-            "Sequences that steps computed something of: one token each, or a piece of a prompt.",
+            "Sequences in all steps: each computes one token, or a piece of a prompt.",
         )
         self._cold_blocks = make.counter(
-            "penstock_cold_blocks_read", "Blocks that steps read from DRAM, at every step anew."
+            "penstock_cold_blocks_read", "Blocks that steps read from DRAM, counted at every step."
         )
-        self._cold_bytes = make.counter("penstock_cold_bytes_read", "The same in bytes.")
+        self._cold_bytes = make.counter(
+            "penstock_cold_bytes_read", "Bytes that steps read from DRAM."
+        )
         self._link = make.counter(
-            "penstock_cold_link_seconds", "What reading them took on the link, by its known rate."
+            "penstock_cold_link_seconds", "Estimated link time of reading cold blocks."
         )
         self._migrated = make.counter(
             "penstock_migrated_blocks",
-            "Blocks of running sequences that left the device, or came back to it.",
+            "Blocks of running sequences that left the device or returned to it.",
             ("direction",),
         )
         self._resident = make.gauge(
             "penstock_resident_share",
-            "Share of running sequences' KV on the device: of the lowest one, and of all.",
+            "Share of running sequences' KV on the device: the lowest sequence, and all.",
             ("of",),
         )
 

@@ -1,4 +1,4 @@
-"""Metrics of the tiers: the same for every host."""
+"""Metrics of the tiers: the same for every client."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _HOP = ("source", "target", "direction")
 
 
 class TierMetrics:
-    """An observer."""
+    """An observer of the tiers' events."""
 
     def __init__(self, make: Families) -> None:
         self._blocks = make.counter("penstock_blocks", "Blocks moved.", _HOP)
         self._bytes = make.counter("penstock_bytes", "Bytes moved.", _HOP)
         self._seconds = make.counter(
-            "penstock_transfer_seconds", "Seconds that transfers ran.", _HOP
+            "penstock_transfer_seconds", "Total duration of transfers.", _HOP
         )
         self._lost = make.counter(
             "penstock_lost_blocks",
-            "Blocks that did not arrive, by what became of them.",
+            "Blocks that did not arrive, by verdict.",
             (*_HOP, "verdict"),
         )
         self._corrupt = make.counter(
@@ -48,12 +48,12 @@ class TierMetrics:
         )
         self._emptied = make.counter(
             "penstock_tier_losses",
-            "Times a tier lost all it held: its folder was deleted or replaced, say.",
+            "Times a tier lost all blocks, for example because its folder was deleted.",
             ("tier",),
         )
         self._dropped = make.counter(
             "penstock_dropped_blocks",
-            "Saves refused by back-pressure or for want of room.",
+            "Saves dropped by back-pressure or for lack of room.",
             ("tier",),
         )
         self._lookups = make.counter("penstock_lookups", "Prompts looked up.")
@@ -62,12 +62,12 @@ class TierMetrics:
         self._misses = make.counter("penstock_miss_blocks", "Blocks found in no tier.")
         self._questions = make.histogram(
             "penstock_remote_lookup_seconds",
-            "Seconds until a shared tier said which blocks it holds, or that it cannot.",
+            "Duration of lookups in a shared tier, by result.",
             ("tier", "result"),
             buckets=_SECONDS,
         )
         self._evicted = make.counter(
-            "penstock_evicted_blocks", "Idle blocks that made room.", ("tier",)
+            "penstock_evicted_blocks", "Idle blocks evicted to make room.", ("tier",)
         )
         self._tickets = make.histogram(
             "penstock_ticket_seconds",
@@ -76,17 +76,17 @@ class TierMetrics:
             buckets=_SECONDS,
         )
         self._used = make.gauge("penstock_used_blocks", "Slots in use.", ("tier",))
-        self._slots = make.gauge("penstock_capacity_blocks", "Slots there are.", ("tier",))
+        self._slots = make.gauge("penstock_capacity_blocks", "Number of slots.", ("tier",))
         self._leased = make.gauge("penstock_leased_blocks", "Slots leased.", ("tier",))
         self._retained = make.gauge(
-            "penstock_retained_blocks", "Blocks of HOST that hints keep from being evicted."
+            "penstock_retained_blocks", "Blocks in HOST that hints protect from eviction."
         )
         self._max_retained = make.gauge(
-            "penstock_retainable_blocks", "Blocks of HOST that hints may keep at most."
+            "penstock_retainable_blocks", "Most blocks in HOST that hints may protect."
         )
         self._prefetched = make.counter(
             "penstock_prefetched_blocks",
-            "Blocks that hints had brought up to HOST, or that did not come.",
+            "Blocks that hints prefetched to HOST, or that did not arrive.",
             ("result",),
         )
         self._queued = make.gauge(
@@ -101,7 +101,7 @@ class TierMetrics:
         )
         self._faults = make.counter(
             "penstock_tier_rests",
-            "Times a failing tier was left alone.",
+            "Times a failing tier was left unused for a while.",
             ("tier", "direction"),
         )
         self._scanned = make.gauge(
@@ -109,7 +109,7 @@ class TierMetrics:
         )
         self._decisions = make.counter(
             "penstock_load_decisions",
-            "Matches that were loaded, loaded in part, or computed because that is faster.",
+            "Matches that were loaded, partly loaded, or computed because that is faster.",
             ("choice",),
         )
         self._saved_seconds = make.counter(
@@ -117,8 +117,8 @@ class TierMetrics:
             "Seconds that loading was estimated to save over computing.",
         )
 
-        # A series that begins with its first event has no increase to show: the first corrupt block
-        # would go unseen. Those that alerts look at are there from the beginning.
+        # Create the series that alerts use now: one that begins with its first event shows no
+        # increase(), so the first corrupt block would be missed.
         for tier in Tier:
             if tier is not Tier.DEVICE:
                 for counter in (self._corrupt, self._emptied, self._dropped, self._hits):

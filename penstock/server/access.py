@@ -1,7 +1,7 @@
-"""A line in the log for each request: what was asked, how it ended, how many tokens, how long.
+"""Access log: one line per request with its path, status, token counts and duration.
 
-Never a prompt, never an answer, never a query string. What programs ask all the time, such as
-probes, Prometheus and open dashboards, is told at debug level only.
+Prompts, answers and query strings are never logged. Requests that programs repeat all the time
+(probes, Prometheus, open dashboards) are logged at debug level.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from penstock.server.answers import Usage
 log = logging.getLogger("penstock.server")
 
 _MAX_PATH_CHARS = 200
-_ASKED_ALL_THE_TIME = ("/health", "/ready", "/ping", "/metrics", "/")
-_WATCHED = ("/dashboard/", "/v1/penstock/")
+_ROUTINE_PATHS = ("/health", "/ready", "/ping", "/metrics", "/")
+_DASHBOARD_PATHS = ("/dashboard/", "/v1/penstock/")
 
 
 class Access:
-    """One request's line, in the making. The endpoints find it in `request.state.access`."""
+    """The log line of one request, being filled in. It is in `request.state.access`."""
 
     def __init__(self, scope: Scope, request_id: str) -> None:
         self._began = time.monotonic()
         self._method = str(scope.get("method", ""))
         self._path = str(scope.get("path", ""))
         self._request_id = request_id
-        self.usage: Callable[[], Usage] | None = None  # of a request that made tokens
+        self.usage: Callable[[], Usage] | None = None  # set if the request generates tokens
         self.status: int | None = None
-        self.is_gone = False  # the client has left before the end
+        self.is_gone = False  # the client hung up before the end
 
     def write(self) -> None:
         level = logging.DEBUG if self._is_routine else logging.INFO
@@ -40,7 +40,7 @@ class Access:
             log.log(level, "%s", self.line(time.monotonic() - self._began))
 
     def line(self, seconds: float) -> str:
-        # As Python writes it: a path may hold line breaks, to look like lines of the log.
+        # Escaped: a path may contain line breaks, to forge lines of the log.
         path = ascii(self._path[:_MAX_PATH_CHARS])[1:-1]
         end = "no answer" if self.status is None else str(self.status)
         parts = [f"{ascii(self._method[:20])[1:-1]} {path} {end}"]
@@ -56,13 +56,13 @@ class Access:
 
     @property
     def _is_routine(self) -> bool:
-        if self._path in _ASKED_ALL_THE_TIME:
+        if self._path in _ROUTINE_PATHS:
             return True
-        return self._method in ("GET", "HEAD") and self._path.startswith(_WATCHED)
+        return self._method in ("GET", "HEAD") and self._path.startswith(_DASHBOARD_PATHS)
 
 
 def access_of(scope: Scope) -> Access | None:
-    """None where no `Front` stands before the endpoint."""
+    """None if the app has no `OuterMiddleware`."""
     state: dict[str, Any] = scope.get("state", {})
     found = state.get("access")
     return found if isinstance(found, Access) else None

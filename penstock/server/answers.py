@@ -1,4 +1,4 @@
-"""The answers, as OpenAI writes them. A field that was never set is left out; None is null."""
+"""Responses in OpenAI's format. A field that was never set is left out; None becomes null."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length"]
 class TopLogprob(BaseModel):
     token: str
     logprob: float
-    bytes: list[int] | None  # null: the token is not whole characters
+    bytes: list[int] | None  # None if the token is not whole characters
 
 
 class TokenLogprob(TopLogprob):
@@ -96,7 +96,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Whole, or a piece of a stream: they have one shape."""
+    """A whole answer or one chunk of a stream: both have the same shape."""
 
     id: str
     object: Literal["text_completion"]
@@ -110,8 +110,8 @@ class Completion(BaseModel):
 class HintAnswer(BaseModel):
     object: Literal["penstock.hint"]
     action: str
-    blocks: int  # that it applies to
-    tokens: int  # whose KV these hold
+    blocks: int  # that the hint applies to
+    tokens: int  # in those blocks
 
 
 class Tokenized(BaseModel):

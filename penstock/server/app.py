@@ -1,5 +1,5 @@
-"""The endpoints. Those under /v1 and those of the tokenizer want the key, where there is one; the
-others serve operators."""
+"""The endpoints. If an API key is set, /v1 and the tokenizer require it; operators' endpoints are
+open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.server.chat import ChatAnswer
 from penstock.server.completions import Completions
 from penstock.server.dashboard import data_routes, page_routes, watch_backend
 from penstock.server.guards import guarded_app, key_check
-from penstock.server.hinting import follow_hint
+from penstock.server.hints import follow_hint
 from penstock.server.hosts import Hosts
 from penstock.server.origins import origin_of
 from penstock.server.schema import (
@@ -43,7 +43,7 @@ from penstock.server.schema import (
 from penstock.server.sse import ClientGone, unless_gone
 from penstock.server.tenants import TenantSource, tenant_of
 from penstock.server.tokens import detokenize, tokenize
-from penstock.server.unknown import UnknownFields
+from penstock.server.unknown_fields import UnknownFields
 from penstock.server.watching import Watch
 from penstock.units import MiB
 
@@ -54,7 +54,7 @@ log = logging.getLogger("penstock.server")
 class AppSettings:
     api_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = 32 * MiB
-    allowed_hosts: tuple[str, ...] = ()  # beside this machine's own: see hosts
+    allowed_hosts: tuple[str, ...] = ()  # besides this machine's own names: see hosts.py
     tenant_from: TenantSource = TenantSource.HEADER
 
 
@@ -64,7 +64,7 @@ def make_app(
     watch: Watch | None = None,
     hosts: Hosts | None = None,
 ) -> FastAPI:
-    """Without `hosts`, it listens on loopback."""
+    """Without `hosts`, only loopback names are accepted."""
     watch = watch or watch_backend(backend)
     hosts = hosts or Hosts(settings.allowed_hosts)
     app = guarded_app("OpenAI's chat and text completions over tiered KV.", hosts, settings.api_key)
@@ -84,30 +84,30 @@ def _operator_routes(backend: Backend) -> APIRouter:
 
     @router.get("/health", responses=unavailable)
     async def health() -> Response:
-        """200 while the process is alive and the engine has not failed, also while it loads."""
+        """200 unless the engine has failed; also while the model loads."""
         if backend.phase is BackendPhase.FAILED:
             backend.require()
         return JSONResponse({"status": "ok", "phase": backend.phase})
 
     @router.get("/ready", responses=unavailable)
     async def ready() -> Response:
-        """200 while requests are served; 503 while the model loads and while the server stops."""
+        """200 while requests are served; 503 while the model loads or the server stops."""
         backend.require()
         return JSONResponse({"status": "ready"})
 
     @router.get("/version")
     async def version() -> Response:
-        """Penstock's own."""
+        """Penstock's version."""
         return JSONResponse({"version": VERSION})
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(backend.metrics.expose(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    for path, endpoint in (("/health", health), ("/ready", ready)):  # some balancers ask so
+    for path, endpoint in (("/health", health), ("/ready", ready)):  # some load balancers send HEAD
         router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
-    # Some platforms ask for the same under this name, and so does who comes from vLLM.
+    # Some platforms, and deployments that come from vLLM, use this name for /health.
     router.add_api_route("/ping", health, methods=["GET", "POST"], include_in_schema=False)
     return router
 
@@ -122,7 +122,7 @@ def _tokenizer_routes(backend: Backend, settings: AppSettings, wants_key: Any) -
 
     @router.post("/tokenize", response_model=Tokenized)
     async def to_tokens(request: Request) -> Tokenized:
-        """The token ids of a text, or of a conversation as the chat template writes it."""
+        """The token ids of a text, or of a conversation rendered with the chat template."""
         serving = backend.require()
         body = await read_body(request, TokenizeRequest, settings.max_body_bytes)
         return await tokenize(body, serving)
@@ -159,7 +159,7 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
             if access is not None:
                 access.usage = generation.usage
             names = ", ".join(generation.request_ids)
-            log.debug("request %s is %s of the engine", request.state.request_id, names)
+            log.debug("request %s has the engine's ids %s", request.state.request_id, names)
             if body.stream:
                 return work.stream(generation)
             try:
@@ -172,8 +172,8 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
         except ClientGone:
             if access is not None:
                 access.is_gone = True
-            log.debug("request %s: the client is gone", request.state.request_id)
-            return Response(status_code=408)  # to nobody
+            log.debug("request %s: the client hung up", request.state.request_id)
+            return Response(status_code=408)  # not received: the client hung up
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def chat_completions(request: Request) -> Any:
@@ -189,7 +189,7 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
 
     @router.post("/penstock/hints", response_model=HintAnswer, tags=["Penstock"])
     async def hints(request: Request) -> HintAnswer:
-        """What a client knows of a session's KV, or of a prefix's, between its requests."""
+        """A hint about the KV of a session or a prefix, sent between requests."""
         serving = backend.require()
         body = await read_body(request, HintRequest, settings.max_body_bytes)
         tenant = tenant_of(request, body, settings.tenant_from)
@@ -220,7 +220,7 @@ def _model(serving: Serving, name: str) -> Model:
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Put the bodies, which the endpoints read themselves, into /openapi.json."""
+    """Add the request bodies to /openapi.json: the endpoints read them, not FastAPI."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The engine as the endpoints see it: on its way, at work, stopping, or dead."""
+"""The engine as the endpoints see it: loading, serving, stopping or failed."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class BackendPhase(StrEnum):
 
 @dataclass(slots=True)
 class Spoken:
-    """How many tokens have gone out to clients; the loop's."""
+    """The number of tokens sent to clients. Used only on the event loop."""
 
     num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A loaded model: its service, its names, and the way to its tokens."""
+    """A loaded model: its service, its names and its tokenizer."""
 
     service: Service
     prompts: Prompts
-    names: tuple[str, ...]  # what clients may call it; answers and lists begin with the first
-    max_choices: int  # sequences that one request may ask for
-    settings: dict[str, dict[str, object]] = field(default_factory=dict)  # in force, to be seen
+    names: tuple[str, ...]  # that clients may use; the first is the default
+    max_choices: int  # per request
+    settings: dict[str, dict[str, object]] = field(default_factory=dict)  # for the dashboard
     created: int = field(default_factory=lambda: int(time.time()))
     spoken: Spoken = field(default_factory=Spoken)
 
     @property
     def max_tokens(self) -> int:
-        """The longest context, of prompt and answer together."""
+        """The longest context: prompt and answer together."""
         return self.service.engine.loaded.max_tokens
 
     @property
@@ -56,14 +56,14 @@ class Serving:
         return f"fp_{self.service.engine.loaded.weights_fingerprint[:12]}"
 
     def check_name(self, name: str | None) -> str:
-        """The name to answer under; None stands for the only model there is."""
+        """The model name for the response. None means the only model. Raises ApiError."""
         if name is None:
             return self.names[0]
         if name not in self.names:
             known = " or ".join(self.names)
             raise ApiError(
                 404,
-                f"there is no model {name[:200]!r} here: expected {known}.",
+                f"there is no model {name[:200]!r}: expected {known}.",
                 param="model",
                 code="model_not_found",
             )
@@ -79,12 +79,12 @@ class Backend:
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """Who wants to hear what the engine tells."""
+        """Observers of the engine's events."""
         return (self.metrics, self.stories)
 
     @property
     def serving(self) -> Serving | None:
-        """The model, once it is loaded; whatever has become of it since."""
+        """The model once it is loaded, even if it has failed since."""
         return self._serving
 
     @property
@@ -99,23 +99,23 @@ class Backend:
         self._serving = serving
 
     def stop(self) -> None:
-        """Take no new requests; those there are go on."""
+        """Refuse new requests; running ones continue."""
         self._stopping = True
 
     def require(self) -> Serving:
-        """The model, or an ApiError that says why not and when to ask again."""
+        """The loaded model. Raises ApiError (503) if requests cannot be served now."""
         match self.phase:
             case BackendPhase.LOADING:
                 raise ApiError(
                     503,
-                    "the model is still being loaded; ask again soon.",
+                    "the model is still loading; retry soon.",
                     code="loading",
                     retry_after_seconds=_LOADING_RETRY_SECONDS,
                 )
             case BackendPhase.STOPPING:
                 raise ApiError(
                     503,
-                    "the server is shutting down; ask another instance, or later.",
+                    "the server is shutting down; retry later, or use another instance.",
                     code="stopping",
                     headers={"Connection": "close"},
                     retry_after_seconds=_STOPPING_RETRY_SECONDS,
@@ -123,8 +123,8 @@ class Backend:
             case BackendPhase.FAILED:
                 raise ApiError(
                     503,
-                    "the engine has failed and cannot recover, and its log says why; the server "
-                    "ends: restart it.",
+                    "the engine has failed and cannot recover (see the server's log); the server "
+                    "exits: restart it.",
                     code="failed",
                 )
         assert self._serving is not None

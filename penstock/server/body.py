@@ -1,6 +1,6 @@
-"""A request's body: its size is bounded while it is read, and what is wrong with it is said.
+"""Reads and validates a request's body. Its size is bounded while it is read.
 
-Only the first fault is looked for and told: a list of a million wrong items has a million faults.
+Only the first error is reported: a list of a million wrong items has a million errors.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
-from penstock.server.bounds import check_structure
+from penstock.server.body_limits import check_structure
 from penstock.server.errors import ApiError
-from penstock.server.unknown import field_names
+from penstock.server.unknown_fields import field_names
 from penstock.units import KiB, format_bytes
 
 READ_SECONDS = 120.0
 _JSON = "application/json"
 _LARGE_BYTES = 64 * KiB
-# Of one thread: several large bodies at once would take their memory at once.
+# One thread, so that only one large body at a time takes the memory of parsing.
 _LARGE_BODIES = ThreadPoolExecutor(1, "penstock-bodies")
 _NEEDS_NO_INPUT = ("json_invalid", "refused", "extra_forbidden", "missing", "too_long", "too_short")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 async def read_body(request: Request, model: type[_Model], max_bytes: int) -> _Model:
-    """The body as a `model`; raises ApiError for all that is wrong with it."""
+    """The body as a `model`. Raises ApiError if it is invalid."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _JSON:
-        # Also keeps web pages out: a browser asks leave before it sends JSON to another site.
+        # Also keeps web pages out: a browser sends JSON to another site only after a preflight.
         raise ApiError(
             415,
-            f"the body is of type {kind[:80] or 'none'!r}: expected {_JSON}; set Content-Type.",
+            f"the Content-Type is {kind[:80] or 'none'!r}: expected {_JSON}; set it.",
         )
     try:
         async with asyncio.timeout(READ_SECONDS):
@@ -54,7 +54,7 @@ async def read_body(request: Request, model: type[_Model], max_bytes: int) -> _M
 
 
 def parse_body(data: bytes, model: type[_Model]) -> _Model:
-    """Raises ApiError, for the first fault alone. May take a while: large bodies have a thread."""
+    """Raises ApiError for the first error. Slow for large bodies, which are parsed on a thread."""
     check_structure(data)
     try:
         return model.model_validate_json(data)
@@ -79,7 +79,7 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
             chunks.append(chunk)
             continue
         chunks.clear()
-        # A little more is thrown away first: who is cut off while sending sees no answer.
+        # Discard a little more first: a client that is cut off while it sends sees no response.
         if num_bytes > 2 * max_bytes:
             break
     if num_bytes > max_bytes:
@@ -88,7 +88,7 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
 
 
 def _explain(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    # Without the input, which may be the whole body: for most faults it is not shown.
+    # Without the input, which may be the whole body and is not shown for most errors.
     detail = error.errors(include_url=False, include_input=False)[0]
     context, kind = detail.get("ctx", {}), detail["type"]
     if kind == "json_invalid":
@@ -104,7 +104,7 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> ApiError:
         message = f"Unrecognized request argument supplied: {param!r}; {advice}"
         return ApiError(400, message, param=param, code="unknown_parameter")
     if kind == "missing":
-        return ApiError(400, f"{param} is missing; give it.", param=param, code="missing_parameter")
+        return ApiError(400, f"{param} is missing; add it.", param=param, code="missing_parameter")
     expected = detail["msg"].replace("Input should be", "expected")
     what = param or "the body"
     if kind in _NEEDS_NO_INPUT:
@@ -114,7 +114,7 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> ApiError:
 
 
 def _path(detail: ErrorDetails) -> str | None:
-    """Where it is, as a client writes it: messages[0].content. Branches of unions are no place."""
+    """The field's path, such as messages[0].content. Branches of unions are left out."""
     path = ""
     for part in detail["loc"]:
         if isinstance(part, int):

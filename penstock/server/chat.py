@@ -42,12 +42,12 @@ def chat_style(request: ChatFields) -> ChatStyle:
 
 
 class ChatAnswer:
-    """One conversation's next answer, or several."""
+    """Generates the next message of a conversation, or `n` alternatives."""
 
     OPERATION = "chat"  # OpenTelemetry's name for it
 
     def __init__(self, request: ChatRequest, serving: Serving) -> None:
-        """Raises ApiError for all that can be refused before the prompt is read."""
+        """Raises ApiError for whatever can be refused before the prompt is tokenized."""
         self._request = request
         self._serving = serving
         max_new = request.max_completion_tokens or request.max_tokens

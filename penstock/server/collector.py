@@ -1,4 +1,4 @@
-"""Where spans go: the option of `penstock serve`, else what OpenTelemetry's variables say."""
+"""Where spans are sent: the option of `penstock serve`, else OpenTelemetry's variables."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PATH = "/v1/traces"
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    url: str  # that spans are posted to
-    source: str  # what named it
+    url: str  # spans are posted to it
+    source: str  # the option or variable that named it
 
 
 def find_collector(option: str | None, environment: Mapping[str, str]) -> Collector | None:
-    """None: nobody wants spans. Raises ConfigError if what is named cannot be a collector."""
+    """None if tracing is off. Raises ConfigError if the collector's URL is invalid."""
     if is_disabled(environment):
         return None
     if option is not None:
@@ -33,7 +33,7 @@ def find_collector(option: str | None, environment: Mapping[str, str]) -> Collec
     exporters = environment.get(_ENV_EXPORTER, "").strip() or "otlp"
     if "otlp" not in (name.strip() for name in exporters.split(",")):
         return None
-    # As OpenTelemetry has it: the first is taken as it stands, to the other the path is added.
+    # As OpenTelemetry specifies: the first is used unchanged, the path is appended to the second.
     for name, path in ((ENV_TRACES_ENDPOINT, ""), (ENV_ENDPOINT, _PATH)):
         url = environment.get(name, "").strip()
         if url:
@@ -54,16 +54,16 @@ def _checked(url: str, source: str, path: str) -> str:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise ConfigError(f"{source} is no URL: {expected}.") from None
+        raise ConfigError(f"{source} is not a URL: {expected}.") from None
     if parts.username is not None or parts.query or parts.fragment:
-        # Not repeated: there may be a secret in it.
+        # The URL is not quoted: it may contain a secret.
         raise ConfigError(
             f"{source} has a user, a query or a fragment in its URL: {expected}; put credentials "
-            "into OTEL_EXPORTER_OTLP_HEADERS."
+            "in OTEL_EXPORTER_OTLP_HEADERS."
         )
     is_plain = url.isascii() and url.isprintable() and " " not in url
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not is_plain:
-        raise ConfigError(f"{source} {url!r} is no collector's: {expected}.")
+        raise ConfigError(f"{source} is {url!r}: {expected}.")
     base = url.rstrip("/")
     return url if not path or base.endswith(path) else base + path
 
@@ -74,8 +74,8 @@ def _check_protocol(environment: Mapping[str, str]) -> None:
         if protocol:
             if protocol != _PROTOCOL:
                 raise ConfigError(
-                    f"{name} is {protocol!r}: expected {_PROTOCOL}, which is what this server "
-                    f"speaks; name a collector with {OPTION}, or switch spans off with "
+                    f"{name} is {protocol!r}: expected {_PROTOCOL}, the only protocol that this "
+                    f"server supports; set {OPTION}, or turn tracing off with "
                     f"{ENV_DISABLED}=true."
                 )
             return

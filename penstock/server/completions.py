@@ -25,12 +25,12 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class Completions:
-    """The continuations of one prompt, or of several."""
+    """Generates the continuations of one or more prompts."""
 
     OPERATION = "text_completion"  # OpenTelemetry's name for it
 
     def __init__(self, request: CompletionRequest, serving: Serving) -> None:
-        """Raises ApiError for all that can be refused before the prompt is read."""
+        """Raises ApiError for whatever can be refused before the prompt is tokenized."""
         self._request = request
         self._serving = serving
         max_new = request.max_tokens or _DEFAULT_MAX_TOKENS
@@ -40,7 +40,7 @@ class Completions:
             max_tokens=max_new,
             logprobs=request.logprobs,
         )
-        self._echoes: list[str] = []  # one a prompt
+        self._echoes: list[str] = []  # one per prompt
         self._head: dict[str, Any] = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",

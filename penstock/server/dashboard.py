@@ -1,7 +1,7 @@
-"""The dashboard: a page that is files and nothing else, and the numbers it draws, as they change.
+"""The dashboard: a static page, and the data that it draws.
 
-The page holds nothing about anybody and is open. The numbers lie under /v1, and want the key where
-there is one.
+The page contains no data and is open to everyone. The data is under /v1 and requires the API key,
+if one is set.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.server.sse import ByteStream
 from penstock.server.watching import MAX_VIEWERS, Watch, Watched
 from penstock.watch.samples import Key, Samples
 
-# Everything comes from here, and nothing of what a model says can become part of the page.
+# Nothing is loaded from other sites, and no text of a model can become part of the page.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -43,7 +43,7 @@ _INDEX = "index.html"
 
 
 def watch_backend(backend: Backend) -> Watch:
-    """A watch over this process's own server."""
+    """A watch over the server in this process."""
 
     async def read() -> Samples:
         return samples_of(backend)
@@ -69,7 +69,7 @@ def watch_backend(backend: Backend) -> Watch:
 
 
 def samples_of(backend: Backend) -> Samples:
-    """What /metrics would say of ours, without writing it out and reading it again."""
+    """The same as reading our own /metrics, without writing and parsing the text."""
     values: dict[Key, float] = {}
     for family in backend.metrics.registry.collect():
         for sample in family.samples:
@@ -98,7 +98,7 @@ def page_routes() -> APIRouter:
     @router.api_route("/dashboard/{name}", methods=["GET", "HEAD"])
     async def part(name: str) -> Response:
         if name not in pages or name == _INDEX:
-            raise ApiError(404, "the dashboard has no such file; it is at /.")
+            raise ApiError(404, "the dashboard has no such file; open / instead.")
         return answer(name)
 
     return router
@@ -109,16 +109,16 @@ def data_routes(watch: Watch, dependencies: Sequence[Any] = ()) -> APIRouter:
 
     @router.get("/state")
     async def state() -> Response:
-        """Where KV is, what moves, what it saves and what hurts, as the dashboard shows it."""
+        """The data of the dashboard: where KV is, transfers, time saved, and problems."""
         return JSONResponse(await watch.state(), headers={"Cache-Control": "no-store"})
 
     @router.get("/live", response_class=Response)
     async def live() -> Response:
-        """The same as server-sent events, once a second."""
+        """The same data as server-sent events, once per second."""
         if watch.is_full:
             raise ApiError(
                 503,
-                f"{MAX_VIEWERS} dashboards are open already; close one, or ask again later.",
+                f"{MAX_VIEWERS} dashboards are already open; close one, or retry later.",
                 code="too_many_viewers",
                 retry_after_seconds=5.0,
             )
@@ -126,13 +126,13 @@ def data_routes(watch: Watch, dependencies: Sequence[Any] = ()) -> APIRouter:
 
     @router.get("/requests/{request_id}")
     async def story(request_id: str) -> Response:
-        """What one of the latest requests did when, and where its KV came from."""
+        """The timeline of a recent request, and where its KV came from."""
         found = watch.story(request_id)
         if not found:
             raise ApiError(
                 404,
-                f"nothing is known of a request {request_id[:200]!r}: expected the X-Request-Id of "
-                "one of the latest that have ended.",
+                f"there is no recent request {request_id[:200]!r}: expected the X-Request-Id of "
+                "a request that ended recently.",
                 code="request_not_found",
             )
         return JSONResponse({"sequences": found}, headers={"Cache-Control": "no-store"})

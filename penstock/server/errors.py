@@ -1,8 +1,8 @@
-"""What a request is answered with when it cannot be served: OpenAI's envelope, whatever happened.
+"""Error responses: always in OpenAI's envelope.
 
     {"error": {"message": "…", "type": "…", "param": "temperature", "code": "…"}}
 
-Nothing here imports torch: the server answers while the engine is still being loaded.
+Nothing here imports torch: the server answers while the engine is still loading.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ApiError(Exception):
             "param": self.param,
             "code": self.code,
         }
-        # In ASCII, so that no character a client sent can spoil the answer.
+        # In ASCII, so that no character from the client can break the response.
         return json.dumps({"error": fields})
 
     def response(self) -> Response:
@@ -64,7 +64,7 @@ class ApiError(Exception):
 
 
 def from_engine(error: PenstockError) -> ApiError:
-    """What the engine refused, as its client must see it."""
+    """The response for an error that the engine raised."""
     if isinstance(error, TooLong):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, Busy):
@@ -78,15 +78,17 @@ def from_engine(error: PenstockError) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, EngineFault):
         return ApiError(500, str(error), code="engine_fault")
-    # What remains is an engine that stops or has failed.
+    # Otherwise the engine is stopping or has failed.
     return ApiError(503, str(error), code="stopped", retry_after_seconds=5)
 
 
 def stopped() -> ApiError:
-    return ApiError(503, "the server stopped before it had read the request.", code="stopped")
+    return ApiError(
+        503, "the server stopped before it had read the request; send it again.", code="stopped"
+    )
 
 
 def internal() -> ApiError:
     return ApiError(
-        500, "the server failed on this request; its log says where, ask again.", code="internal"
+        500, "the server failed on this request; retry, or see the server's log.", code="internal"
     )

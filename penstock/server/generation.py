@@ -1,4 +1,4 @@
-"""The sequences of one HTTP request: submitted together, read as they come, given up together."""
+"""The sequences of one HTTP request: submitted, read and cancelled together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.engine.service import Delta, Stream
     from penstock.server.backend import Serving, Spoken
 
-# Fields that mean here what they mean to the engine.
+# Fields that are passed to the engine unchanged.
 _SAMPLING = (
     "n",
     "temperature",
@@ -42,7 +42,7 @@ _SAMPLING = (
 def sampling_params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """Raises ApiError where fields that are right one by one do not go together."""
+    """Raises ApiError if fields contradict each other."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
     if request.logit_bias is not None:
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
@@ -61,9 +61,9 @@ def sampling_params(
 
 
 def prompt_cut(request: GenerationRequest, max_new: int | None, max_tokens: int) -> Cut | None:
-    """What is kept of a prompt, as `truncate_prompt_tokens` says; raises ApiError for too much.
+    """How `truncate_prompt_tokens` shortens a prompt. Raises ApiError if it exceeds the context.
 
-    -1 stands for what fits the context of `max_tokens` beside an answer of `max_new`.
+    -1 means as much as fits into `max_tokens` together with an answer of `max_new` tokens.
     """
     wanted = request.truncate_prompt_tokens
     if wanted is None:
@@ -71,19 +71,19 @@ def prompt_cut(request: GenerationRequest, max_new: int | None, max_tokens: int)
     if wanted > max_tokens - 1:
         raise ApiError(
             400,
-            f"truncate_prompt_tokens is {wanted}: expected at most {max_tokens - 1}, which is the "
-            "model's context less one token for the answer; lower it, or give -1 for what fits.",
+            f"truncate_prompt_tokens is {wanted}: expected at most {max_tokens - 1}, the model's "
+            "context minus one token for the answer; lower it, or use -1 for as much as fits.",
             param="truncate_prompt_tokens",
         )
     if wanted < 0:
         wanted = max(1, max_tokens - max(1, max_new or 1))
-    # As in vLLM, who names a side has just that: the first or the last tokens of all.
+    # As in vLLM: with a side given, special tokens are cut like all others.
     side = request.truncation_side
     return Cut(wanted, keeps_end=side != "right", keeps_special=side is None)
 
 
 class OutputPiece(NamedTuple):
-    choice: int  # prompts in their order, and of each its n sequences
+    choice: int  # n per prompt, in the order of the prompts
     delta: Delta
 
 
@@ -109,7 +109,7 @@ class Generation:
         priority: int,
         origin: Origin = NO_ORIGIN,
     ) -> Generation:
-        """Queue every prompt, or none: raises ApiError, and then nothing is left behind."""
+        """Queue all prompts. Raises ApiError; then none is queued."""
         num_choices = len(prompts) * params.n
         if num_choices > serving.max_choices:
             raise ApiError(
@@ -135,11 +135,11 @@ class Generation:
 
     @property
     def request_ids(self) -> list[str]:
-        """What the engine calls its sequences."""
+        """The engine's ids of the sequences."""
         return [name for stream in self._streams for name in stream.request_ids]
 
     async def pieces(self) -> AsyncGenerator[OutputPiece, None]:
-        """What each sequence says, as it comes. Raises ApiError if the engine stops."""
+        """The output of all sequences as it is generated. Raises ApiError if the engine stops."""
         arrived: asyncio.Queue[OutputPiece | PenstockError | None] = asyncio.Queue()
 
         async def pump(number: int, stream: Stream) -> None:
@@ -167,7 +167,7 @@ class Generation:
                 task.cancel()
 
     async def gather(self) -> list[list[Delta]]:
-        """All that each sequence has said, once every one has ended."""
+        """The whole output of each sequence, once all have ended."""
         gathered: list[list[Delta]] = [[] for _ in range(len(self._streams) * self._n)]
         async with aclosing(self.pieces()) as pieces:
             async for choice, delta in pieces:
@@ -183,14 +183,14 @@ class Generation:
         )
 
     def close(self) -> None:
-        """Give up what has not finished."""
+        """Cancel the sequences that have not finished."""
         _close(self._streams)
 
     def _count(self, piece: OutputPiece) -> None:
         self._num_new_tokens += 1
         self._spoken.num_tokens += 1
         prompt, index = divmod(piece.choice, self._n)
-        if index == 0:  # the others of the n find what the first has computed
+        if index == 0:  # the other n - 1 reuse what the first has computed
             self._num_cached[prompt] = piece.delta.num_cached_tokens
 
 

@@ -1,18 +1,18 @@
-"""Which names a server may be asked under: the guard against DNS rebinding.
+"""Which Host headers the server accepts: the guard against DNS rebinding.
 
-A page of somebody else's that a user of this machine opens can have its own name lead here, and the
-browser then takes this server for the page's own: it sends requests and shows the page the answers.
-It cannot choose the Host header, which holds the page's name. So a name must be known:
+A malicious page can make its own domain name resolve to this server. The browser then treats the
+server as the page's own, sends requests and lets the page read the responses. But the page cannot
+choose the Host header, which is its domain name. So only these names are accepted:
 
-* names of this machine's loopback, and its loopback addresses
-* what the operator has allowed (`--allowed-host`)
-* beyond loopback, any address (a page cannot have one that is not its own server's), this
-  machine's own names, and those that nobody can have on the web: of one word, as containers call
-  each other, and below .local, .internal and .svc, as clusters do
+* the names and addresses of loopback
+* the names that the operator has allowed (`--allowed-host`)
+* if the server listens beyond loopback: any IP address (a page's name is not an address), this
+  machine's own names, and names that cannot exist on the web: single words, as containers use, and
+  names below .local, .internal and .svc, as clusters use
 
-A request that carries the key passes under any name: no page of a stranger's has it. For requests
-that a page may send without reading the answer, the same holds for the Origin header.
-X-Forwarded-Host is never looked at: anybody can send it.
+A request with the API key is accepted under any name, because a malicious page does not have the
+key. For requests that change something, the Origin header is checked in the same way: a page can
+send those without reading the response. X-Forwarded-Host is ignored: any client can set it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from penstock.server.errors import ApiError
 
 ANY = "*"
 _MAX_NAME_CHARS = 253
-_OF_NO_PAGE = re.compile(r"[a-z0-9_-]+|[a-z0-9_.-]+\.(local|internal|svc)")
+_PRIVATE_NAME = re.compile(r"[a-z0-9_-]+|[a-z0-9_.-]+\.(local|internal|svc)")
 _READS_ONLY = ("GET", "HEAD", "OPTIONS")
 
 
 class Hosts:
-    """The names that are known. Without arguments: those of loopback."""
+    """The names that are accepted. Without arguments: only those of loopback."""
 
     def __init__(self, allowed: Iterable[str] = (), *, beyond_loopback: bool = False) -> None:
-        """Raises ConfigError for what can be no host's name."""
+        """Raises ConfigError for an invalid name."""
         names = {check_name(name) for name in allowed}
         if beyond_loopback:
             names |= {own.lower() for own in (socket.gethostname(), socket.getfqdn()) if own}
@@ -60,7 +60,7 @@ class Hosts:
             address = ipaddress.ip_address(name)
         except ValueError:
             is_loopback = name == "localhost" or name.endswith(".localhost")
-            is_private = self._beyond_loopback and _OF_NO_PAGE.fullmatch(name) is not None
+            is_private = self._beyond_loopback and _PRIVATE_NAME.fullmatch(name) is not None
             is_allowed = name in self._names or name.endswith(self._domains)
             return is_loopback or is_private or is_allowed
         mapped = getattr(address, "ipv4_mapped", None)
@@ -69,13 +69,13 @@ class Hosts:
 
 
 def check_name(name: str) -> str:
-    """A name as it is compared: in lower case, without a port. `.example.com` is all below it."""
+    """The name in lower case. `.example.com` means all names below it. Raises ConfigError."""
     plain = name.strip().lower()
     bare = plain.removeprefix(".")
     parsed = plain if plain == ANY else _without_port(bare)
     if parsed is None or (plain != ANY and ("/" in bare or parsed != bare.strip("[]").rstrip("."))):
         raise ConfigError(
-            f"--allowed-host is {name[:80]!r}: expected a host's name or address without scheme "
+            f"--allowed-host is {name[:80]!r}: expected a host name or address without scheme "
             "and port, .example.com for all names below it, or * for any; correct it."
         )
     return f".{parsed}" if plain.startswith(".") else parsed
@@ -86,14 +86,14 @@ def listens_on_loopback(listener: socket.socket) -> bool:
 
 
 def has_key(headers: Headers, api_key: str) -> bool:
-    """Whether the request carries the key, as OpenAI's clients send it."""
+    """Whether the request has the key in its Authorization header, as OpenAI's clients send it."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
     return scheme.lower() == "bearer" and is_right
 
 
 class HostCheck:
-    """Refuses requests under names that are not known, whatever they ask for."""
+    """Middleware that refuses requests whose Host or Origin is not accepted."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts, api_key: str | None) -> None:
         self._app = app
@@ -109,7 +109,7 @@ class HostCheck:
         await self._app(scope, receive, send)
 
     def _refusal(self, method: str, headers: Headers) -> ApiError | None:
-        # Every browser sends a Host; who sends none, or several, is no browser or lies.
+        # Every browser sends one Host header. All of several must be accepted.
         strange = next((h for h in headers.getlist("host") if not self._hosts.knows(h)), None)
         what = "Host"
         if strange is None and method not in _READS_ONLY:
@@ -120,14 +120,14 @@ class HostCheck:
             return None
         return ApiError(
             403,
-            f"the {what} header is {strange[:80]!r}: expected a name of this server, so that no "
-            "page of a stranger's can ask it through a browser; start it with --allowed-host NAME "
-            "to allow a name, or send the API key, if it has one.",
+            f"the {what} header is {strange[:80]!r}: expected a name of this server (this "
+            "protects it from web pages of other sites); start it with --allowed-host NAME to "
+            "allow a name, or send the API key if it has one.",
             code="host_not_allowed",
         )
 
     def _is_ours(self, origin: str, headers: Headers) -> bool:
-        """Apps and extensions have schemes of their own, which no page has; `null` is a page."""
+        """Apps and extensions have other schemes than web pages; `null` is a page."""
         scheme, separator, host = origin.partition("://")
         if not separator:
             return False
@@ -137,7 +137,7 @@ class HostCheck:
 
 
 def _without_port(host: str) -> str | None:
-    """The name of a Host header, in lower case; None if it is none."""
+    """The name in a Host header, in lower case; None if it is invalid."""
     if not host or len(host) > _MAX_NAME_CHARS + len("[]:65535"):
         return None
     try:

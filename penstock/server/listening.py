@@ -18,10 +18,10 @@ _LAST_BYTES_SECONDS = 3  # for answers that are written but not yet taken
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; raises ConfigError if it cannot be had. Port 0 takes a free one."""
+    """A listening socket; port 0 takes a free one. Raises ConfigError if it cannot listen there."""
     advice = "choose another with --host and --port"
-    if not 0 <= port <= 65535:  # else its last 16 bits would be taken
-        raise ConfigError(f"port {port} is none: expected 0 to 65535; {advice}")
+    if not 0 <= port <= 65535:  # else the socket would use the last 16 bits
+        raise ConfigError(f"port {port} is out of range (0 to 65535); {advice}")
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -30,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(_BACKLOG)  # until somebody listens, two may bind to one port
+            listener.listen(_BACKLOG)  # only listening keeps others from the port
         except BaseException:
             listener.close()
             raise
@@ -41,7 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             reason = "another process listens there; stop it"
             advice = "or " + advice
-        raise ConfigError(f"port {port} of {host} cannot be had: {reason}, {advice}.") from None
+        raise ConfigError(f"cannot listen on port {port} of {host}: {reason}, {advice}.") from None
     return listener
 
 
@@ -51,13 +51,13 @@ def url_of(listener: socket.socket) -> str:
 
 
 class Listener(uvicorn.Server):
-    """Answers on a socket until `finish`, from within the running loop."""
+    """Serves an app on a socket, in the running event loop, until `finish`."""
 
     def __init__(self, app: Any, bound: socket.socket) -> None:
         config = uvicorn.Config(
             app,
             log_config=None,
-            access_log=False,  # ours says more: see access
+            access_log=False,  # we have our own: see access.py
             lifespan="off",
             ws="none",
             server_header=False,
@@ -68,16 +68,16 @@ class Listener(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # whoever runs the process decides what a signal means
+        yield  # signals are handled by the command
 
     async def finish(self) -> None:
-        """Let go of the port; answers that are written may still be taken."""
+        """Close the port, after clients have had a few seconds to read their responses."""
         self.should_exit = True
         await self.task
 
 
 class Stop:
-    """Asked for from a signal or any thread, waited for in the loop."""
+    """A request to stop: made from a signal handler or any thread, awaited in the event loop."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -91,7 +91,7 @@ class Stop:
                 self._loop.call_soon_threadsafe(self._asked.set)
 
     def wait(self) -> asyncio.Task[bool]:
-        """Done once somebody has asked, be it before this."""
+        """A task that ends once `ask` was called, even if that was before."""
         self._loop = asyncio.get_running_loop()
         if self._was_asked:
             self._asked.set()
@@ -99,5 +99,5 @@ class Stop:
 
 
 async def first(*futures: asyncio.Future[Any]) -> None:
-    """Until one of them is done."""
+    """Wait until one of them is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

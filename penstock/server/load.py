@@ -1,4 +1,4 @@
-"""From a model's name to one that is served; what is slow on the way is told."""
+"""Loads a model and starts its engine, and reports the slow steps."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def load_serving(
 ) -> Serving:
     """Open the engine and start it.
 
-    Raises a PenstockError if something cannot be had; nothing stays open.
+    Raises a PenstockError if that fails; then nothing stays open.
     """
-    # Here, because torch takes seconds, and the server answers meanwhile.
+    # Imported here: torch takes seconds, and the server already answers.
     tell("starting the engine")
     from penstock.engine.open import open_engine
     from penstock.engine.service import Service
@@ -63,11 +63,11 @@ def load_serving(
         observers = (*observers, tracer)
     try:
         engine = open_engine(options, tiers, observers=observers, progress=tell)
-    except (MemoryError, RuntimeError) as error:  # torch's, for memory that is not there
-        log.debug("the engine could not be opened", exc_info=True)
+    except (MemoryError, RuntimeError) as error:  # from torch, if memory runs out
+        log.debug("the engine could not be started", exc_info=True)
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ConfigError(
-            f"the engine cannot be opened ({reason}); lower --device-kv-gib or "
+            f"the engine cannot be started ({reason}); lower --device-kv-gib or "
             "--kv-offloading-size, or choose a smaller model."
         ) from error
     try:
@@ -90,7 +90,7 @@ def load_serving(
 
 
 def _settings(engine: Engine, options: EngineOptions) -> dict[str, object]:
-    """What a simulator must know to do the same; nothing that tells where things lie."""
+    """The settings that the simulator needs; no paths."""
     offloader = engine.offloader
     return {
         "penstock": VERSION,
@@ -104,10 +104,10 @@ def _settings(engine: Engine, options: EngineOptions) -> dict[str, object]:
 def settings_in_force(
     engine: Engine, options: EngineOptions, tiers: Config | None
 ) -> dict[str, dict[str, object]]:
-    """What the operator has set or left to us, for people to see: no password, no key."""
+    """The settings in force, for the dashboard: without passwords and keys."""
     given = asdict(options)
     for name in _OF_TIERS:
-        del given[name]  # as the tiers' own settings tell it, and of a URL what may be seen
+        del given[name]  # `describe` has them, with URLs that are safe to show
     own = {
         **given,
         "device": str(engine.loaded.device),
@@ -120,7 +120,7 @@ def settings_in_force(
 
 
 def default_name(model: str) -> str:
-    """A folder or a file by its own name: where it lies is nobody's business but the operator's."""
+    """The name of a folder or file without its path, which clients need not know."""
     path = Path(model).expanduser()
     if path.suffix.lower() == ".gguf":
         return path.stem
@@ -128,7 +128,7 @@ def default_name(model: str) -> str:
 
 
 class RecoveryTeller:
-    """An observer that tells how far the disk's index has been read, in a few steps."""
+    """An observer that reports the progress of reading the disk's index, in a few steps."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -139,7 +139,7 @@ class RecoveryTeller:
             return
         if event.complete:
             found = counted(event.num_blocks, "block")
-            self._tell(f"{event.tier.label}: {found} from before at hand")
+            self._tell(f"{event.tier.label}: {found} recovered")
             return
         step = event.num_scanned * _STEPS // max(1, event.num_slots)
         if step > self._num_told:

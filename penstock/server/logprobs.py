@@ -1,4 +1,4 @@
-"""Log probabilities in the two shapes that OpenAI has for them. One entry a token."""
+"""Log probabilities in OpenAI's two formats. One entry per token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _finite(logprob: float | None) -> float:
 def chat_logprobs(samples: Sequence[Sampled], prompts: Prompts) -> ChatLogprobs:
     def entry(token_id: int, logprob: float | None) -> TopLogprob:
         text = prompts.token_text(token_id)
-        # A replacement character stands for a part of a character, whose bytes it hides.
+        # A replacement character stands for part of a character; the bytes are unknown.
         whole = None if HALF in text else list(text.encode())
         return TopLogprob(token=text, logprob=_finite(logprob), bytes=whole)
 

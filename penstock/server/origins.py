@@ -1,7 +1,7 @@
-"""How a client names its request: an id of its own, and W3C's trace context.
+"""Where a request came from: the client's request id, and W3C's trace context.
 
-What is no trace context is passed over, as its specification wants it: the request is served, and
-its spans begin a trace of their own.
+An invalid trace context is ignored, as the specification requires: the request is served, and its
+spans start a new trace.
 """
 
 from __future__ import annotations

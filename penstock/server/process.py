@@ -1,8 +1,8 @@
-"""The life of a server process: listen, load behind that, serve, finish, close.
+"""The life of a server process: listen, load the model, serve, drain, close.
 
-The port is taken before the weights are read, so that a taken one costs nobody a wait; from then
-on /health and /ready answer. When it is asked to stop, running requests may finish while new ones
-are refused; then the saves are drained and the tiers closed, and only then the port is let go.
+The port is opened before the weights are read, so that a port in use is reported at once; from
+then on /health and /ready answer. On stop, running requests may finish while new ones are refused;
+then pending saves are written, the tiers closed, and finally the port.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.server.backend import Backend, Serving
 from penstock.server.dashboard import watch_backend
 from penstock.server.hosts import Hosts, listens_on_loopback
 from penstock.server.listening import Listener, Stop, first
-from penstock.server.pace import Pace
+from penstock.server.throughput import ThroughputLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Process:
         settings: ProcessSettings,
         on_ready: Callable[[Serving], None] = lambda _: None,
     ) -> None:
-        """`load` runs on a thread of its own, and what it raises ends `run`.
+        """`load` runs on its own thread; `run` raises what it raises.
 
-        Raises ConfigError for an allowed host that can be none.
+        Raises ConfigError for an invalid allowed host.
         """
         beyond_loopback = not listens_on_loopback(listener)
         self._hosts = Hosts(settings.app.allowed_hosts, beyond_loopback=beyond_loopback)
@@ -53,7 +53,7 @@ class Process:
         self._stop = Stop()
 
     def stop(self) -> None:
-        """Finish what runs, then end."""
+        """Finish running requests, then end."""
         self._stop.ask()
 
     async def run(self) -> bool:
@@ -61,7 +61,7 @@ class Process:
         stopping = self._stop.wait()
         watch = watch_backend(self._backend)
         watch.start()
-        pace = Pace(self._backend)
+        pace = ThroughputLog(self._backend)
         pace.start()
         app = make_app(self._backend, self._settings.app, watch, self._hosts)
         server = Listener(app, self._listener)
@@ -84,7 +84,7 @@ class Process:
         try:
             self._backend.serve(serving)
             self._on_ready(serving)
-            # An engine that cannot recover ends the process: whoever supervises it starts another.
+            # An engine that cannot recover ends the process, for its supervisor to restart it.
             await first(stopping, listening, asyncio.wrap_future(serving.service.ended))
         finally:
             self._backend.stop()
@@ -109,10 +109,10 @@ class Process:
                 error = caught
             try:
                 loop.call_soon_threadsafe(settle, serving, error)
-            except RuntimeError:  # the loop is closed: the process has stopped meanwhile
+            except RuntimeError:  # the loop is closed: the server stopped in the meantime
                 if serving is not None:
                     asyncio.run(serving.service.close(0))
 
-        # A daemon: nothing can interrupt it, and a process that stops does not wait for it.
+        # A daemon: loading cannot be interrupted, and must not delay the end of the process.
         threading.Thread(target=load, name="penstock-load", daemon=True).start()
         return loaded

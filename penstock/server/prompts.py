@@ -1,4 +1,4 @@
-"""Texts and conversations into token ids, and token ids into the text of one token."""
+"""Converts texts and conversations to token ids, and token ids to text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is kept of a prompt that is too long: its first tokens, or its last.
+    """How a prompt that is too long is shortened: to its first tokens, or to its last.
 
-    `keeps_special`: of a text, also what the tokenizer puts around it. Models that learned with a
-    token of beginning say nonsense without it.
+    `keeps_special`: also keep the special tokens that the tokenizer adds to a text. Models trained
+    with a begin token produce nonsense without it.
     """
 
     max_tokens: int
@@ -36,7 +36,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
-    """How a conversation becomes text, in vLLM's words."""
+    """How a conversation becomes text. The names are vLLM's."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -44,13 +44,13 @@ class ChatStyle:
 
 
 class Prompts:
-    """Works on a thread of its own, one prompt at a time, so that a long one delays no answer."""
+    """The tokenizer, on its own thread: a long prompt does not delay the event loop."""
 
     def __init__(self, tokenizer: Any, max_tokens: int, chat_template: str | None = None) -> None:
-        """Raises ConfigError for a chat template that cannot be one."""
-        # The engine's thread decodes with the original: changing its state here could break that.
+        """Raises ConfigError for an invalid chat template."""
+        # A copy: the engine's thread decodes with the original, and changes here could break it.
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._tokenizer.truncation_side = "left"  # for cuts that keep special tokens
+        self._tokenizer.truncation_side = "left"  # used if special tokens are kept
         self.max_tokens = max_tokens
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
@@ -63,7 +63,7 @@ class Prompts:
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, cut: Cut | None = None
     ) -> list[int]:
-        """A prompt's ids, by default with what the tokenizer puts before a text."""
+        """The token ids of a prompt, by default with the tokenizer's special tokens."""
         if not text:
             raise ApiError(400, "the prompt is empty; expected some text.", param="prompt")
         return await self._run(lambda: self._ids(text, add_special_tokens, cut))
@@ -76,7 +76,7 @@ class Prompts:
         add_special_tokens: bool = False,
         cut: Cut | None = None,
     ) -> list[int]:
-        """A conversation's ids, up to where the answer begins."""
+        """The token ids of a conversation, up to where the answer begins."""
 
         def render_and_encode() -> list[int]:
             text = self._render(messages, style or ChatStyle())
@@ -85,7 +85,7 @@ class Prompts:
         return await self._run(render_and_encode)
 
     async def token_names(self, ids: Sequence[int]) -> list[str]:
-        """The tokens as the vocabulary writes them."""
+        """The tokens as they are written in the vocabulary."""
         return await self._run(lambda: list(self._tokenizer.convert_ids_to_tokens(list(ids))))
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -98,13 +98,13 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _ids(self, text: str, add_special_tokens: bool, cut: Cut | None) -> list[int]:
-        if len(text) > self._max_chars:  # a bound on what a prompt can cost before it is refused
+        if len(text) > self._max_chars:  # bounds the work before a prompt is refused
             if cut is None:
                 raise ApiError(
                     400,
                     f"This model's maximum context length is {self.max_tokens} tokens. However, "
-                    f"your prompt has {len(text)} characters, more than that many tokens hold, "
-                    "whatever they are. Please reduce the length of the prompt.",
+                    f"your prompt has {len(text)} characters, more than {self.max_tokens} tokens "
+                    "can hold. Please reduce the length of the prompt.",
                     code="context_length_exceeded",
                 )
             text = text[-self._max_chars :] if cut.keeps_end else text[: self._max_chars]
@@ -128,16 +128,17 @@ class Prompts:
                 [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=False
             )
         except Exception as error:
-            # Others may come from what this conversation lacks; that is said when one is asked.
+            # Other errors may be due to this conversation; real ones report their own.
             if type(error).__name__ == "TemplateSyntaxError":
                 raise ConfigError(
-                    f"--chat-template is no Jinja template ({_first_line(error)}); correct it."
+                    f"--chat-template is not a Jinja template ({_first_line(error)}); correct it."
                 ) from None
 
     def _render(self, messages: Sequence[dict[str, str]], style: ChatStyle) -> str:
         if self._tokenizer.chat_template is None:
             raise ApiError(
-                400, "the model has no chat template; use /v1/completions, and write the prompt."
+                400,
+                "the model has no chat template; send a whole prompt to /v1/completions instead.",
             )
         try:
             rendered = self._tokenizer.apply_chat_template(
@@ -147,14 +148,14 @@ class Prompts:
                 tokenize=False,
                 **style.template_values,
             )
-        except Exception as error:  # a template is a program, and refuses in any way it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise ApiError(
                 400,
-                "the model's chat template does not take these messages "
+                "the model's chat template rejects these messages "
                 f"({_first_line(error)}); correct them.",
                 param="messages",
             ) from None
-        assert isinstance(rendered, str)  # a list only where several conversations were given
+        assert isinstance(rendered, str)  # it would be a list for several conversations
         return rendered
 
     def _token_text(self, token_id: int) -> str:

@@ -1,12 +1,12 @@
-"""`serve --record`: a line for every request that has ended, for the simulator to play again.
+"""`serve --record`: one line for each request that has ended, for the simulator to replay.
 
-No text, no token, no tenant's name is written. Blocks and tenants get names of their own, from a
-random key that nobody but this process ever has: which are equal can be seen, and nothing can be
-guessed at, not even by who has the model. `penstock.sim.formats.record` spells the lines out.
+No text, token or tenant name is written. Blocks and tenants get pseudonyms from a random key that
+never leaves this process: equal ones can be recognized, but nothing can be guessed, not even with
+the model at hand. `penstock.sim.formats.record` describes the lines.
 
-The engine hands over its facts and goes on; a thread names and writes. What it cannot keep up with
-is left out and counted. If the file cannot be written any more, recording ends with a warning, and
-the server serves on.
+The engine only queues its facts; a thread writes them. Requests that it cannot keep up with are
+left out and counted. If the file can no longer be written, recording ends with a warning and the
+server continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from penstock.types import BlockKey
 log = logging.getLogger("penstock.server")
 
 _MAX_QUEUED = 4096
-_MAX_BATCH = 256  # lines of one write
+_MAX_BATCH = 256  # lines per write
 _SESSION_BYTES = 8
 _CLOSE_SECONDS = 10.0
 _TAIL_BYTES = 1 << 16
@@ -47,10 +47,10 @@ _HEADING = b'{"penstock_record"'
 
 
 class Recorder:
-    """An observer. Made before the model is loaded, so that a bad file costs nobody a wait."""
+    """An observer. Created before the model loads, so that a bad file is reported at once."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if the file cannot be had. What is in it stays."""
+        """Opens the file to append. Raises ConfigError if that fails."""
         self._path = path
         self._descriptor = _open(path)
         self._salt = secrets.token_bytes(32)
@@ -61,12 +61,12 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="penstock-record", daemon=True)
 
     def begin(self, block_tokens: int, model: str, settings: Mapping[str, object]) -> None:
-        """The engine is there. Raises ConfigError if not even the heading can be written."""
+        """Start, once the engine is open. Raises ConfigError if the heading cannot be written."""
         before = _block_tokens_before(self._descriptor)
         if before not in (None, block_tokens):
             raise ConfigError(
-                f"--record {self._path} holds blocks of {before} tokens, and this server's have "
-                f"{block_tokens}: expected one size in a file; name another."
+                f"--record {self._path} has blocks of {before} tokens, but this server's blocks "
+                f"have {block_tokens}: expected one size per file; choose another file."
             )
         self._started = time.monotonic()
         self._block_tokens = block_tokens
@@ -87,19 +87,21 @@ class Recorder:
         except Full:
             self._num_left_out += 1
             if self._num_left_out == 1:
-                log.warning("%s is written too slowly: requests are left out", self._path)
+                log.warning("writing %s is too slow: some requests are left out", self._path)
 
     def close(self) -> None:
-        """Write what is left, and let go of the file."""
+        """Write what is left, and close the file."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=_CLOSE_SECONDS)
             except Full:
-                log.warning("%s is written too slowly: its end is left out", self._path)
+                log.warning("writing %s is too slow: its end is left out", self._path)
             self._thread.join(_CLOSE_SECONDS)
         if self._num_left_out:
-            log.warning("%d requests are not in %s", self._num_left_out, self._path)
-        if not self._thread.is_alive():  # else it still writes: the end of the process closes it
+            log.warning("requests left out of %s: %d", self._path, self._num_left_out)
+        if (
+            not self._thread.is_alive()
+        ):  # else it still writes, and the file is closed with the process
             os.close(self._descriptor)
 
     def _run(self) -> None:
@@ -110,14 +112,14 @@ class Recorder:
                 self._append("".join(map(self._line, batch)).encode())
             except OSError as error:
                 log.warning(
-                    "%s cannot be written any more (%s): recording has ended, serving goes on",
+                    "%s can no longer be written (%s): recording has ended, the server continues",
                     self._path,
                     error.strerror or error,
                 )
                 return
 
     def _take(self) -> tuple[list[Served], bool]:
-        """What there is, at least one; and whether more may come."""
+        """What is queued, at least one event; and whether more may follow."""
         batch: list[Served] = []
         event = self._queue.get()
         try:
@@ -170,21 +172,21 @@ class Recorder:
 
 
 def _open(path: Path) -> int:
-    """For appending to a new file, or to a record, whose last line is dropped if it is cut off."""
+    """Opens a new file or a record to append. An incomplete last line is dropped."""
     try:
-        # Not to wait for whoever reads a pipe; for a plain file it changes nothing.
+        # O_NONBLOCK: opening a pipe would wait for its reader. No effect on regular files.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(_refusal(path, error)) from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"--record {path} is no plain file; name one that is, or a new one.")
+            raise ConfigError(f"--record {path} is not a regular file; choose another.")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"--record {path} is being written by another server; give each a file of its own."
+                f"--record {path} is being written by another server; use one file per server."
             ) from None
         if status.st_size:
             _check_is_record(path, descriptor)
@@ -201,13 +203,13 @@ def _open(path: Path) -> int:
 def _check_is_record(path: Path, descriptor: int) -> None:
     if os.pread(descriptor, len(_HEADING), 0) != _HEADING:
         raise ConfigError(
-            f"--record {path} is there and is no record: expected a new file, or one that begins "
-            "with a record's heading; name another, or move it away."
+            f"--record {path} exists and is not a record: expected a new file, or one that begins "
+            "with a record's heading; choose another, or move it away."
         )
 
 
 def _block_tokens_before(descriptor: int) -> object:
-    """As the file's first heading has it; None in a new one."""
+    """`block_tokens` in the file's first heading; None in a new file."""
     line, _, _ = os.pread(descriptor, _TAIL_BYTES, 0).partition(b"\n")
     try:
         return json.loads(line)["block_tokens"]
@@ -227,6 +229,6 @@ def _end_of_last_line(descriptor: int, size: int) -> int:
 
 def _refusal(path: Path, error: OSError) -> str:
     return (
-        f"--record {path} cannot be written ({error.strerror or error}): expected a file in a "
-        "folder that is there, with room; name another."
+        f"--record {path} cannot be written ({error.strerror or error}): expected a path in an "
+        "existing folder with free space; choose another."
     )

@@ -1,7 +1,7 @@
-"""The dashboard of a server elsewhere, above all of a vLLM that Penstock is part of.
+"""The dashboard of another server, usually a vLLM that runs Penstock.
 
-It reads that server's /metrics once a second and serves the page and its numbers. A server that
-does not answer is shown as such, and asked again.
+It reads that server's /metrics once per second and serves the page and its data. If the server does
+not answer, the page says so, and it is asked again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.server.guards import guarded_app, key_check
 from penstock.server.hosts import Hosts, listens_on_loopback
 from penstock.server.listening import Listener, Stop, first
 from penstock.server.watching import Watch, Watched
-from penstock.watch.elsewhere import Elsewhere
+from penstock.watch.remote_server import RemoteServer
 from penstock.watch.samples import Samples
 
 _Result = TypeVar("_Result")
@@ -33,12 +33,12 @@ class RemoteDashboard:
     def __init__(
         self,
         bound: socket.socket,
-        server: Elsewhere,
+        server: RemoteServer,
         api_key: str | None = None,
         on_ready: Callable[[], None] = lambda: None,
         allowed_hosts: Sequence[str] = (),
     ) -> None:
-        """Raises ConfigError for an allowed host that can be none."""
+        """Raises ConfigError for an invalid allowed host."""
         self._bound = bound
         self._server = server
         self._api_key = api_key
@@ -52,7 +52,7 @@ class RemoteDashboard:
     async def run(self) -> None:
         """Serve until stopped."""
         stopping = self._stop.wait()
-        watch = watch_elsewhere(self._server)
+        watch = watch_remote(self._server)
         watch.start()
         listener = Listener(make_dashboard(watch, self._api_key, self._hosts), self._bound)
         try:
@@ -65,20 +65,20 @@ class RemoteDashboard:
 
 
 def make_dashboard(watch: Watch, api_key: str | None, hosts: Hosts) -> FastAPI:
-    app = guarded_app("The dashboard of a server elsewhere.", hosts, api_key)
+    app = guarded_app("The dashboard of another server.", hosts, api_key)
     app.include_router(page_routes())
     app.include_router(data_routes(watch, [Depends(key_check(api_key))]))
     return app
 
 
-def watch_elsewhere(server: Elsewhere) -> Watch:
+def watch_remote(server: RemoteServer) -> Watch:
     async def read() -> Samples:
         return await _off_the_loop(server.read)
 
     def describe() -> dict[str, Any]:
         return {
             "version": VERSION,
-            "host": server.host,
+            "host": server.kind,
             "has": [],
             "models": list(server.models),
             "settings": {},
@@ -89,10 +89,10 @@ def watch_elsewhere(server: Elsewhere) -> Watch:
 
 
 async def _off_the_loop(work: Callable[[], _Result]) -> _Result:
-    """Do it on a thread of its own.
+    """Run `work` on a new daemon thread.
 
-    A daemon, unlike those of `asyncio.to_thread`: a server that hangs must not keep this process
-    from its end.
+    Not `asyncio.to_thread`, whose threads are not daemons: a server that hangs must not keep this
+    process from ending.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[_Result] = loop.create_future()
@@ -111,7 +111,7 @@ async def _off_the_loop(work: Callable[[], _Result]) -> _Result:
             result = work()
         except Exception as caught:
             error = caught
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for it any more
+        with suppress(RuntimeError):  # the loop is closed: the result is no longer needed
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="penstock-scrape", daemon=True).start()

@@ -1,11 +1,11 @@
-"""The requests: OpenAI's fields, vLLM's extensions, and what becomes of each.
+"""The requests: OpenAI's fields and vLLM's extensions.
 
-A field is honoured, or ignored because it changes no answer (`Ignored`), or refused because it
-would change the answer and cannot be honoured (`Refused`). A name nobody knows is ignored, as vLLM
-does it, because routers and clients send fields of their own; `unknown` logs it. In objects that
-only Penstock has, a misspelt name is refused. Types are strict: "1" is no number, 1 is not true.
+A field is used; or ignored, because it does not change answers (`Ignored`); or refused, because it
+would change answers and is not supported (`Refused`). Unknown fields are ignored, as in vLLM, and
+logged (`unknown_fields`). In objects that only Penstock has, unknown fields are refused. Types are
+strict: "1" is not a number, and 1 is not true.
 
-Every list is bounded and fails at its first fault: a body must not cost more than it weighs.
+Every list is bounded and fails at its first error, so that the cost of a body is bounded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.hints import (
     Hint,
     Hints,
 )
-from penstock.server.bounds import MAX_VALUES
+from penstock.server.body_limits import MAX_VALUES
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 1 << 14
@@ -47,7 +47,7 @@ _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
 _MAX_ID_DIGITS = 10
 _MAX_TEMPLATE_VALUES = 256
-# What transformers' apply_chat_template takes itself, and what a template finds the chat under.
+# Parameters of transformers' apply_chat_template, and the variables it sets in a template.
 RESERVED_TEMPLATE_NAMES = frozenset(
     (
         *("conversation", "messages", "tools", "documents", "chat_template", "tokenize"),
@@ -62,7 +62,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 def _refused(
     message: str, param: str | None = None, code: str | None = None
 ) -> PydanticCustomError:
-    """An error whose message is shown as it stands."""
+    """An error whose message is shown unchanged."""
     context = {"text": message, "param": param, "code": code}
     return PydanticCustomError("refused", "{text}", context)
 
@@ -78,7 +78,7 @@ def _refuse_unless_empty(value: object, info: ValidationInfo) -> object:
 
 
 def _expected(text: str) -> WrapValidator:
-    """One sentence for a union, in place of an error from each of its branches."""
+    """One message for a union, instead of an error from each of its branches."""
 
     def validate(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:
@@ -127,8 +127,8 @@ def _check_bias(given: dict[str, float]) -> dict[str, float]:
     for name in given:
         if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_ID_DIGITS):
             raise _refused(
-                f"logit_bias names {name[:40]!r}: expected token ids, as decimal numbers; correct "
-                "it."
+                f"logit_bias has the key {name[:40]!r}: expected a token id as a decimal "
+                "number; correct it."
             )
     return given
 
@@ -141,19 +141,19 @@ _Bias = Annotated[
 
 
 class _Open(BaseModel):
-    """OpenAI's: others put fields of their own beside ours."""
+    """For OpenAI's objects, which may have fields that we do not know."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
 
 class _Strict(BaseModel):
-    """Penstock's own: nobody else sends it, and a misspelt name must not silently be none."""
+    """For Penstock's own objects: unknown fields are refused, as they must be misspelt."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 def _must_hold(make: Callable[[], object], param: str | None) -> None:
-    """What hints say of themselves, as this request's client must see it."""
+    """Report what the hints' own checks refuse to the client."""
     try:
         make()
     except ConfigError as error:
@@ -161,7 +161,7 @@ def _must_hold(make: Callable[[], object], param: str | None) -> None:
 
 
 def _one_of(*words: str, advice: str) -> Any:
-    """A string that is one of these, and a sentence for those who send another."""
+    """A string that must be one of `words`; `advice` ends the error message."""
 
     def check(word: str) -> str:
         if word not in words:
@@ -181,11 +181,11 @@ if TYPE_CHECKING:
     _Action = str
     _Side = str
 else:
-    _Role = _one_of(*_ROLES, advice="there are no tools here")
+    _Role = _one_of(*_ROLES, advice="tools are not supported")
     _Text = _one_of("text", advice="this model reads and writes text only")
     _OnEnd = _one_of(*ON_END, advice="see docs/hints.md")
     _Action = _one_of(*ACTIONS, advice="see docs/hints.md")
-    _Side = _one_of("left", "right", advice="left keeps the prompt's end, right its beginning")
+    _Side = _one_of("left", "right", advice="left keeps the end of the prompt, right its beginning")
 
 
 class StreamOptions(_Open):
@@ -197,8 +197,8 @@ def _check_template_values(given: dict[str, Any]) -> dict[str, Any]:
     reserved = sorted(RESERVED_TEMPLATE_NAMES & set(given))
     if reserved:
         raise _refused(
-            f"chat_template_kwargs sets {reserved[0]!r}, which is no variable of the template: "
-            "expected others; leave it out."
+            f"chat_template_kwargs has {reserved[0]!r}, which is reserved: expected variables of "
+            "the template; leave it out."
         )
     return given
 
@@ -211,7 +211,7 @@ _TemplateValues = Annotated[
 
 
 class Residency(_Strict):
-    """Where this request wants its KV while it runs; what is left out is as the server is set."""
+    """Where this request's KV should be while it runs. Defaults are the server's settings."""
 
     prefix_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     tail_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -224,7 +224,7 @@ _RetainSeconds = Annotated[float, Field(gt=0, le=MAX_RETAIN_SECONDS)]
 
 
 class RequestHints(_Strict):
-    """What is to become of this request's KV, as its client knows it: see docs/hints.md."""
+    """What the client knows about the future use of this request's KV: see docs/hints.md."""
 
     session: _Name | None = None
     retain_seconds: _RetainSeconds | None = None
@@ -246,7 +246,7 @@ _Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
 
 
 class TenantFields(BaseModel):
-    """Who asks, and who may share: see tenants."""
+    """Fields that select the tenant: see tenants.py."""
 
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -254,7 +254,7 @@ class TenantFields(BaseModel):
 
 
 class GenerationRequest(TenantFields, _Open):
-    """What chats and completions share."""
+    """The fields that chats and completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -300,14 +300,14 @@ class GenerationRequest(TenantFields, _Open):
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise _refused(
-                "stream_options is given and stream is not true; set it, or leave the options out.",
+                "stream_options requires stream=true; set it, or leave stream_options out.",
                 "stream_options",
             )
         return self
 
 
 class TextPart(BaseModel):
-    # Hints such as cache_control may stand beside the text; there is nothing to misspell.
+    # Clients add fields such as cache_control, which are ignored.
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     type: _Text
@@ -328,7 +328,7 @@ class Message(_Open):
     tool_calls: Refused = None
 
     def plain(self) -> dict[str, str]:
-        """The message as chat templates take it."""
+        """The message in the form that chat templates expect."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -347,7 +347,7 @@ class TextFormat(_Open):
 
 
 class ChatFields(_Open):
-    """How a conversation becomes a prompt."""
+    """Fields that control how a conversation becomes a prompt."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -358,14 +358,14 @@ class ChatFields(_Open):
     def _check_style(self, messages: list[Message]) -> None:
         if self.continue_final_message and self.add_generation_prompt:
             raise _refused(
-                "continue_final_message and add_generation_prompt are both true: expected one of "
-                "them, since an answer either goes on or begins; leave the other out.",
+                "continue_final_message and add_generation_prompt are both true: expected at most "
+                "one of them; leave the other out.",
                 "continue_final_message",
             )
         if self.continue_final_message and messages[-1].role != "assistant":
             raise _refused(
-                "continue_final_message is true and the last message is not the assistant's: "
-                "expected the beginning of its answer there; add it, or leave the field out.",
+                "continue_final_message is true, but the last message is not the assistant's: "
+                "expected the beginning of its answer; add it, or leave the field out.",
                 "continue_final_message",
             )
 
@@ -406,13 +406,13 @@ class ChatRequest(GenerationRequest, ChatFields):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise _refused(
-                "top_logprobs is given and logprobs is not true; set it, or leave it out.",
+                "top_logprobs requires logprobs=true; set it, or leave top_logprobs out.",
                 "top_logprobs",
             )
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise _refused(
-                "max_tokens and max_completion_tokens differ; give one of them.", "max_tokens"
+                "max_tokens and max_completion_tokens differ; give only one of them.", "max_tokens"
             )
         return self
 
@@ -428,20 +428,20 @@ class CompletionRequest(GenerationRequest):
     def _check_together(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise _unsupported(
-                "best_of: expected the same as n, or none; choosing among more is not supported.",
+                "best_of differs from n, which is not supported; leave it out.",
                 "best_of",
             )
         if self.echo and self.logprobs is not None:
             raise _unsupported(
-                "echo together with logprobs is not supported, since the log probabilities of a "
-                "prompt are not known; leave one of them out.",
+                "echo together with logprobs is not supported, because the prompt's log "
+                "probabilities are not computed; leave one of them out.",
                 "echo",
             )
         return self
 
 
 class HintRequest(TenantFields, _Strict):
-    """A hint between requests: for a session, or for the prefix that a prompt makes."""
+    """A hint between requests, for a session or for the prefix of a prompt."""
 
     model: str | None = None
     action: _Action
@@ -455,8 +455,8 @@ class HintRequest(TenantFields, _Strict):
         given = [x for x in (self.session, self.prompt, self.messages) if x is not None]
         if len(given) != 1:
             raise _refused(
-                f"{len(given)} of session, prompt and messages are given: expected one, which "
-                "says whose KV the hint is for; give that one.",
+                f"{len(given)} of session, prompt and messages are given: expected exactly one, to "
+                "say which KV the hint is for.",
                 "session",
             )
         _must_hold(self.plain, None)
@@ -467,7 +467,7 @@ class HintRequest(TenantFields, _Strict):
 
 
 class TokenizeRequest(ChatFields):
-    """vLLM's /tokenize: of a text, or of a conversation."""
+    """The body of vLLM's /tokenize: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -479,7 +479,7 @@ class TokenizeRequest(ChatFields):
     def _check_together(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise _refused(
-                "expected prompt or messages, and not both: one of them is made into tokens.",
+                "expected either prompt or messages, not both or neither.",
                 "prompt",
             )
         if self.messages is not None:
@@ -488,7 +488,7 @@ class TokenizeRequest(ChatFields):
 
 
 class DetokenizeRequest(_Open):
-    """vLLM's /detokenize."""
+    """The body of vLLM's /detokenize."""
 
     model: str | None = None
     tokens: Annotated[list[_TokenId], Field(max_length=MAX_VALUES, fail_fast=True)]

@@ -1,7 +1,7 @@
-"""A request's story as OpenTelemetry's spans: one for its life, and below it one for each stage.
+"""OpenTelemetry spans of a request: one for the whole request, and below it one per stage.
 
-Names that begin with `gen_ai` are OpenTelemetry's own. docs/tracing.md says what each means; no
-prompt, no output, no tenant and no key is among them.
+Names that begin with `gen_ai` are OpenTelemetry's. docs/tracing.md explains each attribute; none
+contains a prompt, an output, a tenant or a key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.types import Tier
 
 REQUEST = "penstock.request"
 PREEMPTED = "penstock.preempted"  # an event of the request
-PREFIX = "penstock."  # of a stage's own name
+PREFIX = "penstock."  # before the name of a stage
 
 Value = str | int | float | Sequence[str]
 
@@ -26,9 +26,9 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def emit(tracer: Tracer, told: RequestStory, *, model: str, offset_ns: int) -> int:
-    """Make a request's spans, unless they are not sampled; return how many.
+    """Emit the spans of a request, if it is sampled; returns how many.
 
-    `offset_ns` is what the wall clock is ahead of the engine's.
+    `offset_ns` is how far the wall clock is ahead of the engine's clock.
     """
     start_ns = offset_ns + to_ns(told.arrival)
     request = tracer.start_span(
@@ -57,7 +57,7 @@ def emit(tracer: Tracer, told: RequestStory, *, model: str, offset_ns: int) -> i
 
 
 def attributes_of(told: RequestStory, model: str) -> dict[str, Value]:
-    """What is not known is left out, and so is a tier or a verdict that no block had."""
+    """Unknown values are left out, and so are tiers and verdicts without blocks."""
     loaded = [(tier, num) for tier, num in told.found if tier is not Tier.DEVICE]
     attributes: dict[str, Value] = {
         "gen_ai.operation.name": told.origin.operation or "text_completion",
@@ -92,7 +92,7 @@ def attributes_of(told: RequestStory, model: str) -> dict[str, Value]:
 
 
 def _caller(told: RequestStory) -> Context:
-    """As the caller's headers have it; empty, and so a new trace, where they say nothing."""
+    """The caller's trace context; empty, which starts a new trace, if its headers have none."""
     origin = told.origin
     carrier = {"traceparent": origin.traceparent, "tracestate": origin.tracestate}
     return _PROPAGATOR.extract({name: value for name, value in carrier.items() if value}, Context())

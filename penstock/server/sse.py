@@ -1,4 +1,4 @@
-"""Server-sent events, and the client that may be gone before the answer is."""
+"""Server-sent events, and clients that hang up before the response ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _Result = TypeVar("_Result")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client hung up before the response ended."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Do the work, or cancel it and raise ClientGone when the client hangs up. The body is read."""
+    """Do the work; if the client hangs up, cancel it and raise ClientGone. Read the body first."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -33,10 +33,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _
     finally:
         working.cancel()
         watching.cancel()
-        # Waited for, so that what the work holds is free when this returns.
+        # Await the cancellation, so that the work has released everything.
         await asyncio.wait({working, watching})
         if not working.cancelled():
-            working.exception()  # seen: asyncio complains of those nobody looked at
+            working.exception()  # retrieved: else asyncio logs a warning
 
 
 async def _hang_up(receive: Receive) -> None:
@@ -45,14 +45,14 @@ async def _hang_up(receive: Receive) -> None:
 
 
 class ByteStream(Response):
-    """Server-sent events, as bytes, as they come; `close` is called whatever happened."""
+    """A stream of server-sent events, as bytes. `close` is always called at the end."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self, pieces: AsyncGenerator[bytes, None], close: Callable[[], None] = lambda: None
     ) -> None:
-        # Proxies that buffer would keep what comes until the last has come.
+        # Keep proxies from buffering the stream until its end.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._pieces = pieces
@@ -78,7 +78,7 @@ class ByteStream(Response):
 
 
 class EventStream(ByteStream):
-    """OpenAI's: each event's data alone, then [DONE]."""
+    """OpenAI's format: only the data of each event, then [DONE]."""
 
     def __init__(self, events: AsyncGenerator[BaseModel, None], close: Callable[[], None]) -> None:
         super().__init__(_until_done(events), close)
@@ -90,5 +90,5 @@ async def _until_done(events: AsyncGenerator[BaseModel, None]) -> AsyncGenerator
             async for event in events:
                 yield f"data: {event.model_dump_json(exclude_unset=True)}\n\n".encode()
         yield DONE
-    except ApiError as error:  # too late for a status: it goes where the next event would
+    except ApiError as error:  # too late for a status: sent in place of the next event
         yield f"data: {error.envelope()}\n\n".encode()

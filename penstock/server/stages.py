@@ -1,4 +1,4 @@
-"""What a request did, one stage after the other, as people are shown it. Pure."""
+"""The stages of a request in order, as the dashboard and traces show them. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RUNNING = "running"
 
 
 class StageSpan(NamedTuple):
-    """A stage as it is shown, in nanoseconds since the request came."""
+    """A stage, in nanoseconds since the request arrived."""
 
     name: str
     start_ns: int
@@ -21,11 +21,11 @@ class StageSpan(NamedTuple):
 
 
 def pieces_of(told: RequestStory) -> tuple[list[StageSpan], list[int]]:
-    """Its stages, from its arrival to its end without a gap; and when it was preempted.
+    """The stages from arrival to end, without gaps; and the times of preemptions.
 
-    Running is split at the first token. What took no time is left out.
+    Running is split at the first token. Stages that took no time are left out.
     """
-    # One that was given up before the engine's next step has only waited.
+    # A request that was cancelled before the engine's next step has only waited.
     stages = told.stages or (Stage("waiting", 0.0),)
     ends = [*(stage.start for stage in stages[1:]), told.seconds]
     end_ns = to_ns(told.seconds)

@@ -1,6 +1,6 @@
-"""The latest requests, each with its story, for people to look at. No text, no token, no name.
+"""The latest requests and their timelines, for the dashboard. No text, token or name is kept.
 
-A tenant is shown by a mark that is the same for all its requests and says nothing of its name.
+A tenant is shown by a mark that is the same for all its requests and does not reveal its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blake3 import blake3
 from penstock.events import Event, RequestStory
 from penstock.server.stages import WAIT, pieces_of
 
-if TYPE_CHECKING:  # it needs numpy, which a dashboard of a server elsewhere has no use for
+if TYPE_CHECKING:  # needs numpy, which `penstock dashboard` does without
     from penstock.engine.census import Sighting
 
 MAX_STORIES = 200
@@ -25,7 +25,7 @@ _MARK_BYTES = 3
 
 
 class Stories:
-    """An observer. The engine's thread tells, the server's reads."""
+    """An observer. The engine's thread adds, the server's thread reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,13 +40,13 @@ class Stories:
                 self._told.append((self._num_told, time.time(), event))
 
     def since(self, number: int, limit: int = MAX_STORIES) -> list[dict[str, Any]]:
-        """Those told after that one, the oldest first; of more than `limit` the latest."""
+        """The latest `limit` stories after `number`, oldest first."""
         with self._lock:
             new = [told for told in self._told if told[0] > number]
         return [self._plain(*told) for told in new[-limit:]]
 
     def find(self, request_id: str) -> list[dict[str, Any]]:
-        """The sequences of a request, by the client's name for it or the engine's own."""
+        """The sequences of a request, by the client's id or the engine's."""
         with self._lock:
             told = list(self._told)
         return [
@@ -105,7 +105,7 @@ class Stories:
 
 
 def stages_of(told: RequestStory) -> list[dict[str, Any]]:
-    """What it did, one after the other without a gap."""
+    """The stages in order, without gaps."""
     return [
         {
             "stage": "preempted" if name == WAIT and num_preemptions else name,

@@ -1,10 +1,10 @@
-"""Whose cache a request may find. Two tenants never share a block, and so learn nothing of each
-other from what is cached and what is not.
+"""Which tenant a request belongs to. Tenants never share blocks, so they cannot learn about each
+other from what is cached.
 
-A tenant is named by the header X-Penstock-Tenant, which a gateway can set for all its clients, or,
-where the operator says so, by the field `user`. The same name from two places is two tenants, so
-that no client takes the place of one that a gateway has named. `cache_salt` divides a tenant
-further. `prompt_cache_key` names no tenant: it is there to find more, not less.
+A tenant is named by the header X-Penstock-Tenant, which a gateway can set for its clients, or, if
+the operator allows it, by the field `user`. The same name from the two sources means two tenants,
+so that a client cannot impersonate a tenant of the gateway. `cache_salt` divides a tenant further.
+`prompt_cache_key` does not name a tenant: it is meant to find more, not less.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_CHARS = 256
 
 
 class TenantSource(StrEnum):
-    """What may name a tenant."""
+    """What names the tenant."""
 
     HEADER = "header"
     USER = "user"  # the header, or else the field `user`
@@ -30,13 +30,13 @@ class TenantSource(StrEnum):
 def tenant_of(
     request: Request, body: TenantFields, source: TenantSource = TenantSource.HEADER
 ) -> str:
-    """The salt of the request's keys; "" is the tenant of all who give no name."""
+    """The salt of the request's keys; "" for all requests without a tenant."""
     names = set(request.headers.getlist(HEADER))
-    if len(names) > 1:  # a client's own beside a gateway's: nobody can tell which is which
+    if len(names) > 1:  # one may be the client's, one the gateway's
         raise ApiError(
             400,
-            f"{HEADER} is given {len(names)} times with different names: expected one; have the "
-            "gateway replace what clients send, and not add to it.",
+            f"{HEADER} is given {len(names)} times with different names: expected one; make the "
+            "gateway replace the header of clients instead of adding its own.",
             param=HEADER,
         )
     tenant = _name(HEADER, next(iter(names), None))
@@ -44,7 +44,7 @@ def tenant_of(
         tenant = _name("user", body.user)
     if body.cache_salt is None:
         return tenant
-    # The length keeps a name that ends like a salt apart from one that has it.
+    # The length distinguishes a name that ends like a salt from a name with a salt.
     return f"{len(tenant)}:{tenant} cache_salt:{body.cache_salt}"
 
 

@@ -40,8 +40,8 @@ async def detokenize(body: DetokenizeRequest, serving: Serving) -> Detokenized:
     if body.tokens and max(body.tokens) >= vocab_size:
         raise ApiError(
             400,
-            f"tokens has the id {max(body.tokens)}: expected 0 to {vocab_size - 1}, as this "
-            "model's tokenizer gives them; correct it.",
+            f"tokens has the id {max(body.tokens)}: expected 0 to {vocab_size - 1}, the ids of "
+            "this model's tokenizer; correct it.",
             param="tokens",
         )
     return Detokenized(prompt=await serving.prompts.decode(body.tokens))

@@ -1,8 +1,8 @@
 """`penstock serve --otlp-traces-endpoint`: an observer that sends requests' spans to a collector.
 
-The engine hands over a request's story and goes on. A thread makes spans of it, and batches of
-OpenTelemetry's carry them away; what either cannot keep up with is left out and counted. That a
-collector is down, slow or odd is told once in the log, and disturbs nobody.
+The engine only queues its events. A thread makes spans of them, and OpenTelemetry sends them in
+batches; what either cannot keep up with is left out and counted. A collector that is down, slow or
+broken is logged once and does not affect requests.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from penstock.server.spans import emit
 
 log = logging.getLogger("penstock.server")
 
-CLOSE_SECONDS = 3.0  # for what is still queued at the end
+CLOSE_SECONDS = 3.0  # to send what is still queued at the end
 _MAX_QUEUED = 4096
-_QUIET_SECONDS = 60.0  # between two lines of the log, of a collector that comes and goes
+_QUIET_SECONDS = 60.0  # between two log lines about an unreliable collector
 _MAX_REASON_CHARS = 400
 
 
 class Tracer:
-    """An observer. Made before the model is loaded, so that what is wrong costs nobody a wait."""
+    """An observer. Created before the model loads, so that bad settings are reported at once."""
 
     def __init__(
         self,
@@ -47,31 +47,33 @@ class Tracer:
         *,
         max_queued: int = _MAX_QUEUED,
     ) -> None:
-        """Raises ConfigError if OpenTelemetry's own settings do not let it begin."""
+        """Raises ConfigError if OpenTelemetry rejects its settings."""
         self._url = url
-        self._ear = _Ear(url)
-        self._ear.listen()
+        self._exporter_log = _ExporterLog(url)
+        self._exporter_log.listen()
         try:
-            self._courier = _Courier(exporter or OTLPSpanExporter(url), self._ear)
-            # Its sampler is the environment's: by default all, and what the caller says goes first.
+            self._exporter = _CountingExporter(
+                exporter or OTLPSpanExporter(url), self._exporter_log
+            )
+            # The sampler is set by the environment; the default follows the caller, else takes all.
             self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
-            self._provider.add_span_processor(BatchSpanProcessor(self._courier))
+            self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         except (ValueError, RuntimeError, OSError) as error:
-            self._ear.leave()
+            self._exporter_log.leave()
             raise ConfigError(
-                f"spans cannot be sent ({error}): expected settings that OpenTelemetry takes; "
-                "look at the variables that begin with OTEL_."
+                f"spans cannot be sent ({error}): OpenTelemetry rejects its settings; check the "
+                "environment variables that begin with OTEL_."
             ) from None
         self._tracer = self._provider.get_tracer("penstock", VERSION)
         self._model = ""
         self._queue: Queue[RequestStory | None] = Queue(max_queued)
-        self._num_left_out = 0  # requests, by the engine's thread
-        self._num_spoilt = 0  # and by ours
+        self._num_left_out = 0  # requests, counted by the engine's thread
+        self._num_spoilt = 0  # requests, counted by our thread
         self._num_made = 0  # spans
         self._thread = threading.Thread(target=self._run, name="penstock-trace", daemon=True)
 
     def begin(self, model: str) -> None:
-        """The engine is there."""
+        """Start, once the engine is open."""
         self._model = model
         self._thread.start()
 
@@ -83,52 +85,52 @@ class Tracer:
         except Full:
             self._num_left_out += 1
             if self._num_left_out == 1:
-                log.warning("requests end faster than spans are made: some are left out")
+                log.warning("requests end faster than their spans can be made: some are left out")
 
     def close(self) -> None:
-        """Send what is left, as far as the collector takes it within a few seconds."""
+        """Send what is left, as far as the collector accepts it within a few seconds."""
         end = time.monotonic() + CLOSE_SECONDS
         if self._thread.is_alive():
             with suppress(Full):
                 self._queue.put(None, timeout=CLOSE_SECONDS)
             self._thread.join(max(0.0, end - time.monotonic()))
-        num_lost = self._num_made - self._courier.num_taken
+        num_lost = self._num_made - self._exporter.num_taken
         num_left_out = self._num_left_out + self._num_spoilt
         if num_left_out or num_lost:
             log.warning(
-                "%d requests were left out of tracing, and %d spans have not reached %s",
+                "requests left out of tracing: %d; spans that did not reach %s: %d",
                 num_left_out,
-                num_lost,
                 self._url,
+                num_lost,
             )
-        if not self._thread.is_alive():  # else it still tries, and goes with the process
-            self._ear.leave()
+        if not self._thread.is_alive():  # else it still tries, until the process ends
+            self._exporter_log.leave()
 
     def _run(self) -> None:
         while (told := self._queue.get()) is not None:
-            # Taken anew each time: the wall clock is set right now and then.
+            # Computed each time, because the wall clock may be adjusted.
             offset_ns = time.time_ns() - time.monotonic_ns()
             try:
                 self._num_made += emit(self._tracer, told, model=self._model, offset_ns=offset_ns)
             except Exception:
                 self._num_spoilt += 1
                 log.debug("a request's spans could not be made", exc_info=True)
-        self._provider.shutdown()  # takes as long as the collector: `close` does not wait for all
+        self._provider.shutdown()  # may take long: `close` does not wait for all of it
 
 
-class _Courier(SpanExporter):
-    """Hands batches on, and counts what is taken."""
+class _CountingExporter(SpanExporter):
+    """Forwards batches, and counts the spans that the collector accepts."""
 
-    def __init__(self, exporter: SpanExporter, ear: _Ear) -> None:
+    def __init__(self, exporter: SpanExporter, exporter_log: _ExporterLog) -> None:
         self._exporter = exporter
-        self._ear = ear
+        self._exporter_log = exporter_log
         self.num_taken = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
             self.num_taken += len(spans)
-            self._ear.works_again()
+            self._exporter_log.works_again()
         return result
 
     def shutdown(self) -> None:
@@ -138,8 +140,8 @@ class _Courier(SpanExporter):
         return self._exporter.force_flush(timeout_millis)
 
 
-class _Ear(logging.Handler):
-    """Hears what OpenTelemetry says, every few seconds while something is wrong; tells it once."""
+class _ExporterLog(logging.Handler):
+    """Logs the first of OpenTelemetry's warnings, which repeat every few seconds."""
 
     _LOGGER = logging.getLogger("opentelemetry")
 
@@ -158,7 +160,7 @@ class _Ear(logging.Handler):
         self._LOGGER.propagate = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Of a header that it cannot read it repeats all, and that is where credentials are.
+        # It would log headers that it cannot parse in full, and they contain credentials.
         is_header = record.name == "opentelemetry.util.re"
         said = str(record.msg) if is_header else record.getMessage()
         reason = "".join(c if c.isprintable() else " " for c in said[:_MAX_REASON_CHARS])
@@ -167,16 +169,16 @@ class _Ear(logging.Handler):
             log.debug("spans to %s: %s", self._url, reason)
             return
         self._is_told, self._quiet_until = True, now + _QUIET_SECONDS
-        log.warning("spans to %s are in trouble, serving goes on: %s", self._url, reason)
+        log.warning("spans cannot be sent to %s, the server continues: %s", self._url, reason)
 
     def works_again(self) -> None:
         if self._is_told:
             self._is_told = False
-            log.info("%s takes spans", self._url)
+            log.info("%s accepts spans again", self._url)
 
 
 def _resource() -> Resource:
-    """Who sends. The environment wins, and the command line stays here: a key may stand in it."""
+    """The sender. The environment has priority. Without the command line: it may contain a key."""
     ours = Resource.create({SERVICE_NAME: "penstock", SERVICE_VERSION: VERSION})
     merged = ours.merge(OTELResourceDetector().detect())
     kept = {

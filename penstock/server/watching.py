@@ -1,7 +1,6 @@
-"""A server watched: once a second its numbers, for as many as look.
+"""Reads a server's metrics once per second, and shares them with all open dashboards.
 
-One task reads; everybody who looks gets what it has read. Whoever is slow misses a second, and
-never holds up another or the server.
+One task reads for all viewers. A slow viewer misses an update and never delays others.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _SESSIONS_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What a watch looks at. `describe` tells what seldom changes, `phase` how it stands."""
+    """The source of a watch's data. `describe` returns what seldom changes."""
 
     read: Callable[[], Awaitable[Samples]]
     describe: Callable[[], dict[str, Any]] = dict
@@ -45,14 +44,14 @@ class Watched:
 
 @dataclass(frozen=True)
 class _State:
-    """The latest look."""
+    """The latest reading."""
 
     number: int = 0
     data: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def event(self) -> bytes:
-        """Written once, however many look."""
+        """Encoded once for all viewers."""
         return event("state", self.data)
 
 
@@ -62,7 +61,7 @@ class Watch:
         self._history = History()
         self._points: deque[dict[str, Any]] = deque(maxlen=int(RECENT_SECONDS / TICK_SECONDS))
         self._state = _State()
-        self._turned = asyncio.Condition()
+        self._updated = asyncio.Condition()
         self._num_viewers = 0
         self._seen: dict[str, Any] = {"sessions": [], "num_sessions": 0}
         self._task: asyncio.Task[None] | None = None
@@ -73,35 +72,35 @@ class Watch:
         return self._num_viewers >= MAX_VIEWERS
 
     def start(self) -> None:
-        """Begin to look; within a running loop. A second time nothing happens."""
+        """Start reading, in a running loop. Does nothing if it runs already."""
         if self._task is None and not self._is_closed:
             self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Look no more; everybody's stream ends."""
+        """Stop reading, and end all streams."""
         self._is_closed = True
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-        async with self._turned:
-            self._turned.notify_all()
+        async with self._updated:
+            self._updated.notify_all()
 
     async def state(self) -> dict[str, Any]:
-        """The latest look, with what seldom changes."""
+        """The latest reading, together with what seldom changes."""
         self.start()
         await self._after(0)
         sessions = await self._sessions()
         state = {**self._watched.describe(), **self._state.data, **sessions}
         if "error" not in state:
-            state["phase"] = self._watched.phase()  # as it is now, not a second ago
+            state["phase"] = self._watched.phase()  # the current one, not that of a second ago
         return state
 
     def story(self, request_id: str) -> list[dict[str, Any]]:
         return [] if self._watched.stories is None else self._watched.stories.find(request_id)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: `hello` once, then `state` at every turn, `stories` as they end."""
+        """Server-sent events: `hello` at first, `state` every second, `stories` as requests end."""
         self.start()
         self._num_viewers += 1
         try:
@@ -124,26 +123,26 @@ class Watch:
             self._num_viewers -= 1
 
     async def _after(self, number: int) -> int:
-        """Wait for a look later than that one; returns its number."""
-        async with self._turned:
-            await self._turned.wait_for(lambda: self._is_closed or self._state.number > number)
+        """Wait for a later reading; returns its number."""
+        async with self._updated:
+            await self._updated.wait_for(lambda: self._is_closed or self._state.number > number)
         return self._state.number
 
     async def _run(self) -> None:
         while not self._is_closed:
             began = time.monotonic()
             try:
-                data = await self._look()
+                data = await self._read()
             except Exception:
-                # Whoever watches must not go down with one bad look.
-                log.exception("the dashboard could not read the server's numbers")
-                data = {"phase": "unknown", "error": "the server's numbers could not be read"}
+                # One failed reading must not end the watch.
+                log.exception("the dashboard could not read the server's metrics")
+                data = {"phase": "unknown", "error": "the server's metrics could not be read"}
             self._state = _State(self._state.number + 1, data)
-            async with self._turned:
-                self._turned.notify_all()
+            async with self._updated:
+                self._updated.notify_all()
             await asyncio.sleep(max(0.05, TICK_SECONDS - (time.monotonic() - began)))
 
-    async def _look(self) -> dict[str, Any]:
+    async def _read(self) -> dict[str, Any]:
         data: dict[str, Any] = {"unix_seconds": round(time.time(), 3)}
         try:
             samples = await self._watched.read()
@@ -159,11 +158,11 @@ class Watch:
         return data
 
     async def _sessions(self) -> dict[str, Any]:
-        """Those there are, or as they were last seen: a long step answers no questions."""
+        """The current sessions, or the last known ones if the engine is busy with a long step."""
         if self._watched.sessions is None:
             return {}
         with suppress(TimeoutError, PenstockError):
-            # Not `wait_for`: in Python 3.11 it swallows a cancellation that an answer comes with.
+            # Not `wait_for`: in Python 3.11 it can swallow a cancellation.
             async with asyncio.timeout(_SESSIONS_SECONDS):
                 sessions = await self._watched.sessions()
             self._seen = {"sessions": sessions[:_MAX_SESSIONS], "num_sessions": len(sessions)}
@@ -171,7 +170,7 @@ class Watch:
 
 
 def _point(at: float, view: View) -> dict[str, Any]:
-    """What a chart keeps of a moment."""
+    """What the charts keep of one reading."""
     rates = {"load": 0.0, "save": 0.0}
     for flow in view.flows:
         rates[flow.direction] += flow.bytes_per_second

@@ -1,1 +1,1 @@
-"""What a running server shows of itself, and what to change: numbers in, a view of them out."""
+"""Reads the metrics of a running server, summarizes them, and gives advice."""

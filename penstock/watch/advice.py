@@ -1,4 +1,4 @@
-"""One piece of advice, and the numbers that several rules look at. Pure."""
+"""A piece of advice, and the numbers that several rules use. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from penstock.watch.samples import Samples
 
-MIN_LOOKUPS = 20  # below that, a share says nothing
-MANY = 0.01  # of what should have been none
+MIN_LOOKUPS = 20  # with fewer, a share says nothing
+MANY = 0.01  # a share of what should never happen
 
 
 class Urgency(StrEnum):
@@ -31,27 +31,27 @@ Rule = Callable[[Samples], Iterator[Advice]]
 
 
 def block_bytes(seen: Samples) -> float | None:
-    """The size of a block, as blocks that moved have shown it."""
+    """The size of a block, from the bytes and blocks that were transferred."""
     blocks = seen.total("penstock_blocks_total")
     return seen.total("penstock_bytes_total") / blocks if blocks else None
 
 
 def tokens_of_steps(seen: Samples) -> float:
-    """Tokens that steps gave, counted when what they read is: at every step.
+    """Tokens that were generated, counted at every step, like the KV that steps read.
 
-    The tokens of answers are counted only when a request ends.
+    The output tokens of requests are counted only when a request ends.
     """
     return seen.total("penstock_step_sequences_total") or seen.total("penstock_output_tokens_total")
 
 
 def reused_share(seen: Samples) -> float | None:
-    """Of prompt tokens, those that were not computed: found on the device, or loaded."""
+    """The share of prompt tokens that were not computed: found on the device, or loaded."""
     tokens = seen.by("penstock_prompt_tokens_total", "source")
     total = sum(tokens.values())
     return 1 - tokens.get("computed", 0.0) / total if total else None
 
 
 def hit_rate(seen: Samples) -> float | None:
-    """Of the blocks looked up below the device. What lay on the device was not looked up."""
+    """The share of looked-up blocks that were found. Blocks on the device are not looked up."""
     asked = seen.total("penstock_lookup_blocks_total")
     return seen.total("penstock_hit_blocks_total") / asked if asked else None

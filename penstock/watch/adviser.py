@@ -1,4 +1,4 @@
-"""What to change on a running server, from its own counters. Pure: metrics in, advice out."""
+"""What to change on a running server, from its metrics. Pure: metrics in, advice out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from penstock.watch.samples import Samples
 
 
 def advise(seen: Samples) -> list[Advice]:
-    """The most urgent first, and of these what is broken before what is too small.
+    """The most urgent advice first; among equals, faults before sizes.
 
-    `seen` counts since the server's start, or since an earlier look.
+    `seen` counts since the server's start, or since an earlier reading.
     """
     rules = (*fault_rules.RULES, *engine_rules.RULES, *tier_rules.RULES)
     found = [advice for rule in rules for advice in rule(seen)]

@@ -1,4 +1,4 @@
-"""Advice on the embedded engine: who is turned away, what decoding reads from DRAM. Pure."""
+"""Advice on the embedded engine: refused requests, preemption, reads from DRAM. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.units import format_bytes
 from penstock.watch.advice import MANY, Advice, Rule, Urgency, tokens_of_steps
 from penstock.watch.samples import Samples
 
-_COLD_SHARE = 0.5  # of a step's time, on the link
+_COLD_SHARE = 0.5  # of the steps' time, spent on the link
 
 
 def _refusals(seen: Samples) -> Iterator[Advice]:
@@ -19,30 +19,34 @@ def _refusals(seen: Samples) -> Iterator[Advice]:
         yield Advice(
             Urgency.ACT if long / every > MANY else Urgency.CONSIDER,
             "refusals",
-            f"{long:,.0f} requests were longer than the model's own context, {long / every:.0%} of "
-            "all",
-            "no memory helps: send shorter prompts or fewer max_tokens, or serve a model with a "
-            "longer context",
+            f"{long:,.0f} {_were(long)} refused as longer than the model's context, "
+            f"{long / every:.0%} of all",
+            "more memory does not help: send shorter prompts or lower max_tokens, or serve a model "
+            "with a longer context",
             (("too_long", long),),
         )
     if large:
         yield Advice(
             Urgency.ACT if large / every > MANY else Urgency.CONSIDER,
             "refusals",
-            f"{large:,.0f} requests need more KV than GPU and DRAM hold together, "
-            f"{large / every:.0%} of all",
-            "raise --kv-offloading-size or --device-kv-gib, or have clients ask for fewer "
-            "max_tokens",
+            f"{large:,.0f} {_were(large)} refused because the KV does not fit into GPU and DRAM "
+            f"together, {large / every:.0%} of all",
+            "raise --kv-offloading-size or --device-kv-gib, or let clients lower max_tokens",
             (("no_room", large),),
         )
     if busy / every > MANY:
         yield Advice(
             Urgency.ACT,
             "refusals",
-            f"{busy:,.0f} requests were refused as too many waited, {busy / every:.0%} of all",
-            "more DRAM lets more sessions start; else raise --max-waiting, or add a server",
+            f"{busy:,.0f} {_were(busy)} refused because too many were waiting, {busy / every:.0%} "
+            "of all",
+            "add DRAM, so that more sessions can start; or raise --max-waiting, or add a server",
             (("busy", busy), ("ended", seen.total("penstock_requests_total"))),
         )
+
+
+def _were(num: float) -> str:
+    return "request was" if num == 1 else "requests were"
 
 
 def _preemptions(seen: Samples) -> Iterator[Advice]:
@@ -53,9 +57,9 @@ def _preemptions(seen: Samples) -> Iterator[Advice]:
         yield Advice(
             Urgency.CONSIDER,
             "preemption",
-            f"{preempted:,.0f} times a sequence gave up its blocks, for {ended:,.0f} requests; "
+            f"sequences were preempted {preempted:,.0f} times in {ended:,.0f} requests; "
             f"{again:,.0f} tokens were computed again",
-            "lower --max-num-seqs, or give the pool more memory (--device-kv-gib)",
+            "lower --max-num-seqs, or give the GPU's pool more memory (--device-kv-gib)",
             (("preemptions", preempted), ("recomputed_tokens", again)),
         )
 
@@ -69,15 +73,15 @@ def _cold_reads(seen: Samples) -> Iterator[Advice]:
         return
     share = link_seconds / steps_seconds
     finding = (
-        f"every token reads {format_bytes(num_bytes / tokens)} of KV from DRAM, {share:.0%} of the "
-        "steps' time on the link"
+        f"each token reads {format_bytes(num_bytes / tokens)} of KV from DRAM, which takes "
+        f"{share:.0%} of the steps' time"
     )
     numbers = (("cold_bytes_per_token", num_bytes / tokens), ("link_share", share))
     if share > _COLD_SHARE:
         change = (
-            "more sessions run than the GPU has memory for: lower --max-num-seqs or "
-            "--max-cold-gib-per-step, set --session-device-tokens, or --no-cold-kv where latency "
-            "counts"
+            "more sessions run than fit into the GPU's memory: lower --max-num-seqs or "
+            "--max-cold-gib-per-step, set --session-device-tokens, or use --no-cold-kv if latency "
+            "matters"
         )
         yield Advice(Urgency.ACT, "cold reads", finding, change, numbers)
     else:
@@ -93,8 +97,8 @@ def _thrashing(seen: Samples) -> Iterator[Advice]:
             Urgency.CONSIDER,
             "residency",
             f"{left:,.0f} blocks left the GPU and {returned:,.0f} came back for {tokens:,.0f} "
-            "tokens: KV goes back and forth",
-            "set the watermarks further apart, or give sessions a budget (--session-device-tokens)",
+            "tokens: KV moves back and forth",
+            "set the watermarks further apart, or limit sessions with --session-device-tokens",
             (("left_blocks", left), ("returned_blocks", returned)),
         )
 

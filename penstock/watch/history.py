@@ -1,4 +1,4 @@
-"""What a server's metrics were of late: enough for rates, and for the last minutes. Pure."""
+"""Recent samples of a server's metrics: for rates, and for the last minutes. Pure."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _COUNTED = ("_total", "_count", "_bucket", "_sum")
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """What was counted in the last so many seconds. Gauges are as they are now."""
+    """What was counted in the last `seconds`. Gauges have their current values."""
 
     seconds: float
     seen: Samples
 
 
 class History:
-    """Samples of the last minutes: every one of late, one every few seconds before that."""
+    """Samples of the last minutes: all of the last seconds, and one every few seconds before."""
 
     def __init__(self) -> None:
         self._late: deque[tuple[float, Samples]] = deque()
         self._early: deque[tuple[float, Samples]] = deque()
 
     def add(self, at: float, samples: Samples) -> None:
-        """`at` is on a clock that does not go back.
+        """`at` is from a monotonic clock.
 
-        Of a server that was started anew all that was before is forgotten: counted from there,
-        what it has done since would be mixed with what another has done.
+        If the server was restarted, earlier samples are dropped: differences to them would mix two
+        processes.
         """
         if self._late and _was_restarted(self._late[-1][1], samples):
             self._late.clear()
@@ -48,11 +48,11 @@ class History:
         return self._late[-1][1] if self._late else None
 
     def rate_span(self) -> SampleSpan:
-        """Of the last few seconds."""
+        """The last few seconds."""
         return self._since(self._late)
 
     def recent_span(self) -> SampleSpan:
-        """Of the last minutes."""
+        """The last minutes."""
         return self._since(self._early)
 
     def _since(self, kept: deque[tuple[float, Samples]]) -> SampleSpan:
@@ -63,7 +63,7 @@ class History:
 
 
 def _was_restarted(before: Samples, now: Samples) -> bool:
-    """Whether something counted is less than it was."""
+    """Whether any counter has decreased."""
     return any(
         value < before.values.get(key, value)
         for key, value in now.values.items()
@@ -72,6 +72,6 @@ def _was_restarted(before: Samples, now: Samples) -> bool:
 
 
 def _forget(kept: deque[tuple[float, Samples]], before: float) -> None:
-    """Of those that are too old the youngest stays: the span is to reach back that far."""
+    """Drop samples older than `before`, except the latest of them, where the span begins."""
     while len(kept) > 1 and kept[1][0] <= before:
         kept.popleft()

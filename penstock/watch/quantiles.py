@@ -10,10 +10,10 @@ from penstock.watch.samples import Samples
 
 
 def quantile(seen: Samples, name: str, share: float, **labels: str) -> float | None:
-    """Below what `share` of the observations lay; None without any.
+    """The value below which `share` of the observations are; None if there are none.
 
-    Within a bucket they are taken to be spread evenly. Above the last finite bound nothing is
-    known but that: then the bound is returned.
+    Observations are assumed to be spread evenly within a bucket. For those above the last finite
+    bound, that bound is returned.
     """
     buckets = _buckets(seen, name, labels)
     if not buckets or buckets[-1][1] <= 0:
@@ -30,10 +30,10 @@ def quantile(seen: Samples, name: str, share: float, **labels: str) -> float | N
 
 
 def _buckets(seen: Samples, name: str, labels: dict[str, str]) -> Sequence[tuple[float, float]]:
-    """Bounds and what lies at or below each, ascending; of several series the sum."""
+    """Ascending bounds with their cumulative counts, summed over all series."""
     counts: dict[float, float] = {}
     for text, count in seen.by(f"{name}_bucket", "le", **labels).items():
-        with suppress(ValueError):  # another's server may call a bound what it likes
-            bound = float(text)  # "1" and "1.0" are one
+        with suppress(ValueError):  # a bound that is not a number
+            bound = float(text)  # "1" and "1.0" are the same
             counts[bound] = counts.get(bound, 0.0) + count
     return sorted(counts.items())

@@ -1,18 +1,19 @@
-"""Prometheus's text format, read: what a server's /metrics said at one time. Pure.
+"""Samples from Prometheus's text format: a server's /metrics at one time. Pure.
 
     # HELP penstock_hit_blocks_total Blocks found, by tier.
     penstock_hit_blocks_total{model_name="m",tier="host"} 1024.0
 
-A host's own labels (vLLM has `model_name` and `engine`) stand beside ours and are summed over.
+Labels of the client, such as vLLM's `model_name` and `engine`, are summed over.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.errors import ConfigError
 
@@ -29,9 +30,7 @@ _GAUGES = (
     "penstock_retained_blocks",
     "penstock_retainable_blocks",
 )
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)\s*(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*", re.ASCII)
-_LABEL = re.compile(r'\s*([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?', re.ASCII)
-_ESCAPE = re.compile(r"\\(.)")
+_MAX_LINE_CHARS = 1 << 16
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 
@@ -51,12 +50,12 @@ class Samples:
         return bool(self.values)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of all samples of that name whose labels include these; 0 for none."""
+        """The sum of all samples with that name and these labels; 0 if there are none."""
         wanted = frozenset(labels.items())
         return sum((value for has, value in self._by_name.get(name, ()) if wanted <= has), 0.0)
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The same, apart by one label's values."""
+        """Like `total`, for each value of `label`."""
         wanted = frozenset(labels.items())
         sums: dict[str, float] = {}
         for has, value in self._by_name.get(name, ()):
@@ -65,9 +64,9 @@ class Samples:
         return dict(sorted(sums.items()))
 
     def since(self, before: Samples) -> Samples:
-        """What has been counted since `before`; gauges as they are now.
+        """What was counted since `before`. Gauges keep their current values.
 
-        A counter that fell belongs to a server that was started anew: then all of it is new.
+        If a counter has decreased, the server was restarted, and all of it is new.
         """
         return Samples(
             {
@@ -78,37 +77,38 @@ class Samples:
 
 
 def read_samples(text: str, prefixes: tuple[str, ...] = (PREFIX,)) -> Samples:
-    """Those whose names begin so; the rest is passed over.
+    """The finite samples whose names begin with one of `prefixes`.
 
-    Raises ConfigError where it is no such text.
+    Raises ConfigError if the text is not in Prometheus's text format.
     """
     values: dict[Key, float] = {}
-    num_lines = 0
-    for number, line in enumerate(text.splitlines(), 1):
+    is_empty = True
+    # One line at a time: an error names its line, and a sample keeps the name it was written with
+    # (with its TYPE line, the parser appends "_total" to some counters).
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        num_lines += 1
-        match = _SAMPLE.fullmatch(line.strip())
-        try:
-            value = float(match[3]) if match else math.nan
-        except ValueError:
-            match = None
-        if match is None:
-            raise ConfigError(
-                f"line {number} is {line[:80]!r}: expected Prometheus's text format, a name and "
-                "a number"
-            )
-        if match[1].startswith(prefixes) and math.isfinite(value):
-            key = (match[1], frozenset(_labels(match[2] or "")))
+        is_empty = False
+        name, labels, value = _parse(line, number)
+        if name.startswith(prefixes) and math.isfinite(value):
+            key = (name, frozenset(labels.items()))
             values[key] = values.get(key, 0.0) + value
-    if num_lines == 0:
+    if is_empty:
         raise ConfigError("there is no metric in it: expected Prometheus's text format")
     return Samples(values)
 
 
-def _labels(text: str) -> Iterable[tuple[str, str]]:
-    for name, value in _LABEL.findall(text):
-        yield name, _ESCAPE.sub(lambda match: "\n" if match[1] == "n" else match[1], value)
+def _parse(line: str, number: int) -> tuple[str, dict[str, str], float]:
+    try:
+        if len(line) > _MAX_LINE_CHARS:  # the parser's time grows with the square of the length
+            raise ValueError
+        ((sample,),) = (family.samples for family in text_string_to_metric_families(line))
+        return sample.name, sample.labels, float(sample.value)
+    except (ValueError, LookupError, OverflowError):
+        raise ConfigError(
+            f"line {number} is {line[:80]!r}: expected a name and a number, in Prometheus's text "
+            "format"
+        ) from None
 
 
 def _is_gauge(name: str) -> bool:

@@ -1,6 +1,6 @@
-"""Advice on the tiers, of any host: what is found, what moves, what there is room for. Pure.
+"""Advice on the tiers: hits, transfers and sizes, for any client. Pure.
 
-What a tier's fault explains is not blamed on sizes: `fault_rules` says which tiers are at fault.
+Problems that a failing tier explains are not blamed on sizes: see `fault_rules`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _LOW_HITS = 0.3
 
 def _dropped_saves(seen: Samples) -> Iterator[Advice]:
     changes = {
-        "host": "DRAM had no room or the link no time: raise host.size, or "
+        "host": "DRAM had no room or the link no time: raise host.size or "
         "transfer.max_pending_save_bytes",
-        "disk": "blocks come faster than the disk writes: more disk.threads, a faster disk, or a "
-        "higher disk.write_per_day",
-        "remote": 'blocks come faster than the store takes them: remote.admit="second-use", more '
-        "remote.threads, or a higher remote.write_per_day",
+        "disk": "blocks arrive faster than the disk writes: use more disk.threads, a faster disk, "
+        "or a higher disk.write_per_day",
+        "remote": "blocks arrive faster than the store accepts them: set "
+        'remote.admit="second-use", or raise remote.threads or remote.write_per_day',
     }
     for tier, dropped in seen.by("penstock_dropped_blocks_total", "tier").items():
         saved = seen.total("penstock_blocks_total", target=tier, direction="save")
         share = dropped / (dropped + saved) if dropped else 0.0
-        change = changes.get(tier, "give it more room, or save less")
+        change = changes.get(tier, "make it larger, or save less")
         if at_fault := [each for each in faulty(seen, "save") if each in (tier, *below(tier))]:
             change = (
-                f"{listed(at_fault)} failed to save in this time, and what waits for it takes the "
-                "room of others: mend that first"
+                f"{listed(at_fault)} failed to save in this time, and waiting blocks leave no room "
+                "for others: fix that first"
             )
         if share > MANY:
             yield Advice(
                 Urgency.ACT if share > 0.1 else Urgency.CONSIDER,
                 "saves",
-                f"{dropped:,.0f} saves to {tier} were dropped, {share:.0%} of them",
+                f"{dropped:,.0f} of {dropped + saved:,.0f} saves to {tier} were dropped",
                 change,
                 (("dropped_blocks", dropped), ("share", share)),
             )
@@ -63,7 +63,7 @@ def _hits(seen: Samples) -> Iterator[Advice]:
     finding = f"{rate:.0%} of blocks looked up were found"
     numbers = [("rate", rate)]
     if reused is not None:
-        # Nobody looks up what the device has: few hits may mean that it has most of it.
+        # Blocks on the device are not looked up, so few hits may mean that most are there.
         finding = f"{reused:.0%} of prompt tokens were reused; below the device {finding}"
         numbers.append(("reused_share", reused))
     is_reused = reused is not None and reused >= _LOW_HITS and not evicted
@@ -74,8 +74,8 @@ def _hits(seen: Samples) -> Iterator[Advice]:
     reading = [tier for tier, share in scanned.items() if share < 1]
     if at_fault := faulty(seen, "load"):
         change = (
-            f"{listed(at_fault)} failed to load in this time, and what lies there counts as "
-            "missed: mend that first, then look again (--seconds 60)"
+            f"{listed(at_fault)} failed to load in this time, and its blocks count as missed: fix "
+            "that first, then check again (--seconds 60)"
         )
         yield Advice(Urgency.CONSIDER, "hits", finding, change, tuple(numbers))
     elif reading:
@@ -86,14 +86,15 @@ def _hits(seen: Samples) -> Iterator[Advice]:
         yield _too_small(seen, numbers, finding, evicted)
     else:
         change = (
-            "nothing was evicted from DRAM, so more of it gains nothing: prompts share too little. "
-            "Put what changes (dates, names) behind what stays the same; tenants share nothing"
+            "nothing was evicted from DRAM, so more DRAM does not help: prompts have too little in "
+            "common. Put what changes (dates, names) after what stays the same. Tenants do not "
+            "share blocks"
         )
         yield Advice(Urgency.CONSIDER, "hits", finding, change, tuple(numbers))
 
 
 def _too_few(seen: Samples, lookups: float, reused: float | None) -> Advice:
-    """Where the device has whole prompts, nothing is looked up below it."""
+    """If the device has whole prompts, nothing is looked up below it."""
     prompts = seen.total("penstock_first_token_seconds_count")
     if prompts >= MIN_LOOKUPS and reused is not None and reused >= _LOW_HITS:
         finding = f"{reused:.0%} of prompt tokens were reused, nearly all of them on the device"
@@ -102,8 +103,8 @@ def _too_few(seen: Samples, lookups: float, reused: float | None) -> Advice:
     return Advice(
         Urgency.CONSIDER,
         "hits",
-        f"{lookups:,.0f} {were} looked up below the device: too few to judge hits by",
-        "ask again when there has been traffic",
+        f"{lookups:,.0f} {were} looked up below the device: too few to judge hits",
+        "check again when there has been more traffic",
     )
 
 
@@ -112,7 +113,7 @@ def _too_small(
 ) -> Advice:
     capacity = seen.total("penstock_capacity_blocks", tier="host")
     missed = seen.total("penstock_miss_blocks_total")
-    # Nothing would have been evicted with all of these, and no more can be gained than was missed.
+    # That much more would have prevented all evictions; but it cannot gain more than the misses.
     useful = min(evicted, missed)
     size = block_bytes(seen)
     numbers = [*numbers, ("evicted_blocks", evicted), ("missed_blocks", missed)]
@@ -125,14 +126,14 @@ def _too_small(
         Urgency.CONSIDER,
         "hits",
         f"{finding}; DRAM evicted {evicted:,.0f} blocks, and {missed:,.0f} were missed",
-        f"DRAM is too small, by up to {more}: raise host.size step by step and look again, or put "
-        "a disk below it",
+        f"DRAM is too small, by up to {more}: raise host.size step by step and check again, or add "
+        "a disk",
         tuple(numbers),
     )
 
 
 def _from_below(seen: Samples) -> Iterator[Advice]:
-    """Most hits lie below a DRAM that is full: each costs a slow hop first."""
+    """Most hits are below a DRAM that is full, so each needs a slow transfer first."""
     hits = seen.by("penstock_hit_blocks_total", "tier")
     total, host = sum(hits.values()), hits.get("host", 0.0)
     capacity = seen.total("penstock_capacity_blocks", tier="host")
@@ -148,7 +149,7 @@ def _from_below(seen: Samples) -> Iterator[Advice]:
             "tiers",
             f"{1 - host / total:.0%} of hits come from below DRAM, most from {lower}, and DRAM is "
             "full",
-            "raise host.size, so that what is read often lies there",
+            "raise host.size, so that frequently used blocks fit",
             (("host_share", host / total), ("used_share", used / capacity)),
         )
 
@@ -160,7 +161,7 @@ def _slow_loads(seen: Samples) -> Iterator[Advice]:
         return
     saved = seen.total("penstock_saved_seconds_total")
     if computed / total <= 0.5:
-        # Without rates nothing was estimated, which is not the same as nothing saved.
+        # Without measured rates nothing was estimated, which does not mean that nothing was saved.
         gain = f", which saved about {format_seconds(saved)} of computing" if saved else ""
         yield Advice(
             Urgency.WELL,
@@ -172,16 +173,16 @@ def _slow_loads(seen: Samples) -> Iterator[Advice]:
         return
     rates = ", ".join(f"{tier} {format_rate(rate)}" for tier, rate in _load_rates(seen).items())
     change = (
-        "a faster tier or more DRAM; where prompts are short, leave out the tiers below DRAM "
-        "(`penstock plan` tells the length from which each pays)"
+        "use a faster tier or more DRAM; if prompts are short, remove the tiers below DRAM "
+        "(`penstock plan` shows from which length each is worth it)"
     )
     if at_fault := faulty(seen, "load"):
-        change = f"{listed(at_fault)} failed to load in this time, which makes it slow: mend it"
+        change = f"{listed(at_fault)} failed to load in this time, which makes it slow: fix it"
     yield Advice(
         Urgency.CONSIDER,
         "loading",
-        f"{computed / total:.0%} of {total:,.0f} matches were computed, because loading is slower"
-        f"{f' (a thread loads from {rates})' if rates else ''}",
+        f"{computed / total:.0%} of {total:,.0f} matches were recomputed, because loading is slower"
+        f"{f' (per thread: {rates})' if rates else ''}",
         change,
         (("decisions", total), ("computed_share", computed / total)),
     )
@@ -205,7 +206,7 @@ def _leases(seen: Samples) -> Iterator[Advice]:
         yield Advice(
             Urgency.CONSIDER,
             "room",
-            f"{leased / capacity:.0%} of DRAM is held by sessions that run: little is left to keep "
+            f"{leased / capacity:.0%} of DRAM is held by running sessions: little room is left for "
             "anything else",
             "raise host.size",
             (("leased_share", leased / capacity),),

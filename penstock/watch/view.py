@@ -1,7 +1,7 @@
-"""A server at a glance, from its metrics alone: the same for the page, the terminal and scripts.
+"""A summary of a server's metrics, for the dashboard, the terminal and scripts.
 
-Pure: samples in, plain numbers out. Rates are of the last seconds, shares and quantiles of the last
-minutes, totals since the server's start. None says that there is nothing to tell it from.
+Pure: samples in, plain numbers out. Rates cover the last seconds, shares and quantiles the last
+minutes, totals the time since the server's start. None means that there is no data.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class TierView:
     used_bytes: float | None
     capacity_bytes: float | None
     leased_blocks: float
-    hit_share: float | None  # of the blocks that were looked up below the device
+    hit_share: float | None  # of the blocks looked up below the device
     queued_loads: float
     queued_saves: float
-    resting: tuple[str, ...]  # directions in which it is left alone, because it fails
+    resting: tuple[str, ...]  # directions that are not used for a while, because they failed
     recovered_share: float | None  # of its index, after a restart
 
 
@@ -65,23 +65,23 @@ class AdviceView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    recent_seconds: float  # what "of the last minutes" covers
-    is_since_start: bool  # then it covers all since the server's start instead
+    recent_seconds: float  # the length of "the last minutes"
+    is_since_start: bool  # then "recent" means since the server's start
     tiers: tuple[TierView, ...]
     flows: tuple[FlowView, ...]
     hit_rate: float | None
     hit_rate_since_start: float | None
-    prompt_tokens: dict[str, float]  # by where their KV came from; recent
+    prompt_tokens: dict[str, float]  # recent, by where their KV came from
     prompt_tokens_since_start: dict[str, float]
-    reused_share: float | None  # of recent prompt tokens: found on the device, or loaded
+    reused_share: float | None  # of recent prompt tokens, found on the device or loaded
     reused_share_since_start: float | None
-    tokens_saved: float  # of prompts: not computed, since the start
-    # By loading, as estimated, since the start: those found on the device are not in it.
+    tokens_saved: float  # prompt tokens not computed, since the start
+    # Estimated, since the start, by loading. Does not include blocks found on the device.
     seconds_saved: float
     first_token_seconds: dict[str, Spread]
     step_seconds: Spread
     token_seconds: Spread
-    tokens_per_second: float | None  # computed, of prompts and answers
+    tokens_per_second: float | None  # computed, for prompts and answers
     sequences: dict[str, float]
     preemptions: float
     recent_preemptions: float
@@ -92,8 +92,8 @@ class View:
     refused: dict[str, float]
     corrupt_blocks: dict[str, float]
     dropped_blocks: dict[str, float]
-    lost_blocks: dict[str, float]  # by what became of them
-    lost_loads: dict[str, float]  # of these, on their way towards the device
+    lost_blocks: dict[str, float]  # by verdict
+    lost_loads: dict[str, float]  # those of loads
     lost_saves: dict[str, float]
     retained_blocks: float
     retainable_blocks: float
@@ -104,7 +104,7 @@ class View:
 
 
 def make_view(history: History, *, since_start: bool = False) -> View:
-    """`since_start`: for who looks once, and has no last minutes to tell of."""
+    """`since_start`: use all data since the server's start instead of the last minutes."""
     now = history.latest or Samples({})
     late, recent = history.rate_span(), history.recent_span()
     if since_start:
@@ -160,7 +160,7 @@ def _tiers(now: Samples, recent: Samples) -> list[TierView]:
         if not (name in capacities or any(name in ends for ends in moved)):
             continue
         used, capacity = now.total("penstock_used_blocks", tier=name), capacities.get(name, 0.0)
-        # vLLM's own pool has blocks of its own size.
+        # The blocks of vLLM's pool have another size.
         is_ours = name != "device" or now.total("penstock_step_seconds_count")
         bytes_each = size if is_ours else None
         resting = now.by("penstock_tier_resting", "direction", tier=name)
@@ -207,7 +207,7 @@ def _advice(recent: Samples) -> list[AdviceView]:
     return [
         AdviceView(advice.urgency, advice.topic, advice.finding, advice.change)
         for advice in advise(recent)
-        # What has no numbers only says that there is too little yet to judge by.
+        # Advice without numbers only says that there is too little data.
         if advice.urgency is not Urgency.WELL and advice.numbers
     ]
 
@@ -217,7 +217,7 @@ def _per_second(span: SampleSpan, name: str) -> float | None:
 
 
 def _cold_reads(seen: Samples) -> float | None:
-    """None also where nobody counts them: that is not 0."""
+    """None, not 0, if they are not counted."""
     name = "penstock_cold_blocks_read_total"
     num_tokens = tokens_of_steps(seen)
     is_counted = any(has == name for has, _ in seen.values)
@@ -229,5 +229,5 @@ def _lost(seen: Samples, direction: str) -> dict[str, float]:
 
 
 def _some(counts: dict[str, float]) -> dict[str, float]:
-    """Those that are not 0."""
+    """The counts that are not 0."""
     return {name: count for name, count in counts.items() if count}

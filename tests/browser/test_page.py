@@ -204,7 +204,7 @@ def test_it_says_when_the_server_is_gone_and_recovers(model: Path, pages: Pages)
     is_serving(page)
     first.stop()
     page.wait_for_selector("#status[data-state=unreachable]")
-    assert "cannot be reached since" in page.get_by_role("alert").inner_text()
+    assert "has been unreachable since" in page.get_by_role("alert").inner_text()
     assert page.locator("body[data-stale]").count() == 1
     second = Local(model, port=port).start()
     try:
@@ -223,11 +223,11 @@ def test_a_key_is_asked_for(model: Path, pages: Pages) -> None:
     server = Local(model, settings=AppSettings(api_key="open sesame")).start()
     page = pages(server.url)
     try:
-        dialog = page.get_by_role("dialog", name="wants a key")
+        dialog = page.get_by_role("dialog", name="requires a key")
         dialog.wait_for()
         page.get_by_label("Key", exact=True).fill("open barley")
         page.keyboard.press("Enter")
-        page.get_by_text("That is not it.").wait_for()
+        page.get_by_text("This key is wrong.").wait_for()
         page.get_by_label("Key", exact=True).fill("open sesame")
         page.keyboard.press("Enter")
         is_serving(page)

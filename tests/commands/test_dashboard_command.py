@@ -233,10 +233,10 @@ def test_a_page_whose_name_leads_here_is_refused(start: Start, stand: Stand) -> 
 
 
 def test_whoever_listens_to_all_without_a_key_is_warned(start: Start, stand: Stand) -> None:
-    warning = "everybody who reaches http://0.0.0.0:"
+    warning = "anyone who can reach http://0.0.0.0:"
     assert warning in start(stand.url, "--host", "0.0.0.0").end()[1]
-    assert "everybody" not in start(stand.url, "--host", "0.0.0.0", "--api-key", "k").end()[1]
-    assert "everybody" not in start(stand.url).end()[1]
+    assert "anyone" not in start(stand.url, "--host", "0.0.0.0", "--api-key", "k").end()[1]
+    assert "anyone" not in start(stand.url).end()[1]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_port_that_is_taken(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refusal = run("dashboard", "--metrics", "http://h", "--port", port).refusal
-    assert refusal.startswith(f"port {port} of 127.0.0.1 cannot be had: another process")
+    assert refusal.startswith(f"cannot listen on port {port} of 127.0.0.1: another process")
 
 
 def test_parts_that_are_not_installed_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

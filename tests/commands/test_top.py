@@ -30,11 +30,11 @@ from watch.prepared import exposed, samples, trouble, usage, vllm_text, work
 from penstock.commands.top_screen import Screen
 from penstock.events import FirstToken, LookedUp
 from penstock.server.app import AppSettings
-from penstock.watch.dialects import in_our_words
 from penstock.watch.history import History
-from penstock.watch.onlooker import NEEDS_KEY, Facts, Look
 from penstock.watch.samples import read_samples
+from penstock.watch.server_watch import NEEDS_KEY, Facts, Snapshot
 from penstock.watch.view import make_view
+from penstock.watch.vllm_names import to_our_names
 
 Run = Callable[..., Any]
 STATE = "/v1/penstock/state"
@@ -56,19 +56,21 @@ def session(number: int) -> dict[str, Any]:
     }
 
 
-def make_look(facts: Facts | None = None, *, is_bad: bool = True, error: str = "") -> Look:
+def make_look(facts: Facts | None = None, *, is_bad: bool = True, error: str = "") -> Snapshot:
     history = History()
     history.add(0.0, samples(usage(), work()))
     history.add(5.0, samples(usage(), work(6), trouble() if is_bad else []))
     if facts is None:
         facts = Facts("1.2", "serving", ("smol",), tuple(map(session, range(1, 15))), 14)
     view = make_view(history)
-    return Look("http://127.0.0.1:8000", "penstock", facts, view, 0.0, 100.0, 0.0, error)
+    return Snapshot("http://127.0.0.1:8000", "penstock", facts, view, 0.0, 100.0, 0.0, error)
 
 
-def drawn(look: Look, width: int = 80, height: int | None = 24, **options: Any) -> list[str]:
+def drawn(
+    snapshot: Snapshot, width: int = 80, height: int | None = 24, **options: Any
+) -> list[str]:
     now = options.pop("now", 100.0)
-    return [line.plain for line in Screen(look, now).lines(width, height, **options)]
+    return [line.plain for line in Screen(snapshot, now).lines(width, height, **options)]
 
 
 def row(lines: list[str], name: str) -> str:
@@ -124,23 +126,23 @@ def test_tokens_found_on_the_device_do_not_contradict_hits_below_it() -> None:
     history.add(1.0, samples(usage(), [LookedUp(10, ())] * 30, on_device))
     for since_start in (False, True):
         view = make_view(history, since_start=since_start)
-        look = Look("http://x", "penstock", Facts(), view, 0.0, 100.0, 0.0)
-        reused = row(drawn(look), "reused")
+        snapshot = Snapshot("http://x", "penstock", Facts(), view, 0.0, 100.0, 0.0)
+        reused = row(drawn(snapshot), "reused")
         assert "94% of 48,000: 45,000 on device, 0 loaded   hits below 0%" in reused
-        assert "saving" not in "\n".join(drawn(look))
+        assert "saving" not in "\n".join(drawn(snapshot))
 
 
 def test_without_errors_there_is_no_line_of_them() -> None:
     lines = drawn(make_look(is_bad=False))
     assert not [line for line in lines if line.startswith("errors")]
-    assert "nothing hurts" in lines
+    assert "no problems" in lines
 
 
 @pytest.mark.parametrize("width", [20, 40, 79, 80, 100, 129, 130, 131, 200, 400])
 @pytest.mark.parametrize("height", [1, 5, 12, 24, 29, 30, 50, 100])
 def test_nothing_is_wider_or_higher_than_the_terminal(width: int, height: int) -> None:
-    for look in (make_look(), make_look(is_bad=False, error="x" * 500), make_look(Facts())):
-        lines = Screen(look, 200.0).lines(width, height)
+    for snapshot in (make_look(), make_look(is_bad=False, error="x" * 500), make_look(Facts())):
+        lines = Screen(snapshot, 200.0).lines(width, height)
         assert len(lines) <= height
         assert all(line.cell_len <= width for line in lines)
 
@@ -162,7 +164,7 @@ def test_printed_once_nothing_is_cut_off() -> None:
 def test_a_server_that_does_not_answer() -> None:
     lines = drawn(make_look(error="http://x does not answer"), now=175.0)
     screen = " ".join(" ".join(lines).split())
-    assert "no answer for 1 min 15 s, what follows is as it was then" in screen
+    assert "no answer for 1 min 15 s, showing the last known state" in screen
     assert "http://x does not answer" in screen
     assert "smol" in screen
     assert "no answer for 10 s" in "\n".join(drawn(make_look(), now=110.0))  # it still hangs
@@ -194,10 +196,10 @@ def test_vllm() -> None:
     history = History()
     for at, times in ((0.0, 1), (5.0, 6)):
         seen = read_samples(vllm_text(times), ("penstock_", "vllm:"))
-        history.add(at, in_our_words(seen))
+        history.add(at, to_our_names(seen))
     facts = Facts(models=("smol",))
-    look = Look("http://h:8000", "vllm", facts, make_view(history), 0.0, 100.0, 0.0)
-    lines = drawn(look)
+    snapshot = Snapshot("http://h:8000", "vllm", facts, make_view(history), 0.0, 100.0, 0.0)
+    lines = drawn(snapshot)
     assert lines[1].startswith("smol · vLLM · serving")
     assert "100 of 400 blocks" in row(lines, "device")
     assert "200.0 MiB of 1.0 GiB   60%      33.6 MB/s" in row(lines, "host")
@@ -210,11 +212,13 @@ def test_vllm() -> None:
 def test_before_anything_has_happened() -> None:
     history = History()
     history.add(0.0, samples())
-    look = Look("http://h", "penstock", Facts(sessions=()), make_view(history), 0.0, 0.0, 0.0)
-    lines = drawn(look, now=0.0)
-    assert "no tier has told of itself yet" in lines
-    assert "sessions: none now" in lines
-    assert "nothing hurts" in lines
+    snapshot = Snapshot(
+        "http://h", "penstock", Facts(sessions=()), make_view(history), 0.0, 0.0, 0.0
+    )
+    lines = drawn(snapshot, now=0.0)
+    assert "no tier has reported yet" in lines
+    assert "no sessions" in lines
+    assert "no problems" in lines
 
 
 def rendered(**environment: str) -> str:
@@ -303,7 +307,7 @@ def test_a_key_that_is_wanted(run: Run, stand: Stand, monkeypatch: pytest.Monkey
     assert (ran.code, ran.stderr) == (0, "")
     assert ran.stdout.count(NEEDS_KEY) == 1
     monkeypatch.setenv("PENSTOCK_API_KEY", "s3cret")
-    assert "the one given is not it" in run("top", stand.url, "--interval", 0.1).stdout
+    assert "the given key is wrong" in run("top", stand.url, "--interval", 0.1).stdout
     assert (STATE, "Bearer s3cret") in stand.asked
 
 
@@ -453,7 +457,7 @@ def test_live_it_tells_of_a_server_that_is_gone_and_finds_it_again(stand: Stand)
         again = Stand(port)
         try:
             again.answers = answers | {"/metrics": exposed(usage(), work(2))}
-            screen.wait_for("nothing hurts")
+            screen.wait_for("no problems")
             assert "no answer" not in screen.shown.rpartition("penstock top")[2]
             os.write(screen.fd, b"q")
             assert screen.end() == 0

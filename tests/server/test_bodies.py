@@ -16,7 +16,7 @@ from server.running import Client
 from starlette.requests import Request
 
 from penstock.server.body import parse_body, read_body
-from penstock.server.bounds import MAX_CONTAINERS, MAX_NAMES, MAX_VALUES, check_structure
+from penstock.server.body_limits import MAX_CONTAINERS, MAX_NAMES, MAX_VALUES, check_structure
 from penstock.server.errors import ApiError
 from penstock.server.schema import (
     ChatRequest,

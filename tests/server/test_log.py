@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from server.running import Client, Local, wait_until
 
-from penstock.server import pace
+from penstock.server import throughput
 from penstock.server.access import Access
-from penstock.server.pace import Pace, pace_line
 from penstock.server.schema import ChatRequest, CompletionRequest
-from penstock.server.unknown import UnknownFields
+from penstock.server.throughput import ThroughputLog, throughput_line
+from penstock.server.unknown_fields import UnknownFields
 from penstock.watch.samples import Samples
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -80,7 +80,7 @@ def test_a_field_nobody_knows_is_named_once(
         chat = {"messages": [{**HELLO[0], "contnet": "x"}], "max_tokens": 1}
         assert client.post("/v1/chat/completions", json=chat).status_code == 200
         lines(told, "POST /v1/chat/completions")
-    ignored = [line for line in told() if line.startswith("ignored fields")]
+    ignored = [line for line in told() if line.startswith("ignored unknown fields")]
     assert len(ignored) == 2
     assert "temprature (did you mean temperature?)" in ignored[0]
     assert "no_stop_trim" in ignored[0]
@@ -153,8 +153,8 @@ def test_a_line_cannot_be_forged() -> None:
 def test_the_throughput(
     monkeypatch: pytest.MonkeyPatch, tiny: Any, told: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setattr(pace, "EVERY_SECONDS", 0.05)
-    monkeypatch.setattr(Pace.__init__, "__defaults__", (0.05,))
+    monkeypatch.setattr(throughput, "EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(ThroughputLog.__init__, "__defaults__", (0.05,))
     server = Local(tiny).start()
     try:
         with server.client() as client:
@@ -185,16 +185,16 @@ def test_how_the_throughput_is_counted() -> None:
             ("penstock_used_blocks", labels(tier="device")): 2.0,
         }
     )
-    assert pace_line(late, 50, 10.0) == (
+    assert throughput_line(late, 50, 10.0) == (
         "throughput: prompts 10.0 tokens/s computed, answers 5.0 tokens/s, running 3, waiting 3, "
         "device KV in use 25.0%, prompt tokens from cache 75.0%"
     )
-    assert pace_line(Samples({}), 0, 10.0) is None
+    assert throughput_line(Samples({}), 0, 10.0) is None
 
 
 def test_without_readers_nothing_is_counted() -> None:
     async def start() -> None:
-        made = Pace(None)  # type: ignore[arg-type]  # never looked at
+        made = ThroughputLog(None)  # type: ignore[arg-type]  # never looked at
         made.start()
         assert made._task is None
         await made.close()

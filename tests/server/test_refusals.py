@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.running import MAX_TOKENS, Client, Local
+from server.running import MAX_TOKENS, Client, Local, wait_until
 
 from penstock.server.app import AppSettings
 
@@ -178,13 +179,13 @@ def test_fields_that_are_wrong_are_named(client: Client, body: dict[str, Any], p
         ({"audio": {"voice": "x"}}, "audio", "not supported"),
         ({"web_search_options": {"a": 1}}, "web_search_options", "not supported"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
-        ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
+        ({"top_logprobs": 2}, "top_logprobs", "requires logprobs=true"),
         ({"logprobs": 2}, "logprobs", "boolean"),
         ({"max_completion_tokens": 2}, "max_tokens", "differ"),
         ({"min_tokens": 3}, None, "max_tokens"),
         ({"messages": HELLO * 16385}, "messages", "at most 16384"),
         ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "no variable"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "is reserved"),
         ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs", "object"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
@@ -364,12 +365,21 @@ def test_a_body_of_just_the_size(small: Client) -> None:
 @pytest.mark.parametrize(
     "declared", [b"Content-Length: 50", b"Transfer-Encoding: chunked"], ids=["length", "chunked"]
 )
-def test_a_body_that_ends_early(server: Local, declared: bytes) -> None:
+def test_a_body_that_ends_early(
+    server: Local, declared: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "penstock.server")
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         head += b"Content-Type: application/json\r\n"
         connection.sendall(head + declared + b'\r\n\r\n5\r\n{"pro')
+    wait_until(
+        lambda: any("POST /v1/completions 400" in line for line in caplog.messages),
+        "the request is refused",
+    )
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    server.client().check_serves()
 
 
 # The key, and ids.

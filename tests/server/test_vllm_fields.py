@@ -222,7 +222,7 @@ def test_a_template_of_the_operators(tmp_path: Path) -> None:
 
 def test_a_template_that_is_none_is_refused_before_anything_is_served(server: Local) -> None:
     assert server.serving is not None
-    with pytest.raises(ConfigError, match="no Jinja template"):
+    with pytest.raises(ConfigError, match="not a Jinja template"):
         Prompts(server.serving.prompts._tokenizer, 10, "{% for")
 
 

@@ -18,10 +18,10 @@ from penstock.events import (
     TierUsage,
 )
 from penstock.types import Direction, Tier
-from penstock.watch.dialects import in_our_words
 from penstock.watch.history import History
 from penstock.watch.samples import Samples, read_samples
 from penstock.watch.view import View, make_view
+from penstock.watch.vllm_names import to_our_names
 
 
 def seen(*looks: Samples, spacing: float = 5.0) -> View:
@@ -211,7 +211,7 @@ def test_who_looks_once_sees_all_since_the_start() -> None:
 
 def test_vllm_in_the_same_shape() -> None:
     looks = [
-        in_our_words(read_samples(vllm_text(times), ("penstock_", "vllm:"))) for times in (1, 6)
+        to_our_names(read_samples(vllm_text(times), ("penstock_", "vllm:"))) for times in (1, 6)
     ]
     view = seen(*looks)
     device, host = view.tiers

@@ -1,4 +1,4 @@
-// The last minutes as lines, one small chart for each question.
+// Charts of the last minutes.
 
 import { make, svg } from "./dom.js";
 import { duration, NONE, number, percent, rate, short } from "./format.js";
@@ -16,7 +16,7 @@ const CHARTS = [
     ["computed", (p) => p.first_token_seconds.computed],
     ["on the device", (p) => p.first_token_seconds.resident],
     ["all", (p) => p.first_token_seconds.all]] },
-  { title: "KV that moves", show: rate, lines: [["loads", (p) => p.load], ["saves", (p) => p.save]] },
+  { title: "KV transfers", show: rate, lines: [["loads", (p) => p.load], ["saves", (p) => p.save]] },
   { title: "Tokens computed", show: (v) => `${short(v)}/s`, lines: [["tokens", (p) => p.tokens_per_second]] },
   { title: "Cold reads per token", show: (v) => number(v, 1), lines: [["blocks", (p) => p.cold_reads_per_token]] },
 ];

@@ -1,4 +1,4 @@
-// A chat to try the server with. It shows for every answer how much of the prompt was found.
+// A chat to try the server. Each answer shows how much of the prompt was cached.
 
 import { byId, make } from "./dom.js";
 import { duration, number, percent, plural } from "./format.js";
@@ -97,7 +97,7 @@ export class Chat {
     const found = usage ? `${number(cached)} of ${plural(usage.prompt_tokens, "prompt token")} cached (${percent(cached / usage.prompt_tokens)})` : "";
     const speed = usage && first !== null && usage.completion_tokens > 1 ? `, then ${number((usage.completion_tokens - 1) / Math.max(1e-6, seconds - first), 1)} tokens/s` : "";
     about.replaceChildren(`${found}; first token after ${duration(first)}${speed}. `);
-    if (told.id) about.append(make("button", { type: "button", class: "link", onclick: () => this.openStory(told.id) }, "Its story"));
+    if (told.id) about.append(make("button", { type: "button", class: "link", onclick: () => this.openStory(told.id) }, "Details"));
     this.scroll();
   }
 

@@ -1,5 +1,5 @@
-// The page is built of elements and text, never of markup: what a model or a client has said
-// cannot become part of it.
+// The page is built from elements and text, never from markup, so that text from models and clients
+// cannot inject any.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -21,8 +21,8 @@ function fill(element, attributes, children) {
   return element;
 }
 
-// A bar of parts: [class, amount, what it is called]. Widths are set through the element's style,
-// which the page's content policy allows to scripts of its own only.
+// A bar of parts: [class, amount, name]. Widths are set through the element's style, which the content
+// policy allows to the page's own scripts.
 export function bar(parts, { tall = false, label = "" } = {}) {
   const total = parts.reduce((sum, [, amount]) => sum + amount, 0);
   const element = make("div", { class: tall ? "bar tall" : "bar", role: "img", "aria-label": label });
@@ -39,7 +39,7 @@ export function legend(parts) {
   return make("p", { class: "keyed" }, parts.map(([kind, text]) => make("span", { class: kind }, text)));
 }
 
-// Rewrites a list of rows only where it has changed, so that focus and scrolling stay.
+// Rewrites a list of rows only if it has changed, to keep focus and scrolling.
 export function replaceIfNew(parent, signature, build) {
   const text = JSON.stringify(signature);
   if (parent.dataset.shown === text) return;

@@ -1,4 +1,4 @@
-// Numbers as people read them. Nothing here touches the page.
+// Formats numbers. Nothing here touches the page.
 
 export const NONE = "–";
 

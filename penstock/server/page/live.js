@@ -1,7 +1,7 @@
-// The server's numbers as they change: server-sent events, read with fetch because a key goes into
-// a header. It comes back by itself whatever happens to the server or the network.
+// Live data as server-sent events, read with fetch because the key is sent in a header. Reconnects
+// automatically.
 
-const SILENT_MS = 8000; // the server speaks once a second
+const SILENT_MS = 8000; // the server sends once per second
 const RETRY_MS = [500, 1000, 2000, 4000];
 
 export class Live {
@@ -32,10 +32,10 @@ export class Live {
           await new Promise((resolve) => { this.wake = resolve; this.on.onKeyWanted(Boolean(this.key)); });
           continue;
         }
-        if (!response.ok) throw new Error(`it answers with ${response.status}`);
+        if (!response.ok) throw new Error(`it answers with status ${response.status}`);
         await this.read(response.body.getReader());
       } catch (error) {
-        reason = error.name === "AbortError" ? "it has fallen silent" : error.message;
+        reason = error.name === "AbortError" ? "it sends no more data" : error.message;
       }
       clearTimeout(this.watchdog);
       this.on.onDown(reason);
@@ -80,7 +80,7 @@ export class Live {
   }
 }
 
-// One event: a name, and data in one line or several.
+// One event: a name, and data of one or more lines.
 export function parse(event) {
   let name = "message";
   const data = [];

@@ -1,4 +1,4 @@
-// The page: what the server tells goes to those who draw it.
+// The page: passes the server's data to the parts that draw it.
 
 import { Chat } from "./chat.js";
 import { Charts } from "./charts.js";
@@ -32,7 +32,7 @@ function hello(facts) {
   has = new Set(facts.has);
   const model = facts.models.join(", ");
   byId("model").textContent = [model, facts.host === "vllm" ? "in vLLM" : "", facts.metrics_url ?? ""].filter(Boolean).join(" · ");
-  byId("foot").textContent = `Penstock ${facts.version}. Shares and medians are of the last five minutes, rates of the last seconds, totals since the start.`;
+  byId("foot").textContent = `Penstock ${facts.version}. Shares and medians cover the last five minutes, rates the last seconds, totals the time since the start.`;
   document.title = model ? `${model} · Penstock` : "Penstock";
   for (const part of ["sessions", "stories", "chat"]) byId(part).hidden = !has.has(part);
   byId("to-chat").hidden = !has.has("chat");
@@ -58,19 +58,19 @@ function show(state) {
 function tiles(view) {
   const { loaded, computed, resident, all } = view.first_token_seconds;
   const others = [["computed", computed], ["on the device", resident]].filter(([, spread]) => spread?.p50).map(([name, spread]) => `${name} ${duration(spread.p50)}`);
-  const ratio = loaded?.p50 && computed?.p50 ? `computed ${duration(computed.p50)}: ${number(computed.p50 / loaded.p50, 1)} times as long` : others.join(", ") || "none was computed lately";
+  const ratio = loaded?.p50 && computed?.p50 ? `computed ${duration(computed.p50)}: ${number(computed.p50 / loaded.p50, 1)} times as long` : others.join(", ") || "none computed recently";
   const corrupt = sum(view.corrupt_blocks);
   const loads = unwanted(view.lost_loads);
   const saves = unwanted(view.lost_saves);
   const dropped = sum(view.dropped_blocks);
   const { running = 0, waiting = 0, loading = 0 } = view.sequences;
   const given = [
-    ["Prompts reused", percent(view.reused_share), `${percent(view.hit_rate)} of what is looked up below the device`],
+    ["Prompts reused", percent(view.reused_share), `${percent(view.hit_rate)} of lookups below the device`],
     ["Tokens saved", short(view.tokens_saved), saved(view)],
     all ? ["First token, median", duration(all.p50), `P99 ${duration(all.p99)}`] : ["First token, loaded", duration(loaded?.p50), ratio],
-    ["Sequences running", number(running), `${number(waiting)} waiting, ${number(loading)} loading, ${plural(view.recent_preemptions, "preemption")} lately`],
+    ["Sequences running", number(running), `${number(waiting)} waiting, ${number(loading)} loading, ${plural(view.recent_preemptions, "preemption")} recently`],
     ["Tokens computed", `${short(view.tokens_per_second)}/s`, `P99 of a step ${duration(view.step_seconds.p99)}, between tokens ${duration(view.token_seconds.p50)}`],
-    ["Cold reads a token", number(view.cold_reads_per_token, 1), view.resident_share.all === undefined ? "not counted here" : `${percent(view.resident_share.all)} of KV in use is on the device`],
+    ["Cold reads per token", number(view.cold_reads_per_token, 1), view.resident_share.all === undefined ? "not counted here" : `${percent(view.resident_share.all)} of KV in use is on the device`],
     ["Corrupt blocks", number(corrupt), `since the start; ${plural(sum(loads), "load")} and ${plural(sum(saves), "save")} failed, ${plural(dropped, "save")} dropped`, corrupt > 0],
   ];
   const place = byId("tiles");
@@ -94,7 +94,7 @@ function promptSources(view) {
   const parts = Object.entries(WORDS).map(([kind, name]) => [kind, view.prompt_tokens[kind] ?? 0, name]);
   const total = parts.reduce((sum, [, tokens]) => sum + tokens, 0);
   const place = byId("sources");
-  if (!total) { place.replaceChildren(make("p", { class: "quiet" }, "No prompt has come in the last minutes.")); return; }
+  if (!total) { place.replaceChildren(make("p", { class: "quiet" }, "No prompts in the last minutes.")); return; }
   replaceIfNew(place, parts, () => [
     make("h3", { class: "unseen" }, "Where prompts' KV came from"),
     bar(parts, { tall: true, label: parts.map(([, tokens, name]) => `${name} ${percent(tokens / total)}`).join(", ") }),
@@ -105,7 +105,7 @@ function promptSources(view) {
 function sessions(found, count) {
   byId("sessions-count").textContent = count > found.length ? `the first ${found.length} of ${number(count)}` : number(count);
   const rows = byId("sessions-rows");
-  if (!found.length) { replaceIfNew(rows, [], () => [make("tr", {}, make("td", { colspan: 4, class: "quiet" }, "None just now."))]); return; }
+  if (!found.length) { replaceIfNew(rows, [], () => [make("tr", {}, make("td", { colspan: 4, class: "quiet" }, "None."))]); return; }
   replaceIfNew(rows, found, () => found.map((seen) => {
     const blocks = seen.resident_blocks + seen.cold_blocks;
     const share = blocks ? seen.resident_blocks / blocks : null;
@@ -125,7 +125,7 @@ function addStories(told) {
   replaceIfNew(byId("stories-rows"), latest.map((story) => story.number), () => latest.map((story) => {
     const parts = sources(story);
     return make("tr", {},
-      make("td", { class: "id" }, make("button", { type: "button", class: "link", "data-key": String(story.number), title: "Its story", onclick: () => openStory(story.request_id || story.id, story) }, story.request_id || story.id)),
+      make("td", { class: "id" }, make("button", { type: "button", class: "link", "data-key": String(story.number), title: "Details", onclick: () => openStory(story.request_id || story.id, story) }, story.request_id || story.id)),
       make("td", { class: "num" }, number(story.prompt_tokens)),
       make("td", {}, bar(parts, { label: parts.map(([, , name]) => name).join(", ") })),
       make("td", { class: "num" }, duration(story.first_token_seconds)));
@@ -155,14 +155,14 @@ function losses(view) {
   const rows = [
     ...queued,
     ["Corrupt blocks, by tier", counts(view.corrupt_blocks), sum(view.corrupt_blocks) > 0],
-    ["Loads that did not arrive, by what became of them", counts(view.lost_loads), sum(unwanted(view.lost_loads)) > 0],
-    ["Saves that did not arrive, by what became of them", counts(view.lost_saves), sum(unwanted(view.lost_saves)) > 0],
+    ["Failed loads, by reason", counts(view.lost_loads), sum(unwanted(view.lost_loads)) > 0],
+    ["Failed saves, by reason", counts(view.lost_saves), sum(unwanted(view.lost_saves)) > 0],
     ["Saves dropped, by tier", counts(view.dropped_blocks), sum(view.dropped_blocks) > 0],
     ["Requests refused", counts(view.refused), sum(view.refused) > 0],
     ["Requests ended", counts(view.requests), false],
     ["Load or compute, last minutes", counts(view.decisions), false],
     ["Preemptions since the start", number(view.preemptions), false],
-    ["Kept by hints", `${number(view.retained_blocks)} of ${plural(view.retainable_blocks, "block")} at most`, false],
+    ["Retained by hints", `${number(view.retained_blocks)} of ${plural(view.retainable_blocks, "block")} at most`, false],
   ];
   replaceIfNew(byId("losses").tBodies[0], rows, () => rows.map(([name, value, isBad]) => make("tr", {}, make("td", {}, name), make("td", { class: isBad ? "num bad" : "num" }, value))));
 }
@@ -186,7 +186,7 @@ function status(phase, error = "") {
   if (pill.textContent !== words) pill.textContent = words;
   pill.dataset.state = phase;
   byId("banner").hidden = !error;
-  byId("banner").textContent = error ? `${error}. This page goes on asking.` : "";
+  byId("banner").textContent = error ? `${error}. This page keeps trying.` : "";
   document.body.toggleAttribute("data-stale", phase === "unreachable");
 }
 
@@ -198,13 +198,13 @@ function onUp() {
 
 function onDown(reason) {
   downSince ??= Date.now();
-  status("unreachable", `The server cannot be reached since ${new Date(downSince).toLocaleTimeString()} (${reason})`);
+  status("unreachable", `The server has been unreachable since ${new Date(downSince).toLocaleTimeString()} (${reason})`);
 }
 
 function onKeyWanted(wasWrong) {
   byId("key-wrong").hidden = !wasWrong;
   status("unreachable", "");
-  byId("status").textContent = "wants a key";
+  byId("status").textContent = "requires a key";
   if (!byId("key").open) byId("key").showModal();
 }
 
@@ -225,14 +225,14 @@ wished.addEventListener("change", setTheme);
 setTheme();
 addEventListener("resize", () => { if (lastView) tiers.draw(lastView); });
 
-// Tokens and time of the same span; time is estimated for what was loaded, not for the device's.
+// Tokens and time of the same span. Time is estimated only for loaded tokens.
 function saved(view) {
   const { device = 0, loaded = 0 } = view.prompt_tokens_since_start;
   const time = view.seconds_saved > 0 ? `, which saved about ${duration(view.seconds_saved)}` : "";
   return `since the start: ${short(device)} on the device, ${short(loaded)} loaded${time}`;
 }
 
-// Of what did not arrive: drops have a number of their own, and what was called back was wanted so.
+// Without dropped saves, which are counted separately, and cancelled transfers, which are intended.
 function unwanted({ dropped: _dropped, cancelled: _cancelled, ...others }) { return others; }
 
 function sum(counted) { return Object.values(counted).reduce((total, count) => total + count, 0); }

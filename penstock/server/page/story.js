@@ -1,4 +1,4 @@
-// One request's story: what it did when, and where its KV came from.
+// The details of one request: its timeline, and where its KV came from.
 
 import { bar, legend, make } from "./dom.js";
 import { bytes, duration, number, percent, plural, rate } from "./format.js";
@@ -9,9 +9,9 @@ const STAGES = {
   load: "loaded KV",
   prefill: "computed the prompt",
   decode: "wrote the answer",
-  preempted: "gave its place to others, and waited",
+  preempted: "was preempted and waited",
 };
-const ENDS = { stop: "It came to its end.", length: "It reached the number of tokens it was allowed.", abort: "It was given up: its client left, or the server stopped." };
+const ENDS = { stop: "It finished.", length: "It reached its maximum number of tokens.", abort: "It was aborted: the client hung up, or the server stopped." };
 
 // Where a prompt's tokens came from, as parts of a bar.
 export function sources(story) {
@@ -32,7 +32,7 @@ export function tell(story) {
   const parts = stages.map(({ stage, seconds }) => [stage, seconds, `${STAGES[stage] ?? stage}: ${duration(seconds)}`]);
   const origin = sources(story);
   return [
-    make("p", {}, make("code", {}, story.request_id || story.id), story.tenant ? make("span", { class: "mark", title: "its tenant, by a mark that tells nothing of the name" }, story.tenant) : null),
+    make("p", {}, make("code", {}, story.request_id || story.id), story.tenant ? make("span", { class: "mark", title: "a mark for the tenant, which does not reveal its name" }, story.tenant) : null),
     make("h3", {}, `What it did in ${duration(story.seconds)}`),
     bar(parts, { tall: true, label: parts.map(([, , name]) => name).join(", ") }),
     make("table", {}, make("tbody", {}, stages.map((stage) => make("tr", {},
@@ -52,19 +52,19 @@ function sentences(story) {
   if (matched.length) {
     const where = matched.map(([tier, blocks]) => `${number(blocks)} ${TIERS[tier]}`).join(", ");
     said.push(`Matched: ${where} (blocks of ${story.block_tokens} tokens).`);
-  } else said.push("Nothing of its prompt was found in any tier.");
+  } else said.push("No part of its prompt was found in any tier.");
   const loaded = Object.entries(story.found_blocks).filter(([tier]) => tier !== "device");
   const numLoaded = loaded.reduce((sum, [, blocks]) => sum + blocks, 0);
   const loading = story.stages.filter((stage) => stage.stage === "load").reduce((sum, stage) => sum + stage.seconds, 0);
   if (numLoaded) {
     const size = numLoaded * story.block_bytes;
     const where = loaded.map(([tier, blocks]) => `${number(blocks)} ${TIERS[tier]}`).join(" and ");
-    const speed = loading > 0 ? `, ${bytes(size)} in ${duration(loading)} (${rate(size / loading)})` : `, ${bytes(size)}, beside the computation`;
+    const speed = loading > 0 ? `, ${bytes(size)} in ${duration(loading)} (${rate(size / loading)})` : `, ${bytes(size)}, during the computation`;
     said.push(`Loaded ${where}${speed}.`);
   }
   const below = matched.filter(([tier]) => tier !== "device").reduce((sum, [, blocks]) => sum + blocks, 0);
   if (below > numLoaded && !Object.keys(story.lost_blocks).length) {
-    said.push(`${plural(below - numLoaded, "matched block was", "matched blocks were")} computed instead: that is faster, as far as the rates are known.`);
+    said.push(`${plural(below - numLoaded, "matched block was", "matched blocks were")} computed instead, because that is estimated to be faster.`);
   }
   if (below && story.load_estimate_seconds !== null && story.compute_estimate_seconds !== null) {
     said.push(`Estimated beforehand: ${duration(story.load_estimate_seconds)} to load, ${duration(story.compute_estimate_seconds)} to compute the same.`);
@@ -73,7 +73,7 @@ function sentences(story) {
     said.push(`${plural(blocks, "block")} did not arrive (${verdict}) and ${blocks === 1 ? "was" : "were"} computed.`);
   }
   if (story.preemptions) said.push(`Preempted ${plural(story.preemptions, "time")}; ${plural(story.recomputed_tokens, "token")} computed again.`);
-  const first = story.first_token_seconds === null ? "No token came." : `First token after ${duration(story.first_token_seconds)}, ${plural(story.output_tokens, "token")} in all.`;
+  const first = story.first_token_seconds === null ? "No token was generated." : `First token after ${duration(story.first_token_seconds)}, ${plural(story.output_tokens, "token")} in all.`;
   said.push(`${first} ${ENDS[story.reason] ?? ""}`);
   return said;
 }

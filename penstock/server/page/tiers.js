@@ -1,5 +1,5 @@
-// The tiers as vessels, and the pipes between them. Drawn anew when the shape changes; levels and
-// rates are set in place, so that water moves instead of jumping.
+// The tiers as vessels with pipes between them. Redrawn when the set of tiers changes; levels and
+// rates are updated in place, so that they move smoothly.
 
 import { bytes, number, percent, rate } from "./format.js";
 import { svg } from "./dom.js";
@@ -67,8 +67,8 @@ export class Tiers {
     parts.water.setAttribute("height", h * share);
     parts.share.textContent = hasSize ? `${percent(share)} full` : "shared";
     parts.size.textContent = sizeOf(tier, hasSize);
-    parts.below.textContent = tier.name === "device" ? "" : `gives ${percent(tier.hit_share)} of what is asked`;
-    const alarms = tier.resting.map((direction) => `fails to ${direction}: left alone`);
+    parts.below.textContent = tier.name === "device" ? "" : `gives ${percent(tier.hit_share)} of lookups`;
+    const alarms = tier.resting.map((direction) => `fails to ${direction}: resting`);
     if (tier.recovered_share !== null && tier.recovered_share < 1) alarms.push(`index ${percent(tier.recovered_share)} read`);
     parts.alarm.textContent = alarms.join("; ");
   }
@@ -112,7 +112,7 @@ function inWords(tier) {
   return `${TITLES[tier.name]} ${share} full${rest}`;
 }
 
-// Side by side: the device, DRAM, and what lies below it, one under the other.
+// Side by side: the device, DRAM, and the tiers below it, stacked.
 function wide(names, width) {
   const w = Math.min(190, Math.floor(width * 0.2));
   const below = names.filter((name) => name === "disk" || name === "remote");
@@ -137,7 +137,7 @@ function wide(names, width) {
   return { boxes, pipes, height: below.length > 1 ? 320 : 256 };
 }
 
-// One under the other, for a narrow screen; disk and remote share the last line.
+// Stacked, for a narrow screen; disk and remote share the last line.
 function tall(names, width) {
   const h = 84;
   const rows = [["device"], ["host"], names.filter((name) => name === "disk" || name === "remote")]

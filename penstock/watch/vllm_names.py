@@ -1,7 +1,7 @@
-"""vLLM's own metrics under our names, so that a view of it needs no second vocabulary. Pure.
+"""Translates vLLM's metrics to the names that `penstock serve` uses. Pure.
 
-What the connector tells of the tiers has our names already. What vLLM counts itself, its requests
-and its device pool, is read as what `penstock serve` would call it.
+The connector's metrics have our names already. vLLM's own metrics, of its requests and its device
+pool, are translated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMES = {
 }
 _LABELLED = {
     "vllm:num_requests_running": ("penstock_sequences", ("phase", "running")),
-    # It does not tell first tokens apart by where the prompt's KV came from.
+    # vLLM does not distinguish first tokens by where the prompt's KV came from.
     "vllm:time_to_first_token_seconds_bucket": (
         "penstock_first_token_seconds_bucket",
         ("prompt", "all"),
@@ -38,11 +38,11 @@ _SOURCES = {
 
 _WAITING = "vllm:num_requests_waiting"
 _FETCHING = "vllm:num_requests_kv_fetch_by_stage"
-_UNDER_WAY = ("stage", "in_progress")
+_IN_PROGRESS = ("stage", "in_progress")
 
 
-def in_our_words(seen: Samples) -> Samples:
-    """Ours as they are, vLLM's under our names; what has none is left out."""
+def to_our_names(seen: Samples) -> Samples:
+    """Our samples unchanged, vLLM's under our names; its other samples are dropped."""
     values: dict[Key, float] = {}
     for (name, labels), value in seen.values.items():
         if not name.startswith(PREFIX):
@@ -52,12 +52,12 @@ def in_our_words(seen: Samples) -> Samples:
         elif name in _LABELLED:
             ours, label = _LABELLED[name]
             values[ours, labels | {label}] = value
-        elif name == _WAITING:  # to vLLM whoever loads waits
-            num_loading = seen.values.get((_FETCHING, labels | {_UNDER_WAY}), 0.0)
+        elif name == _WAITING:  # vLLM counts loading requests as waiting
+            num_loading = seen.values.get((_FETCHING, labels | {_IN_PROGRESS}), 0.0)
             waiting = labels | {("phase", "waiting")}
             values["penstock_sequences", waiting] = max(0.0, value - num_loading)
-        elif name == _FETCHING and _UNDER_WAY in labels:
-            loading = labels - {_UNDER_WAY} | {("phase", "loading")}
+        elif name == _FETCHING and _IN_PROGRESS in labels:
+            loading = labels - {_IN_PROGRESS} | {("phase", "loading")}
             values["penstock_sequences", loading] = value
         elif name == "vllm:prompt_tokens_by_source_total":
             source = dict(labels).get("source", "")
@@ -70,7 +70,7 @@ def in_our_words(seen: Samples) -> Samples:
             num_blocks = _num_blocks(seen, dict(labels).get("engine"))
             values["penstock_used_blocks", own] = value * num_blocks
             values["penstock_capacity_blocks", own] = num_blocks
-    # A step of vLLM is not timed; what it has computed is what it was asked and what it has said.
+    # vLLM does not count tokens per step: take computed prompt tokens and output tokens.
     computed = sum(
         value
         for (name, labels), value in values.items()
@@ -87,13 +87,13 @@ def is_vllm(seen: Samples) -> bool:
 
 
 def model_names(seen: Samples) -> list[str]:
-    """What the models are called; none where the metrics do not say."""
+    """The names of the models; empty if the metrics do not say."""
     found = (dict(labels).get("model_name", "") for _, labels in seen.values)
     return sorted({name for name in found if name})
 
 
 def _num_blocks(seen: Samples, engine: str | None) -> float:
-    """Of its own size, in its pool; 1 where it does not say."""
+    """The number of blocks in vLLM's pool; 1 if its metrics do not say."""
     for name, labels in seen.values:
         facts = dict(labels)
         if name == "vllm:cache_config_info" and facts.get("engine", engine) == engine:

@@ -1,6 +1,6 @@
-"""The outermost layer: every request has an id, every failure an answer, every answer its guards.
+"""The outermost layer: request ids, a response for every failure, and security headers.
 
-What went wrong is logged as a place in the code, never as a value: prompts stay out of logs.
+Failures are logged as places in the code, without values, to keep prompts out of the log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.server.errors import internal, stopped
 log = logging.getLogger("penstock.server")
 
 HEADER = "X-Request-Id"
-# What is no page is never taken for one, and no other site may show or read what is here.
+# Data is never interpreted as a page, and no other site may embed or read it.
 SAFETY = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -35,7 +35,7 @@ _LEFTOVER_BYTES = 1 << 20
 _LEFTOVER_SECONDS = 1.0
 
 
-class Front:
+class OuterMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
@@ -66,28 +66,28 @@ class Front:
         except asyncio.CancelledError:
             if started:
                 raise
-            # The server stops and cannot wait any longer; uvicorn would say so in plain text.
+            # The server is stopping; uvicorn would answer in plain text.
             body.give_up()
             await stopped().response()(scope, receive, send_with_id)
         except Exception as error:
             places = "".join(traceback.format_tb(error.__traceback__))
             log.error("request %s failed with %s at\n%s", request_id, type(error).__name__, places)
             if started:
-                # Cut off: a connection that ends well would make half an answer look whole.
-                raise ConnectionError("the answer was cut off") from None
+                # Break the connection: a clean end would make half a response look complete.
+                raise ConnectionError("the response was cut off") from None
             await internal().response()(scope, receive, send_with_id)
         finally:
             access.write()
 
 
 class _Body:
-    """What a client sends. An answer is held back until it has been taken, within bounds: a
-    connection that is closed over unread bytes is reset, and the answer may be lost with it."""
+    """The request's body. The response waits until the body is read, within limits: closing a
+    connection with unread bytes resets it, and the client may lose the response."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         headers = Headers(scope=scope)
         self._receive = receive
-        # Who waits to be told to go on has sent nothing, and need not.
+        # With "Expect: 100-continue" the client has sent nothing yet.
         self._is_coming = "expect" not in headers and (
             headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         )
@@ -98,7 +98,7 @@ class _Body:
         return message
 
     def give_up(self) -> None:
-        """What has not come yet is not waited for."""
+        """Do not wait for the rest of the body."""
         self._is_coming = False
 
     async def drain(self) -> None:

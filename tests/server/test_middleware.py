@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.server import front
-from penstock.server.front import Front
+from penstock.server import middleware
+from penstock.server.middleware import OuterMiddleware
 
 PIECE = b"y" * 1000
 
@@ -40,7 +40,7 @@ def _what_happens(messages: Iterable[dict[str, Any]], **headers: str) -> list[st
         "type": "http",
         "headers": [(name.replace("_", "-").encode(), v.encode()) for name, v in headers.items()],
     }
-    asyncio.run(Front(_refuse)(scope, receive, send))  # type: ignore[arg-type]
+    asyncio.run(OuterMiddleware(_refuse)(scope, receive, send))  # type: ignore[arg-type]
     return happened
 
 
@@ -62,14 +62,14 @@ def test_who_leaves_is_not_waited_for() -> None:
 
 
 def test_who_stalls_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "_LEFTOVER_SECONDS", 0.01)
+    monkeypatch.setattr(middleware, "_LEFTOVER_SECONDS", 0.01)
     assert _what_happens([_piece()], content_length="3000") == ["taken", "start", "body"]
 
 
 def test_who_never_ends_is_answered() -> None:
     happened = _what_happens((_piece() for _ in range(10**6)), transfer_encoding="chunked")
     assert happened[-2:] == ["start", "body"]
-    assert happened.count("taken") <= front._LEFTOVER_BYTES / len(PIECE) + 1
+    assert happened.count("taken") <= middleware._LEFTOVER_BYTES / len(PIECE) + 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every ten seconds of work, a line in the log: tokens a second, who runs and waits, hits."""
+"""Every ten seconds of work, one log line: tokens per second, running and waiting, hits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ log = logging.getLogger("penstock.server")
 EVERY_SECONDS = 10.0
 
 
-class Pace:
-    """Looks at the metrics, as everybody can; costs a millisecond each time."""
+class ThroughputLog:
+    """Reads our own metrics, which takes about a millisecond."""
 
     def __init__(self, backend: Backend, every_seconds: float = EVERY_SECONDS) -> None:
         self._backend = backend
@@ -25,7 +25,7 @@ class Pace:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Within a running loop. If nobody would read it, nothing is looked at."""
+        """Start, in a running loop. Does nothing unless the log is at info level."""
         if log.isEnabledFor(logging.INFO):
             self._task = asyncio.create_task(self._run())
 
@@ -41,10 +41,10 @@ class Pace:
             await asyncio.sleep(self._every_seconds)
             try:
                 now, num_now, at = samples_of(self._backend), self._num_output, time.monotonic()
-                line = pace_line(now.since(before), num_now - num_before, at - at_before)
+                line = throughput_line(now.since(before), num_now - num_before, at - at_before)
                 before, num_before, at_before = now, num_now, at
             except Exception:
-                log.exception("the throughput could not be told")
+                log.exception("the throughput could not be logged")
                 continue
             if line is not None:
                 log.info("%s", line)
@@ -54,8 +54,8 @@ class Pace:
         return 0 if self._backend.serving is None else self._backend.serving.spoken.num_tokens
 
 
-def pace_line(late: Samples, num_output: int, seconds: float) -> str | None:
-    """`late` is what has been counted in these seconds; None if nothing happened in them."""
+def throughput_line(late: Samples, num_output: int, seconds: float) -> str | None:
+    """The line for the last `seconds`, counted in `late`; None if nothing happened."""
     prompt = late.by("penstock_prompt_tokens_total", "source")
     sequences = late.by("penstock_sequences", "phase")
     num_prompt = sum(prompt.values())

@@ -1,7 +1,7 @@
-"""Fields nobody knows: ignored, as vLLM does it, and logged once each.
+"""Unknown fields of requests: ignored, as in vLLM, and logged once each.
 
-Routers and clients send fields of their own, and a server that refuses them serves nobody. Who has
-misspelt one finds it in the log, with the nearest name there is.
+Routers and clients send their own fields, so refusing them would break many clients. The log
+helps to find misspelt fields: it suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pydantic import BaseModel
 
 log = logging.getLogger("penstock.server")
 
-_MAX_REMEMBERED = 256  # fields; then nothing more is said, whatever is sent
+_MAX_REMEMBERED = 256  # fields; after that nothing is logged
 _MAX_NAME_CHARS = 80
 
 
 class UnknownFields:
-    """Remembers what has been logged."""
+    """Logs unknown fields, each once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def note(self, body: BaseModel) -> None:
-        """Log the body's unknown fields that no request has had before, in one line."""
+        """Log the unknown fields that no earlier request had, in one line."""
         if len(self._told) >= _MAX_REMEMBERED:
             return
         known: list[str] = []
@@ -37,16 +37,16 @@ class UnknownFields:
             self._told.add(path)
             known = known or list(field_names(type(body)))
             close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
-            # As Python writes it: a name may hold line breaks, to look like lines of the log.
+            # Escaped: a name may contain line breaks, to forge lines of the log.
             new[path] = ascii(path)[1:-1] + (f" (did you mean {close[0]}?)" if close else "")
             if len(self._told) >= _MAX_REMEMBERED:
                 break
         if new:
-            log.info("ignored fields that this server does not know: %s", ", ".join(new.values()))
+            log.info("ignored unknown fields: %s", ", ".join(new.values()))
 
 
 def unknown_fields(model: BaseModel, path: str = "") -> Iterator[str]:
-    """Their paths, without numbers: messages.contnet."""
+    """The paths of unknown fields, without indices: messages.contnet."""
     for name in model.model_extra or ():
         yield f"{path}{name[:_MAX_NAME_CHARS]}"
     for name in type(model).model_fields:
@@ -58,7 +58,7 @@ def unknown_fields(model: BaseModel, path: str = "") -> Iterator[str]:
 
 
 def field_names(model: Any) -> Iterator[str]:
-    """Of the model and of all models inside it."""
+    """The field names of a model and of all models inside it."""
     for name, field in getattr(model, "model_fields", {}).items():
         yield name
         pending = [field.annotation]

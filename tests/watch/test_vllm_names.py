@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from watch.prepared import vllm_text
 
-from penstock.watch.dialects import in_our_words, is_vllm, model_names
 from penstock.watch.quantiles import quantile
 from penstock.watch.samples import Samples, read_samples
+from penstock.watch.vllm_names import is_vllm, model_names, to_our_names
 
 
 def read(text: str) -> Samples:
@@ -16,13 +16,13 @@ def read(text: str) -> Samples:
 
 @pytest.fixture
 def seen() -> Samples:
-    return in_our_words(read(vllm_text()))
+    return to_our_names(read(vllm_text()))
 
 
 def test_ours_stay_as_they_are(seen: Samples) -> None:
     assert seen.total("penstock_hit_blocks_total", tier="host") == 60
     own = 'penstock_lookups_total 7\npenstock_sequences{phase="running"} 2\n'
-    assert in_our_words(read(own)).values == read(own).values
+    assert to_our_names(read(own)).values == read(own).values
 
 
 def test_nothing_of_theirs_is_left(seen: Samples) -> None:
@@ -40,7 +40,7 @@ def test_who_loads_is_not_said_to_wait() -> None:
         f'vllm:num_requests_kv_fetch_by_stage{{engine="0",stage="{stage}"}} {num}\n'
         for stage, num in stages.items()
     )
-    seen = in_our_words(read(text))
+    seen = to_our_names(read(text))
     assert seen.by("penstock_sequences", "phase") == {"loading": 3, "waiting": 4}
 
 
@@ -54,7 +54,7 @@ def test_where_prompts_came_from(seen: Samples) -> None:
 
 def test_a_source_that_is_new_keeps_its_name() -> None:
     text = 'vllm:prompt_tokens_by_source_total{source="the_moon"} 5\n'
-    found = in_our_words(read(text)).by("penstock_prompt_tokens_total", "source")
+    found = to_our_names(read(text)).by("penstock_prompt_tokens_total", "source")
     assert found == {"the_moon": 5}
 
 
@@ -80,7 +80,7 @@ def test_pools_of_several_engines_are_told_by_engine() -> None:
     for engine, blocks, share in (("0", 100, 0.5), ("1", 300, 1.0)):
         lines.append(f'vllm:kv_cache_usage_perc{{engine="{engine}"}} {share}')
         lines.append(f'vllm:cache_config_info{{engine="{engine}",num_gpu_blocks="{blocks}"}} 1.0')
-    seen = in_our_words(read("\n".join(lines)))
+    seen = to_our_names(read("\n".join(lines)))
     assert seen.total("penstock_used_blocks", tier="device") == 350
     assert seen.total("penstock_capacity_blocks", tier="device") == 400
 
@@ -89,7 +89,7 @@ def test_pools_of_several_engines_are_told_by_engine() -> None:
     "info", ["", 'vllm:cache_config_info{engine="0",num_gpu_blocks="None"} 1.0\n']
 )
 def test_a_pool_of_unknown_size_is_a_share(info: str) -> None:
-    seen = in_our_words(read(f'vllm:kv_cache_usage_perc{{engine="0"}} 0.25\n{info}'))
+    seen = to_our_names(read(f'vllm:kv_cache_usage_perc{{engine="0"}} 0.25\n{info}'))
     assert seen.total("penstock_used_blocks", tier="device") == 0.25
     assert seen.total("penstock_capacity_blocks", tier="device") == 1
 

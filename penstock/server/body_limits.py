@@ -1,8 +1,7 @@
-"""How much structure a JSON body may have. It is counted before anything is built from it.
+"""Limits on the structure of a JSON body, checked before it is parsed.
 
-A parser makes an object of every value: three bytes (`{},`) become hundreds, and a body that is
-well within its limit takes a hundred times its size. Text costs what it weighs, so only what stands
-outside of strings counts.
+A parser makes an object of every value: three bytes (`{},`) become hundreds, so a body within the
+size limit could take a hundred times its size. Text does not grow, so strings are not counted.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import re
 
 from penstock.server.errors import ApiError
 
-MAX_VALUES = 1 << 21  # token ids above all: more than any model reads
-MAX_NAMES = 1 << 17  # of members of objects
+MAX_VALUES = 1 << 21  # mostly token ids: more than any model's context
+MAX_NAMES = 1 << 17  # keys of objects
 MAX_CONTAINERS = 1 << 16  # objects and lists
 
 _LIMITS = (
@@ -25,7 +24,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 def check_structure(data: bytes) -> None:
     """Raise ApiError if the body has more values, names or containers than any request needs."""
-    # In strings these characters are harmless, and common: they are told apart only if need be.
+    # First a fast count that includes strings, where these characters are harmless and common.
     suspects = [limit for limit in _LIMITS if _count(data, limit[1]) > limit[2]]
     if not suspects:
         return
@@ -39,8 +38,7 @@ def check_structure(data: bytes) -> None:
             if counts[what] > most:
                 raise ApiError(
                     400,
-                    f"the body has more than {most:,} {what}: expected no more in one request; "
-                    "split it.",
+                    f"the body has more than {most:,} {what}, the limit per request; split it.",
                     code="too_many_values",
                 )
         start = end if string is None else string.end()

@@ -1,4 +1,4 @@
-"""Looks at a server elsewhere: what it tells, what it does not, and when it is gone."""
+"""Snapshots of another server: what it tells, what it does not, and when it is gone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from commands.stand import Stand
 from watch.prepared import exposed, usage, vllm_text, work
 
 from penstock.clock import ManualClock
-from penstock.watch.elsewhere import Elsewhere
-from penstock.watch.onlooker import NEEDS_KEY, WRONG_KEY, Onlooker
+from penstock.watch.remote_server import RemoteServer
 from penstock.watch.scrape import NoMetrics, metrics_url
+from penstock.watch.server_watch import NEEDS_KEY, WRONG_KEY, ServerWatch
 
 STATE = "/v1/penstock/state"
 SESSION = {"id": "1", "phase": "running", "resident_blocks": 3, "cold_blocks": 1}
@@ -25,22 +25,22 @@ def stand() -> Iterator[Stand]:
     made.close()
 
 
-def onlooker(stand: Stand, key: str | None = None, clock: ManualClock | None = None) -> Onlooker:
-    return Onlooker(metrics_url(stand.url), key, clock)
+def watching(stand: Stand, key: str | None = None, clock: ManualClock | None = None) -> ServerWatch:
+    return ServerWatch(metrics_url(stand.url), key, clock)
 
 
 def test_what_a_server_of_ours_tells(stand: Stand) -> None:
     told = {"version": "1.2", "phase": "stopping", "models": ["m"], "num_sessions": 150}
     stand.tell(STATE, told | {"sessions": [SESSION]})
-    look = onlooker(stand, "s3cret").look()
+    snapshot = watching(stand, "s3cret").snapshot()
     assert (STATE, "Bearer s3cret") in stand.asked
     assert ("/metrics", None) in stand.asked  # the key goes only where it is wanted
-    assert look.facts.version == "1.2"
-    assert look.facts.phase == "stopping"
-    assert look.facts.models == ("m",)
-    assert look.facts.sessions == (SESSION,)
-    assert look.facts.num_sessions == 150
-    data = look.as_data()
+    assert snapshot.facts.version == "1.2"
+    assert snapshot.facts.phase == "stopping"
+    assert snapshot.facts.models == ("m",)
+    assert snapshot.facts.sessions == (SESSION,)
+    assert snapshot.facts.num_sessions == 150
+    data = snapshot.as_data()
     assert data["url"] == stand.url
     assert data["view"]["tokens_saved"] == 8000
 
@@ -49,50 +49,50 @@ def test_what_a_server_of_ours_tells(stand: Stand) -> None:
 def test_a_server_that_wants_its_key(stand: Stand, key: str | None, note: str) -> None:
     stand.answers[STATE] = 401
     stand.tell("/health", {"status": "ok", "phase": "loading"})
-    looking = onlooker(stand, key)
-    assert [looking.look().facts.note for _ in range(3)] == [note] * 3
-    assert looking.look().facts.phase == "loading"  # that much it tells everybody
-    assert looking.look().as_data()["sessions"] is None
+    looking = watching(stand, key)
+    assert [looking.snapshot().facts.note for _ in range(3)] == [note] * 3
+    assert looking.snapshot().facts.phase == "loading"  # that much it tells everybody
+    assert looking.snapshot().as_data()["sessions"] is None
     assert [path for path, _ in stand.asked].count(STATE) == 1  # it is not asked in vain
     stand.answers["/health"] = 503
-    assert looking.look().facts.phase == "failed"
+    assert looking.snapshot().facts.phase == "failed"
 
 
 def test_a_server_without_sessions(stand: Stand) -> None:
-    look = onlooker(stand).look()
-    assert look.facts.sessions is None
-    assert look.facts.note == ""
+    snapshot = watching(stand).snapshot()
+    assert snapshot.facts.sessions is None
+    assert snapshot.facts.note == ""
 
 
 def test_vllm_is_not_asked_for_them(stand: Stand) -> None:
     stand.answers["/metrics"] = vllm_text().encode()
-    look = onlooker(stand, "s3cret").look()
+    snapshot = watching(stand, "s3cret").snapshot()
     assert stand.asked == [("/metrics", None)]
-    assert look.host == "vllm"
-    assert look.facts.models == ("smol",)
+    assert snapshot.kind == "vllm"
+    assert snapshot.facts.models == ("smol",)
 
 
 @pytest.mark.parametrize("answer", [b"[]", b'"x"', b"{", b'{"sessions": 7, "models": "m"}', 503])
 def test_whatever_another_server_says_there(stand: Stand, answer: bytes | int) -> None:
     stand.answers[STATE] = answer
-    look = onlooker(stand).look()
-    assert look.facts.sessions is None
-    assert look.facts.phase == "serving"
+    snapshot = watching(stand).snapshot()
+    assert snapshot.facts.sessions is None
+    assert snapshot.facts.phase == "serving"
 
 
 def test_one_that_never_answered(stand: Stand) -> None:
     stand.answers.clear()
     with pytest.raises(NoMetrics, match="answers with 404"):
-        onlooker(stand).look()
+        watching(stand).snapshot()
 
 
 def test_one_that_goes_and_comes_back(stand: Stand) -> None:
     clock = ManualClock(100.0)
-    looking = onlooker(stand, clock=clock)
-    metrics, first = stand.answers["/metrics"], looking.look()
+    looking = watching(stand, clock=clock)
+    metrics, first = stand.answers["/metrics"], looking.snapshot()
     stand.answers["/metrics"] = 500
     clock.advance(7)
-    gone = looking.look()
+    gone = looking.snapshot()
     assert "answers with 500" in gone.error
     assert (gone.seen_at, gone.watched_since) == (100, 100)
     assert gone.view == first.view
@@ -102,7 +102,7 @@ def test_one_that_goes_and_comes_back(stand: Stand) -> None:
     stand.answers["/metrics"] = metrics
     stand.tell(STATE, {"sessions": []})  # it came back as a newer one
     clock.advance(1)
-    back = looking.look()
+    back = looking.snapshot()
     assert back.error == ""
     assert (back.seen_at, back.watched_since) == (108, 100)
     assert back.facts.sessions == ()
@@ -110,7 +110,7 @@ def test_one_that_goes_and_comes_back(stand: Stand) -> None:
 
 def test_no_secret_of_the_url_is_shown(stand: Stand) -> None:
     address = stand.url.removeprefix("http://")
-    server = Elsewhere(metrics_url(f"http://user:pass@{address}/metrics?token=hidden"))
+    server = RemoteServer(metrics_url(f"http://user:pass@{address}/metrics?token=hidden"))
     server.read()
     assert server.metrics_url == f"{stand.url}/metrics"
     assert server.url == stand.url
