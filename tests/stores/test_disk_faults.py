@@ -265,7 +265,7 @@ def test_index_lost_before_a_read_only_restart(rig: Rig, rigs: Rigs, damage: str
 def expect_notice(rig: Rig, caplog: pytest.LogCaptureFixture, words: str) -> None:
     """It is said once, and counted where everything was lost."""
     errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
-    assert sum(words in message and "anew" in message for message in errors) == 1
+    assert sum(words in message and "created again" in message for message in errors) == 1
 
 
 def delete(directory: Path) -> None:
