@@ -1,8 +1,8 @@
-"""What `mkdocs build` does beyond the pages that lie in docs/.
+"""Hooks of `mkdocs build`: generated pages, and copies of files outside docs/.
 
-The command line and the Python API are pages made from the code, each time anew; the tables of
-docs/configuration.md become a reference with what the code knows of each setting. Links out of
-docs/ lead to copies of those files, so that the site is whole without the repository.
+The pages for the command line and the Python API are generated from the code at every build. The
+tables of docs/configuration.md become a reference with the types and limits from the code. Links
+that leave docs/ lead to copies of those files, so that the site is complete without the repository.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import settings
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-COPIES = "repository"  # where the site keeps what lies outside docs/
-LISTING = "folder.md"  # a link to a folder leads to a page that names its files
+COPIES = "repository"  # where the site keeps copies of files outside docs/
+LISTING = "folder.md"  # a link to a folder leads to a page that lists its files
 FROM_THE_START = ("CHANGELOG.md", "CONTRIBUTING.md")  # in the navigation
 _MADE = {"reference/command-line.md": command_line.page, "reference/python.md": python_api.page}
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?(\))")
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """A bar in a cell is escaped for GitHub's sake, and Python-Markdown then shows how."""
+    """Unescape bars in table cells: GitHub needs the backslash, Python-Markdown would show it."""
     return re.sub(
         r"<td>.*?</td>",
         lambda cell: re.sub(
@@ -65,7 +65,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _outside(markdown: str, path: str) -> list[str]:
-    """The files beyond docs/ that this one, which lies at `path` in the repository, links to."""
+    """The files outside docs/ that this page links to; `path` is its place in the repository."""
     return [
         found
         for _, target, _, _ in _LINK.findall(markdown)
@@ -74,7 +74,7 @@ def _outside(markdown: str, path: str) -> list[str]:
 
 
 def _target(target: str, path: str) -> str | None:
-    """Where in the repository a link leads; None for a link to elsewhere, or to nothing."""
+    """The path in the repository that a link leads to. None if it leads elsewhere or nowhere."""
     found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
     if ":" in target or not (ROOT / found).exists():
         return None

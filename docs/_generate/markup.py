@@ -1,4 +1,4 @@
-"""Text of the code as Markdown."""
+"""Convert text from the code to Markdown."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 
 
 def code(text: str) -> str:
-    """In a cell of a table a bar would end it, also between backticks."""
+    """Code for a table cell, where a bar would end the cell even between backticks."""
     return f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>"
 
 
 def prose(text: str) -> str:
-    """A docstring or a help text; pages that it names become links. For pages in reference/."""
+    """A docstring or help text for a page in reference/; names of pages become links."""
     text = re.sub(r"<(?=\w)", "&lt;", text)
     return re.sub(r"\bdocs/([\w-]+\.md)", r"[docs/\1](../\1)", text)
 

@@ -1,6 +1,6 @@
-"""The page of the Python API: signatures, fields and docstrings, read from the source.
+"""Generate the Python API page: signatures, fields and docstrings, read from the source.
 
-Nothing is imported, so the page needs no torch; comments behind a field are its description.
+Nothing is imported, so no torch is needed. A comment after a field is its description.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import markup
 
 ROOT = Path(__file__).parents[2]
 
-# What people import, by what they want to do. A name that is gone ends the build.
+# The documented names, by task. The build fails if one of them no longer exists.
 PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Generate": {
         "penstock.engine.llm": ("LLM",),
@@ -88,20 +88,20 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         )
     },
 }
-SHORT = ("LLM", "SamplingParams")  # the package itself has them
+SHORT = ("LLM", "SamplingParams")  # importable from the package itself
 
 _HEAD = """# The Python API
 
-What applications import, from the source itself. `penstock` has `LLM` and `SamplingParams`; all
-else is imported from the module that is named. Names that begin with `_`, and modules that are not
-here, may change at any time.
+What applications can import, generated from the source. Import `LLM` and `SamplingParams` from
+`penstock`, and everything else from the module shown. Names that start with `_`, and modules that
+are not listed here, may change at any time.
 
 """
 
 
 class Found(NamedTuple):
     node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    lines: list[str]  # of the file it is in
+    lines: list[str]  # of its file
 
 
 class Field(NamedTuple):
