@@ -122,7 +122,7 @@ def page() -> str:
 
 
 def _find(module: str, name: str) -> Found:
-    """Where a name is defined: here, or in the module that this one has it from."""
+    """Find where a name is defined: in this module, or in the one it is imported from."""
     path = ROOT / Path(*module.split("."))
     text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     for node in ast.parse(text).body:
@@ -191,9 +191,9 @@ def _functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
 
 
 def _signature(node: ast.stmt, name: str | None = None) -> list[str]:
-    """The call as one would write it, a parameter a line where one line is too short."""
+    """The signature as a call, with one parameter per line if one line is too short."""
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    parameters = ast.parse(ast.unparse(node)).body[0].args  # a copy, to be cut
+    parameters = ast.parse(ast.unparse(node)).body[0].args  # a copy that can be modified
     if name is not None and parameters.args:
         parameters.args.pop(0)  # self or cls
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
@@ -208,7 +208,7 @@ def _signature(node: ast.stmt, name: str | None = None) -> list[str]:
 
 
 def _split(text: str) -> Iterable[str]:
-    """At the commas that are in no bracket."""
+    """Split at commas outside of brackets."""
     depth, part = 0, ""
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -230,7 +230,7 @@ def _is_enum(node: ast.ClassDef) -> bool:
 
 
 def _fields(node: ast.ClassDef, source: list[str]) -> Iterator[Field]:
-    """What a dataclass, a named tuple or an enumeration holds; comments tell what it is."""
+    """The fields of a dataclass, named tuple or enum, described by the comments after them."""
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
             name, kind, value = each.target.id, ast.unparse(each.annotation), each.value
