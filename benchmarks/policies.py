@@ -2,7 +2,7 @@
 
     python -m benchmarks.policies TRACE [TRACE ...] [--blocks 1000,4000,16000] [--generated]
 
-Each trace is replayed as a whole, and its second half alone, without what was learnt from the
+Each trace is replayed as a whole, and its second half alone, without what was learned from the
 first. `--generated` adds the generated workloads, with room for a tenth, a third and all of the
 blocks that are used more than once.
 "Of the way" is the share of the distance from LRU to the optimum that a policy covers, the mean

@@ -90,7 +90,7 @@ class Server:
     def watch(self, is_over: threading.Event) -> list[threading.Thread]:
         """Keep dashboards open and scrape /metrics, each on its own thread."""
 
-        def lookup() -> None:
+        def follow_live() -> None:
             with (
                 httpx.Client(base_url=self.url, timeout=60) as client,
                 client.stream("GET", "/v1/penstock/live") as response,
@@ -104,7 +104,7 @@ class Server:
                 while not is_over.wait(1):
                     client.get("/metrics")
 
-        threads = [threading.Thread(target=lookup) for _ in range(NUM_DASHBOARDS)]
+        threads = [threading.Thread(target=follow_live) for _ in range(NUM_DASHBOARDS)]
         return [*threads, threading.Thread(target=scrape)]
 
     def stop(self) -> None:
