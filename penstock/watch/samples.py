@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from penstock.errors import ConfigError
 
 PREFIX = "penstock_"
@@ -99,6 +97,9 @@ def read_samples(text: str, prefixes: tuple[str, ...] = (PREFIX,)) -> Samples:
 
 
 def _parse(line: str, number: int) -> tuple[str, dict[str, str], float]:
+    # Imported here, so that commands that read no metrics start faster.
+    from prometheus_client.parser import text_string_to_metric_families
+
     try:
         if len(line) > _MAX_LINE_CHARS:  # the parser's time grows with the square of the length
             raise ValueError

@@ -429,7 +429,7 @@ def test_clear_with_json_does_not_ask(run: Run, folder: Path, url: str) -> None:
     ("url", "words"),
     [
         ("ftp://user:hush@host/folder", "expected one that begins with redis://"),
-        ("redis://user:hush@host:port/0", "cannot be read"),
+        ("redis://user:hush@host:port/0", "not a valid URL"),
         ("file://", "has no valid bucket or folder"),
         ("file:///nowhere/at/all", "cannot be opened"),
         ("s3://bucket?region=Über all", "option region is invalid"),
