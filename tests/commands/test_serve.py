@@ -72,7 +72,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         (["--chat-template", "/nowhere.jinja"], "--chat-template '/nowhere.jinja' cannot be read"),
         (["--api-key", "a\nb"], "an HTTP header cannot contain"),
         (["--served-model-name", ""], "--served-model-name is empty"),
-        (
+        (["--otlp-traces-endpoint", "localhost:4318"], "endpoint is 'localhost:4318': expected"),
             ["--otlp-traces-endpoint", "localhost:4318"],
             "--otlp-traces-endpoint is 'localhost:4318'",
         ),
