@@ -18,7 +18,6 @@ from penstock.engine.attention.torch import NAME, register
 from penstock.engine.models import LoadedModel
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import BlockTable
-from penstock.types import Slot
 
 BLOCK_TOKENS = 16
 
@@ -119,11 +118,7 @@ class Sequence:
 
     def __post_init__(self, places: list[int]) -> None:
         self.table = BlockTable()
-        for place in places:
-            if place >= 0:
-                self.table.extend([Slot(place)])
-            else:
-                self.table.extend_cold([Slot(~place)])
+        self.table.extend_places(places)
 
     def last(self) -> Chunk:
         """The chunk of its last token, as in a decode step."""

@@ -188,17 +188,17 @@ def test_a_server_that_hangs_keeps_nobody(start: Start) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_ends_while_somebody_looks(start: Start, stand: Stand, number: int) -> None:
     dashboard = start(stand.url)
-    is_looking_up, ended = threading.Event(), threading.Event()
+    is_looking, ended = threading.Event(), threading.Event()
 
     def look() -> None:
         with dashboard.client() as client:
             for _ in events(client):
-                is_looking_up.set()
+                is_looking.set()
         ended.set()  # the stream ended as it should, not in an error
 
     looking = threading.Thread(target=look)
     looking.start()
-    assert is_looking_up.wait(TIMEOUT_SECONDS)
+    assert is_looking.wait(TIMEOUT_SECONDS)
     code, said = dashboard.end(number)
     looking.join(TIMEOUT_SECONDS)
     assert ended.is_set()

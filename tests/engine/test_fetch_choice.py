@@ -28,7 +28,7 @@ def pins(chosen: FetchPlan) -> list[int]:
     return ((chosen.sources - ADDRESSES.host_address) // ADDRESSES.host_stride).tolist()
 
 
-def steady(*tables: BlockTable, max_fetched: int = 8) -> FetchPlan:
+def steady(*tables: BlockTable, max_fetched: int = 8) -> FetchChoice:
     """After two steps, the second of which is followed by fetching ahead."""
     choice = FetchChoice(max_fetched)
     choose(choice, *tables)

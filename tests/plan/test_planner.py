@@ -365,6 +365,7 @@ def test_mixtures_prefill_by_what_is_active_at_a_share_that_is_said() -> None:
     expected = H200.operations_per_second * 0.35 / (2 * shape.num_active_params)
     assert rates.prefill.tokens_per_second == pytest.approx(expected)
     assert "35% of the" in rates.prefill_source
+    assert "in the data sheet" in rates.prefill_source
     assert "3.4 billion active parameters" in rates.prefill_source
     assert "assumed" in rates.prefill_source
 

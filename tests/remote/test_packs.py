@@ -140,6 +140,21 @@ def test_what_does_not_follow_is_not_packed(instances: Make) -> None:
     assert sizes(a).count(1) >= 4
 
 
+def test_a_block_left_out_of_a_batch_ends_its_pack(instances: Make) -> None:
+    """A block that was damaged in DRAM is not written, and its neighbours are not adjacent."""
+    keys = keys_of(6)
+    a, b = instances(), instances()
+    memories = {key: bytearray(a.spec.stride_bytes) for key in keys}
+    for key, memory in memories.items():
+        memory[: a.spec.block_bytes] = content(key, a.spec.block_bytes)
+    chain = zip(keys, [None, *keys], strict=False)
+    blocks = [Block(key, Slot(0), memoryview(memories[key]), "", parent) for key, parent in chain]
+    assert store_of(a).put([block for block in blocks if block.key != keys[2]]) == [None] * 5
+    assert sizes(a) == [2, 3]
+    assert b.lookup(keys) == 2
+    assert b.load(keys[:2]).ok
+
+
 def test_the_middle_of_a_pack_is_read_alone(
     instances: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,4 +45,4 @@ def test_killed_and_started_again(
         again, cached = ask(client)
         assert again == text
         assert cached >= 80
-    assert any("recovered" in told for told in server.told)
+    assert any(" blocks recovered" in told for told in server.told)

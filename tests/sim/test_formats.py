@@ -96,12 +96,12 @@ def test_bailian(write: Callable[..., Path]) -> None:
 
 
 def test_azure(write: Callable[..., Path]) -> None:
-    parents = "TIMESTAMP,ContextTokens,GeneratedTokens", "OutputTokens,PromptTokens,TIMESTAMP"
+    first_lines = "TIMESTAMP,ContextTokens,GeneratedTokens", "OutputTokens,PromptTokens,TIMESTAMP"
     rows = [
         ("2023-11-16 18:17:03.9799600,300,10", "2023-11-16 18:17:04.4799600,300,129"),
         ("10,300,2024-05-10 00:00:00.5+00:00", "129,300,2024-05-10 00:00:01+00:00"),
     ]
-    for head, given in zip(parents, rows, strict=True):
+    for head, given in zip(first_lines, rows, strict=True):
         trace = read_trace(write(head, *given, name="azure.csv"))
         first, second = trace.requests
         assert second.arrival_seconds == pytest.approx(0.5)
@@ -352,7 +352,7 @@ BAD: dict[str, tuple[list[object], str]] = {
     "no prompt": ([GOOD_REQUEST, {"timestamp": 2}], "line 2: there is no prompt"),
     "no time": ([GOOD_REQUEST, {"prompt": "x"}], "line 2: there is no time"),
     "time back": ([GOOD_REQUEST, {"timestamp": 0, "prompt": "x"}], "line 2: `timestamp` goes back"),
-    "a bad token": ([{"timestamp": 1, "prompt_token_ids": [-1]}], "line 1: token ids are whole"),
+    "a bad token": ([{"timestamp": 1, "prompt_token_ids": [-1]}], "line 1: token ids must be integers"),
     "a cut log": (
         [sglang("received", "a", "2025-01-01", [1, "...", 2])],
         "line 1: `input_ids` is .*the log was cut",

@@ -81,8 +81,8 @@ def test_a_policy_may_refuse() -> None:
 
 def test_tails_first_evicts_a_chain_from_its_end() -> None:
     requests = [request("a", "b", "c"), request("x"), request("a", "b", "c")]
-    parents, tails = (replay(requests, new_ledger("lru", 3), tails_first=t) for t in (False, True))
-    assert (parents.num_hits, tails.num_hits) == (0, 2)
+    heads, tails = (replay(requests, new_ledger("lru", 3), tails_first=t) for t in (False, True))
+    assert (heads.num_hits, tails.num_hits) == (0, 2)
 
 
 def test_unknown_policies_and_empty_tiers_are_refused() -> None:
