@@ -9,7 +9,7 @@ from itertools import count
 
 from penstock.books.tickets import Ticket
 from penstock.errors import BookError
-from penstock.types import BlockKey, Direction, Slot, Tier, Transfer, TransferId
+from penstock.types import BlockKey, Direction, Outcome, Slot, Tier, Transfer, TransferId
 
 HasRoom = Callable[[Tier, Direction], bool]
 
@@ -113,13 +113,18 @@ class Flights:
         queue.remove(transfer)
         return True
 
-    def land(self, transfer_id: TransferId) -> Flight:
-        """Remove a transfer that has ended."""
-        flight = self._open.pop(transfer_id, None)
+    def land(self, outcome: Outcome) -> Flight:
+        """Remove a transfer that has ended. If the outcome does not fit, nothing has changed."""
+        flight = self._open.get(outcome.transfer_id)
         if flight is None:
-            raise BookError(f"transfer {transfer_id} was already settled, or never existed")
+            raise BookError(f"transfer {outcome.transfer_id} was already settled, or never existed")
+        num_blocks = len(flight.transfer.keys)
+        if len(outcome.verdicts) != num_blocks:
+            counts = f"{len(outcome.verdicts)} verdicts for {num_blocks} blocks"
+            raise BookError(f"the outcome of transfer {outcome.transfer_id} has {counts}")
+        del self._open[outcome.transfer_id]
         if flight.ticket is not None:
-            flight.ticket.num_flying -= len(flight.transfer.keys)
+            flight.ticket.num_flying -= num_blocks
         return flight
 
 

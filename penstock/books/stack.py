@@ -30,7 +30,6 @@ from penstock.books.saves import Saves
 from penstock.books.tickets import Ticket, Tickets
 from penstock.books.write_down import WriteDown
 from penstock.books.write_gate import WriteGate
-from penstock.errors import BookError
 from penstock.events import Event, Retained, TierUsage
 from penstock.types import (
     NO_PARENTS,
@@ -223,11 +222,8 @@ class TierStack:
     def settle(self, outcome: Outcome, now: float) -> None:
         """Enter the outcome of a transfer."""
         self.ledgers.now = now
-        flight = self.flights.land(outcome.transfer_id)
+        flight = self.flights.land(outcome)
         transfer = flight.transfer
-        if len(outcome.verdicts) != len(transfer.keys):
-            counts = f"{len(outcome.verdicts)} verdicts for {len(transfer.keys)} blocks"
-            raise BookError(f"the outcome of transfer {transfer.id} has {counts}")
         self.ledgers.report(transfer, outcome)
         if transfer.target is Tier.DEVICE:
             self._loads.settle_copy(flight, outcome.verdicts)

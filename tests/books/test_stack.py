@@ -407,3 +407,15 @@ def test_a_broken_contract_is_refused(wrong: object) -> None:
         wrong(rig.stack)  # type: ignore[operator]
     audit(rig.stack)
     assert rig.stack.idle
+
+
+def test_an_outcome_that_does_not_fit_changes_nothing() -> None:
+    rig = Rig()
+    rig.save(K[0], K[1])
+    (transfer,) = rig.transfers()
+    with pytest.raises(BookError, match="1 verdicts for 2 blocks"):
+        rig.stack.settle(Outcome(transfer.id, (OK,)), rig.now)
+    audit(rig.stack)
+    rig.settle(transfer)
+    with pytest.raises(BookError, match="already settled"):
+        rig.settle(transfer)

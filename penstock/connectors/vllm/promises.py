@@ -7,7 +7,7 @@ waiting forever.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.connectors.vllm.orders import Orders, Reports
@@ -81,7 +81,8 @@ class Promises:
         # Before any change: if this raises, the transfer still fails with all others.
         pairs = list(zip(transfer.target_slots, outcome.verdicts, strict=True))
         del self._under_way[outcome.transfer_id]
-        self._reports.outcomes.append(outcome)
+        # Without its end, which is a time of this process: the books measure in another.
+        self._reports.outcomes.append(replace(outcome, ended=None))
         request_id = self._request_of.pop(outcome.transfer_id, None)
         if request_id is None:
             return
