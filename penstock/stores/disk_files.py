@@ -29,7 +29,7 @@ from penstock.stores.directory import (
 from penstock.stores.slab import RECORD_BYTES, Geometry, SlabRecord
 from penstock.types import BlockSpec, Slot, round_up
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("penstock.stores.disk")
 
 _GROW_BYTES = 1 << 30  # slabs grow in steps of this size
 _GROW_STEPS = 32  # or of this fraction of the cap, if that is smaller

@@ -12,7 +12,7 @@ from penstock.errors import StoreError
 from penstock.stores.base import Arena
 from penstock.stores.remote import Item
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("penstock.stores.mooncake")
 
 _MIN_BUFFER_BYTES = 64 << 10
 

@@ -77,7 +77,7 @@ def request(
             yield response
     except httpx.TimeoutException:
         raise RequestFailed("timed out", is_timeout=True) from None
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # Unicode: key or host name
         raise RequestFailed(_reason(error)) from None
 
 
@@ -96,11 +96,14 @@ def read_lines(response: httpx.Response) -> Iterator[bytes]:
 
     Not `Response.iter_lines`: it also splits at U+2028 and its like, which JSON may contain.
     """
-    rest = b""
+    pending: list[bytes] = []  # joined once per line, however many pieces it arrives in
     for chunk in response.iter_raw():
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-    if rest:
+        first, *others = chunk.split(b"\n")
+        pending.append(first)
+        for other in others:
+            yield b"".join(pending)
+            pending = [other]
+    if rest := b"".join(pending):
         yield rest
 
 

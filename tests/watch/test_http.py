@@ -95,6 +95,16 @@ def test_reasons_are_the_systems_own_words() -> None:
         pass
 
 
+@pytest.mark.parametrize("host", ["a..b", "xn--a", "a" * 70, "999.1.1.1", "[v1.x]"])
+def test_hosts_that_cannot_be_are_failed_requests(host: str) -> None:
+    """Some of them are refused by httpx, others only when the name is looked up."""
+    with (
+        pytest.raises(RequestFailed),
+        request("GET", parse_url(f"http://{host}:1"), timeout_seconds=9),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     "url", ["", "host", "ftp://host", "http://host:0", "http://a b", "http://a\n"]
 )
