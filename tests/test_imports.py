@@ -45,7 +45,7 @@ ALLOWED = {
     "mooncake": {"stores/mooncake_library"},
     "cryptography": {"stores/envelope"},
     "prometheus_client": {"metrics", "server", "watch"},
-    "httpx": {"watch/http", "commands/speakers"},
+    "httpx": {"watch/http", "commands/speakers", "stores/mooncake"},
     "fastapi": {"server"},
     "starlette": {"server"},
     "pydantic": {"server"},

@@ -10,16 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.decode_plan import DecodePlan
 from penstock.engine.runner import PackedRow
-
-if TYPE_CHECKING:
-    from penstock.engine.triton_runner import TritonRunner
 
 _cuda: Any = torch.cuda  # mostly untyped
 
@@ -48,14 +45,17 @@ class CudaGraphs:
 
     def __init__(
         self,
-        runner: TritonRunner,
+        fill: Callable[[PackedRow | None, int], bool],
+        forward: Callable[..., Tensor],
         plan: DecodePlan,
         max_rows: int,
         device: torch.device,
         *,
         can_fetch: bool,
     ) -> None:
-        self._runner = runner
+        """`fill` and `forward` are those of the runner."""
+        self._fill = fill
+        self._forward = forward
         self._plan = plan
         sizes = [1, 2, 4, *range(8, max_rows, 8), max_rows]
         self._sizes = sorted({size for size in sizes if size <= max_rows})
@@ -67,10 +67,10 @@ class CudaGraphs:
     def run(self, row: PackedRow) -> Tensor:
         """Logits of all rows, valid until the next step."""
         size = next(size for size in self._sizes if size >= len(row.singles))
-        fetches = self._runner.fill(row, size)
+        fetches = self._fill(row, size)
         if (size, fetches) not in self._captured:
             self._capture(size, fetches=fetches)
-            self._runner.fill(row, size)
+            self._fill(row, size)
         graph, logits = self._captured[size, fetches]
         graph.replay()
         return logits
@@ -89,11 +89,11 @@ class CudaGraphs:
     def _capture(self, size: int, *, fetches: bool) -> None:
         plan = self._plan
         rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
-        self._runner.fill(None, size)
+        self._fill(None, size)
 
         def step() -> Tensor:
             plan.send()
-            return self._runner.forward(*rows, self._kept[:size], size, [], fetches=fetches)
+            return self._forward(*rows, self._kept[:size], size, [], fetches=fetches)
 
         stream: Any = _cuda.Stream()
         stream.wait_stream(_cuda.current_stream())

@@ -172,8 +172,14 @@ class TritonRunner:
         self._is_long = False  # whether the step that was queued last takes long
         self._graphs = None
         if on_gpu and use_graphs:
+            can_fetch = self._fetcher is not None
             self._graphs = CudaGraphs(
-                self, self._plan, max_num_seqs, self._device, can_fetch=self._fetcher is not None
+                self.fill,
+                self.forward,
+                self._plan,
+                max_num_seqs,
+                self._device,
+                can_fetch=can_fetch,
             )
 
     @torch.inference_mode()

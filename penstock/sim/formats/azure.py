@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 
-from penstock.sim.formats.entries import Arrivals, Entry
+from penstock.sim.formats.entries import ArrivalOrder, Entry
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import own_names
 from penstock.sim.trace import Trace, TraceRequest
@@ -34,7 +34,7 @@ def recognises(head: list[str]) -> bool:
 def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or BLOCK_TOKENS
     requests: list[TraceRequest] = []
-    arrivals = Arrivals()
+    arrivals = ArrivalOrder()
     for entry in _rows(file):
         arrival = arrivals.add(entry, "TIMESTAMP", entry.moment("TIMESTAMP"))
         num_input, num_output = entry.count("ContextTokens"), entry.count("GeneratedTokens")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.sim.formats.entries import Arrivals, Entry, entries
+from penstock.sim.formats.entries import ArrivalOrder, Entry, entries
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.mooncake import block_ids
 from penstock.sim.formats.naming import ChainNames
@@ -29,7 +29,7 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     names = ChainNames(1)  # one id stands for all tokens of a block
     roots: dict[int, int] = {}  # the first chat of each chat's conversation
     requests: list[TraceRequest] = []
-    arrivals = Arrivals()
+    arrivals = ArrivalOrder()
     for entry in entries(file):
         arrival = arrivals.add(entry, "timestamp", entry.seconds("timestamp"))
         ids = block_ids(entry, block_tokens)

@@ -99,7 +99,7 @@ class Entry:
         return Entry(self.file, self.number, value)
 
 
-class Arrivals:
+class ArrivalOrder:
     """Arrival times relative to the first request. They must not decrease."""
 
     def __init__(self) -> None:

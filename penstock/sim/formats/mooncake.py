@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.sim.formats.entries import Arrivals, Entry, entries
+from penstock.sim.formats.entries import ArrivalOrder, Entry, entries
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import NumberNames
 from penstock.sim.trace import Trace, TraceRequest
@@ -27,7 +27,7 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or BLOCK_TOKENS
     names = NumberNames("mooncake")
     requests: list[TraceRequest] = []
-    arrivals = Arrivals()
+    arrivals = ArrivalOrder()
     for entry in entries(file):
         moment = entry.seconds("timestamp", ticks_per_second=1000)
         arrival = arrivals.add(entry, "timestamp", moment)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.sim.formats.entries import Arrivals, Entry, entries
+from penstock.sim.formats.entries import ArrivalOrder, Entry, entries
 from penstock.sim.formats.lines import TraceFile
 from penstock.sim.formats.naming import DEFAULT_BLOCK_TOKENS, ChainNames, pseudo_tokens
 from penstock.sim.formats.prompts import Exchange, messages_text, tokens_of
@@ -36,7 +36,7 @@ def read(file: TraceFile, block_tokens: int | None) -> Trace:
     block_tokens = block_tokens or DEFAULT_BLOCK_TOKENS
     names = ChainNames(block_tokens)
     requests: list[TraceRequest] = []
-    arrivals = Arrivals()
+    arrivals = ArrivalOrder()
     for entry in entries(file):
         name = entry.first_of(*_TIMES)
         if name is None:
