@@ -272,7 +272,10 @@ class Vllm:
         has_ended = self.scheduler.side is None
         assert self.scheduler.close()
         if has_ended:
-            self.side.close()  # its threads; vLLM's process would end with them
+            # Its threads, which vLLM's process would end. Nothing may be settled any more: after an
+            # error the books cannot be trusted.
+            self.side._ticker.stop(wait=True)
+            assert self.offloader.abandon(TIMEOUT_SECONDS)
         for worker in self.workers:
             worker.close()
 

@@ -205,8 +205,9 @@ class SchedulerSide:
         self._ticker.stop(wait=True)
         with self._lock:
             self._engine.give_up()
-            for ticket in self._dispatch.loads_under_way:
-                self._offloader.cancel(ticket)
+            # Workers may still write to the DRAM slots of saves that were given up. No load or
+            # prefetch may wait for that room: its block would be overwritten, and kept.
+            self._offloader.let_go(_CLOSE_SECONDS)
             return self._offloader.close(_CLOSE_SECONDS)
 
     @property
