@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from penstock.commands import Tick, disk_audit, print_fields, print_json, progress_bar
+from penstock.commands.damage_table import print_damages
 from penstock.commands.disk_audit import DiskAudit, DiskDamage
-from penstock.commands.store import print_damages
 from penstock.errors import ConfigError
 from penstock.stores import folder
 from penstock.stores.directory import lock_directory, remove_store_files

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 import typer
 
 from penstock.commands import Tick, print_fields, print_json, progress_bar, remote_audit
+from penstock.commands.damage_table import print_damages
 from penstock.commands.remote_audit import RemoteAudit, Values
-from penstock.commands.store import print_damages
 from penstock.config import ENV_REMOTE_SECRET
 from penstock.config.urls import without_password
 from penstock.errors import ConfigError, StoreError

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Annotated
 
 import typer
 
-from penstock.commands import JsonFlag, new_table, stdout_console
+from penstock.commands import JsonFlag
 from penstock.errors import ConfigError
-
-_MAX_SHOWN = 50
 
 app = typer.Typer()
 
@@ -105,16 +102,3 @@ def _commands_for(place: str) -> ModuleType:
     from penstock.commands import disk_store
 
     return disk_store
-
-
-def print_damages(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None
-) -> None:
-    table = new_table(*headers, title=title)
-    for column in table.columns:
-        column.justify = "left"
-    for row in rows[:_MAX_SHOWN]:
-        table.add_row(*row)
-    stdout_console().print(table)
-    if len(rows) > _MAX_SHOWN:
-        typer.echo(f"{len(rows) - _MAX_SHOWN:,} more are not shown; --json lists all.")

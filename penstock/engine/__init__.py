@@ -1,1 +1,1 @@
-"""The embedded engine: a real model whose KV lives in tiers."""
+"""The embedded engine: runs a real model whose KV is kept in tiers."""

@@ -1,1 +1,1 @@
-"""OpenAI's wire format over the embedded engine."""
+"""The OpenAI-compatible server over the embedded engine, and its dashboard."""

@@ -1,1 +1,1 @@
-"""Tomorrow's traffic on hardware not yet bought: the books that serve, with a clock of our own."""
+"""Traffic on hardware you do not have: the real books and policies, with simulated time."""
