@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from connectors.memory_model import PART_BYTES, VOCABULARY
+from connectors.memory_model import BLOCK_TOKENS, PART_BYTES, VOCABULARY
 from connectors.pool_model import Request
 from connectors.vllm_model import Vandal, Vllm
 
 from penstock.connectors.vllm import lookups
+from penstock.events import Event, Stored
+from penstock.types import Tier
 
 Models = Callable[..., Vllm]
 
@@ -153,3 +155,29 @@ def test_whatever_happens_no_wrong_block_is_kept_loaded_or_computed_from(
         seen += vllm.seen
     missing = [name for name in (*ALWAYS, *expected) if not seen[name]]
     assert not missing, f"the test hardly tests: {sorted(seen.items())}"
+
+
+def test_closing_loads_nothing_into_room_that_a_worker_still_writes_to(models: Models) -> None:
+    """A save that is given up frees its slot in DRAM, though the worker may go on copying."""
+    stored: list[Stored] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Stored) and event.tier is Tier.HOST:
+            stored.append(event)
+
+    vllm = models(disk=True, num_host=4, observers=[observe])
+    first = vllm.add(range(4 * BLOCK_TOKENS), 1)
+    vllm.flush()  # its blocks are on disk
+    keys = stored[0].keys
+    (mover,) = vllm.movers
+    mover.saves_gate.clear()
+    vllm.add(range(100, 100 + 4 * BLOCK_TOKENS), 1)
+    while vllm.requests:
+        vllm.step()
+    assert vllm.engine.num_flying
+    assert vllm.offloader.prefetch(keys)  # it waits for room
+    stored.clear()
+    assert vllm.scheduler.close()
+    assert stored == []
+    mover.saves_gate.set()
+    assert first.num_output == 1
