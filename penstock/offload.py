@@ -160,6 +160,8 @@ class Offloader:
     def is_looking_up(self, lookup_id: LookupId) -> bool:
         return self._stack.lookups.is_open(lookup_id)
 
+    look, is_looking = lookup, is_looking_up  # their names until 0.1, kept for one release
+
     def used(self, keys: Sequence[BlockKey], *, tenant: str = "") -> None:
         """Note that blocks were found on the device, so that lower tiers keep them too."""
         self._stack.used(keys, self._clock.now(), tenant)
