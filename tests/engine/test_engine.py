@@ -386,11 +386,11 @@ def test_the_debug_log_tells_a_requests_story(
     engine.close()
     text = caplog.text
     assert "request one: first token after" in text
-    assert "blocks match below the device" in text
+    assert "matched blocks below the device" in text
     assert "request two: loaded" in text
     assert "from HOST (" in text
     assert "GB/s" in text
-    assert "computing all of them takes about" in text
+    assert "computing them all would take about" in text
     assert "request two: length after" in text
 
 

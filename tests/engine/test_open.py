@@ -12,8 +12,7 @@ import torch
 from server.running import make_tiny, wait_until
 
 from penstock.config.options import EngineOptions
-from penstock.engine import engine as engines
-from penstock.engine import weights
+from penstock.engine import parts, weights
 from penstock.engine.open import open_engine
 from penstock.engine.runner import TorchRunner
 from penstock.errors import ConfigError
@@ -50,7 +49,7 @@ def test_no_room_to_compute_in(
     )
     before = set(threading.enumerate())
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "TorchRunner", runner)
+        patch.setattr(parts, "TorchRunner", runner)
         with pytest.raises(ConfigError, match=r"with a KV pool of 20\.5 MiB") as refusal:
             open_engine(options)
     assert "More." not in str(refusal.value)

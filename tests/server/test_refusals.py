@@ -313,8 +313,8 @@ def test_a_template_that_refuses(local: Callable[..., Local]) -> None:
     with server.client() as client:
         for template, words in (
             ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-            ("{{ messages[99].content.x }}", "does not take"),
-            ("{% for", "does not take"),
+            ("{{ messages[99].content.x }}", "rejects these messages"),
+            ("{% for", "rejects these messages"),
             (None, "no chat template"),
         ):
             tokenizer.chat_template = template
@@ -379,7 +379,8 @@ def test_a_body_that_ends_early(
         "the request is refused",
     )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    server.client().check_serves()
+    with server.client() as client:
+        client.check_serves()
 
 
 # The key, and ids.

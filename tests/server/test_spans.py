@@ -335,7 +335,7 @@ def test_what_is_no_collector(url: str, by_option: bool) -> None:
 
 
 def test_an_empty_option_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--otlp-traces-endpoint ''"):
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint is ''"):
         find_collector("", {BASE: URL})
 
 
