@@ -22,17 +22,17 @@ class _Sent:
 
     def merge(self, outcome: Outcome) -> None:
         """Add a worker's outcome: a block is OK only if it is OK on all of them."""
+        if self.merged is not None:
+            pairs = zip(self.merged.verdicts, outcome.verdicts, strict=True)
+            outcome = Outcome(
+                outcome.transfer_id,
+                tuple(one if one is not Verdict.OK else two for one, two in pairs),
+                max(self.merged.seconds, outcome.seconds),  # workers copy in parallel
+                self.merged.error or outcome.error,
+            )
+        # Last: an outcome that does not fit raises above, and changes nothing.
+        self.merged = outcome
         self.num_missing -= 1
-        if self.merged is None:
-            self.merged = outcome
-            return
-        pairs = zip(self.merged.verdicts, outcome.verdicts, strict=True)
-        self.merged = Outcome(
-            outcome.transfer_id,
-            tuple(one if one is not Verdict.OK else two for one, two in pairs),
-            max(self.merged.seconds, outcome.seconds),  # workers copy in parallel
-            self.merged.error or outcome.error,
-        )
 
 
 class DelegatingEngine:
