@@ -80,7 +80,9 @@ def is_latent(kv_cache_config: Any) -> bool:
         for index in kept_ids(kv_cache_config)
         for spec in layer_specs(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
     ]
-    return all(type(spec).__name__ in {"MLAAttentionSpec", "SlidingWindowMLASpec"} for spec in specs)
+    return all(
+        type(spec).__name__ in {"MLAAttentionSpec", "SlidingWindowMLASpec"} for spec in specs
+    )
 
 
 def is_one_plain_spec(kv_cache_config: Any) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
-
 from penstock.stores.host import ArenaHandle
 from penstock.transfer.paged import PartPlace
 from penstock.types import Outcome, Slot, Transfer, TransferId

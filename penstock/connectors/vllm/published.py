@@ -30,10 +30,10 @@ def published(news: Iterable[TierEvent], *, is_latent: bool = False) -> list[Any
 
 def extra_keys(request: Any, start: int, end: int) -> Any:
     """What besides tokens is part of the hash of a block: adapter, media, salt."""
-    make = getattr(kv_cache_utils, "generate_block_hash_extra_keys", None)
-    if make is None or not kv_cache_utils.need_extra_keys(request):
+    names = ("lora_request", "mm_features", "cache_salt", "prompt_embeds")
+    if not any(getattr(request, name, None) for name in names):
         return None
-    return make(request, start, end, 0)[0]
+    return kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)[0]
 
 
 def _event(event: TierEvent, *, is_latent: bool) -> Any:

@@ -61,6 +61,9 @@ class Ways(NamedTuple):
     hits_whole_prompts_only: bool = False
 
 
+_USUAL_WAYS = Ways()
+
+
 def _num_checkpoint_blocks(groups: Groups, num_tokens: int) -> int:
     return sum(len(group.needed(num_tokens)) for group in groups.partial)
 
@@ -96,7 +99,7 @@ class SchedulerSide:
         block_bytes: int,
         parts: tuple[PartPlace, ...] = (),
         groups: Groups | None = None,
-        ways: Ways = Ways(),
+        ways: Ways = _USUAL_WAYS,
         turn_tokens: frozenset[int] = frozenset(),
         may_load: bool = True,
         may_save: bool = True,
@@ -133,9 +136,7 @@ class SchedulerSide:
             ),
             may_save,
             has_drafts=ways.has_drafts,
-            turns=lambda tracked: turn_borders(
-                tracked.request.prompt_token_ids or (), turn_tokens
-            ),
+            turns=lambda tracked: turn_borders(tracked.request.prompt_token_ids or (), turn_tokens),
         )
         self._lookups = RequestLookups(
             offloader,

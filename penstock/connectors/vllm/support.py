@@ -51,7 +51,7 @@ def check_config(vllm_config: Any) -> None:
 
 
 def check_groups_version(version: str, *, is_plain: bool) -> None:
-    """Refuse several KV cache groups, windows and states in versions that cannot report failures."""
+    """Refuse windows, states and several groups where vLLM cannot be told of a failed load."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if is_plain or (found and (int(found[1]), int(found[2])) >= GROUPS_FROM):
         return
