@@ -60,7 +60,8 @@ def _merged(groups: Iterable[LayerGroup]) -> tuple[LayerGroup, ...]:
     for group in groups:
         found.setdefault(replace(group, layers=()), []).extend(group.layers)
     return tuple(
-        replace(group, num_layers=len(layers), layers=tuple(layers))
+        # One group has all layers: then there is nothing to tell apart.
+        replace(group, num_layers=len(layers), layers=tuple(layers) if len(found) > 1 else ())
         for group, layers in found.items()
     )
 

@@ -25,7 +25,7 @@ class LayerGroup:
     state_bytes: int = 0  # per layer
     span: int = 0  # of a window or chunk, in tokens
     is_latent: bool = False  # MLA: one latent for all heads, which every GPU of a server holds
-    layers: tuple[int, ...] = ()  # which layers, if that is known
+    layers: tuple[int, ...] = ()  # which layers, if there are other groups
 
     def __post_init__(self) -> None:
         keeps = self.state_bytes if self.kind is Kind.STATE else self.elements

@@ -75,16 +75,6 @@ DEEPSEEK_V3: dict[str, Any] = {
 Write = Callable[[Any], Path]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def write_json(config: Any) -> Path:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(config))
-        return path
-
-    return write_json
-
-
 def refusal(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         shape_from_config(path)
