@@ -14,7 +14,14 @@ from tools import content, key_of, spec
 
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
-from penstock.transfer.paged import PageStretch, PagedMemory, PagedMover, Part, PartPlace, equal_parts
+from penstock.transfer.paged import (
+    PagedMemory,
+    PagedMover,
+    PageStretch,
+    Part,
+    PartPlace,
+    equal_parts,
+)
 from penstock.transfer.seals import Seals
 from penstock.types import BlockKey, Slot, Tier, Transfer, TransferId, Verdict
 
