@@ -156,7 +156,9 @@ def plan(
         )
     if sessions is None:
         raise ConfigError("--sessions is missing: expected the number of sessions open at once")
-    check_counts({"--context": context, "--sessions": sessions, "--turns": turns, "--active": active})
+    check_counts(
+        {"--context": context, "--sessions": sessions, "--turns": turns, "--active": active}
+    )
     if not 1 <= gpus <= _MAX_GPUS:
         raise ConfigError(f"--gpus is {gpus}: expected a whole number from 1 to {_MAX_GPUS}")
     if tensor_parallel_size is not None and not 1 <= tensor_parallel_size <= gpus:

@@ -101,7 +101,11 @@ def _kind_of(kind: VerdictKind, way: Way) -> VerdictKind:
     """The verdict for an engine whose best way differs from the plan's."""
     if kind not in (VerdictKind.TAIL_PIN, VerdictKind.TURNS, VerdictKind.NEVER_COLD):
         return VerdictKind.TAIL_PIN if way.mode is Mode.COLD else kind
-    return {Mode.COLD: VerdictKind.TAIL_PIN, Mode.TURNS: VerdictKind.TURNS, Mode.WHOLE: VerdictKind.NEVER_COLD}[way.mode]
+    return {
+        Mode.COLD: VerdictKind.TAIL_PIN,
+        Mode.TURNS: VerdictKind.TURNS,
+        Mode.WHOLE: VerdictKind.NEVER_COLD,
+    }[way.mode]
 
 
 def _host_gib(found: Fit) -> float:

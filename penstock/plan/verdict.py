@@ -28,7 +28,12 @@ class VerdictKind(StrEnum):
 
     @property
     def tiers(self) -> bool:
-        return self in (VerdictKind.FOR_REUSE, VerdictKind.NEVER_COLD, VerdictKind.TURNS, VerdictKind.TAIL_PIN)
+        return self in (
+            VerdictKind.FOR_REUSE,
+            VerdictKind.NEVER_COLD,
+            VerdictKind.TURNS,
+            VerdictKind.TAIL_PIN,
+        )
 
     @property
     def runs(self) -> bool:
@@ -44,7 +49,9 @@ TITLES = {
     VerdictKind.FOR_REUSE: "Offload for reuse: DRAM keeps prompts that come again",
     VerdictKind.NEVER_COLD: "Offload whole sessions: active ones on the GPU, idle ones in DRAM",
     VerdictKind.TURNS: "Offload whole sessions: they take turns on the GPU",
-    VerdictKind.TAIL_PIN: "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU",
+    VerdictKind.TAIL_PIN: (
+        "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU"
+    ),
 }
 
 

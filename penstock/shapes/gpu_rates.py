@@ -98,7 +98,8 @@ def estimate_prefill(shape: ModelShape, operations_per_second: float) -> Prefill
     width = (shape.num_heads or shape.num_kv_heads) * shape.head_dim
     windows = sum(group.span * group.num_layers for group in shape.partial_groups)
     return PrefillRate(
-        tokens_per_second=operations_per_second / (2 * shape.params_per_token + 4 * windows * width),
+        tokens_per_second=operations_per_second
+        / (2 * shape.params_per_token + 4 * windows * width),
         quadratic_seconds_per_token2=2 * shape.num_full_layers * width / operations_per_second,
     )
 

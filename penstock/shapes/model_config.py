@@ -166,7 +166,9 @@ def _count_params(fields: ConfigFields, attention: int) -> tuple[int | None, int
     return params(num_experts), params(num_used) if num_experts and num_used else None
 
 
-def _attention_params(fields: ConfigFields, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+def _attention_params(
+    fields: ConfigFields, num_heads: int, num_kv_heads: int, head_dim: int
+) -> int:
     """One layer's query, key, value and output projections; for MLA, the low-rank ones."""
     hidden = fields.about("hidden_size")
     kv_rank, query_rank = fields.about("kv_lora_rank"), fields.about("q_lora_rank")

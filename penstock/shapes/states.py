@@ -64,9 +64,7 @@ def _mamba2(fields: ConfigFields, model_bits: int) -> StateSize:
     state_bits = fields.bits("mamba_ssm_cache_dtype", default)
     convolution = (kernel - 1) * (inner + 2 * groups * size)
     state = heads * head_dim * size
-    return StateSize(
-        "Mamba2 state", heads, convolution * model_bits // 8 + state * state_bits // 8
-    )
+    return StateSize("Mamba2 state", heads, convolution * model_bits // 8 + state * state_bits // 8)
 
 
 def _mamba1(fields: ConfigFields, model_bits: int) -> StateSize:
@@ -86,7 +84,9 @@ def _gated_delta_net(fields: ConfigFields, model_bits: int) -> StateSize:
         state_bits = fields.bits("mamba_ssm_dtype", model_bits)
     state = value_heads * value_dim * key_dim
     return StateSize(
-        "gated delta net state", value_heads, convolution * model_bits // 8 + state * state_bits // 8
+        "gated delta net state",
+        value_heads,
+        convolution * model_bits // 8 + state * state_bits // 8,
     )
 
 
