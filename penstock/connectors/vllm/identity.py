@@ -88,9 +88,7 @@ def _layout(shards: Sequence[Shard]) -> str:
     if len(stages) == 1:
         return shards[0].layout
     return " / ".join(
-        f"stage {stage}: {layout}"
-        for stage, found in sorted(stages.items())
-        for layout, _ in found
+        f"stage {stage}: {layout}" for stage, found in sorted(stages.items()) for layout, _ in found
     )
 
 
