@@ -82,7 +82,7 @@ class Saves:
         self._offer(ticket, [position for position, verdict in pairs if verdict is Verdict.OK])
 
     def _offer(self, ticket: Ticket, positions: Sequence[int]) -> None:
-        if not self._write_down.tiers:
+        if not self._write_down.tiers or not ticket.write_down:
             return
         keys = ticket.keys_at(positions)
         self._write_down.offer(keys, ticket.tenant, ticket.parents_at(positions))

@@ -160,10 +160,16 @@ class TierStack:
         now: float,
         tenant: str = "",
         parents: Mapping[int, BlockKey | None] = NO_PARENTS,
+        *,
+        write_down: bool = True,
     ) -> TicketId:
-        """Start copying device slots into HOST. Blocks that are there, or arriving, are skipped."""
+        """Start copying device slots into HOST. Blocks that are there, or arriving, are skipped.
+
+        With `write_down=False` they are not written to lower tiers.
+        """
         self.ledgers.now = now
         ticket = self.tickets.open(Direction.SAVE, keys, source, now, None, tenant, parents)
+        ticket.write_down = write_down
         self._plan(ticket)
         return ticket.id
 

@@ -26,6 +26,7 @@ class Ticket:
     tenant: str = ""
     # By position: parents of the blocks whose parent is not the block before them.
     parents: Mapping[int, BlockKey | None] = field(default_factory=dict)
+    write_down: bool = True  # of a save: whether lower tiers get the blocks
     num_planned: int = 0  # leading positions that have been planned
     num_flying: int = 0  # blocks whose device slot a transfer may touch now
     waiting: list[int] = field(default_factory=list)  # positions that found no room in HOST yet
