@@ -203,9 +203,9 @@ class Auditor:
     def is_under_audit(self, key: BlockKey) -> bool:
         """Whether the block must not be saved under its own key now.
 
-        Otherwise the computed block could take the place of the stored one before it is compared.
+        Until the stored block is pinned, a computed one could take its place in HOST.
         """
-        return any(key in audit.blocks for audit in self._by_request.values())
+        return any(audit.load is not None and key in audit.blocks for audit in self._audits)
 
     def save(
         self, request_id: str, keys: Sequence[BlockKey], slots: Sequence[Slot]
