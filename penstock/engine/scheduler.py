@@ -89,6 +89,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # most urgent first
         self._running: list[Request] = []
         self._loading: dict[TicketId, Request] = {}
+        self._distrusted: set[TicketId] = set()  # loads whose blocks must not be used
         self.placement = Placement(pool, residency, tiers)
         self.placement.follow(self._running)
         self._two_ended_loads = TwoEndedLoads(
@@ -242,6 +243,13 @@ class Scheduler:
             self.placement.release_load(into, pins)
             self._drop_blocks(request)
             return None
+        if done.ticket in self._distrusted:
+            self._distrusted.remove(done.ticket)
+            self.placement.release_load(into, pins)
+            self._drop_blocks(request)
+            request.num_preemptions += 1
+            self._enqueue(request)
+            return None
         num_arrived = done.num_leading_ok
         places = []
         for key, slot, pin in zip(done.keys[:num_arrived], into, pins, strict=False):
@@ -271,6 +279,8 @@ class Scheduler:
         """Compute everything again: KV that was loaded turned out to be wrong."""
         for request in list(self._running):
             self._preempt(request)
+        self._distrusted.update(self._loading)
+        self.placement.distrust()
         self._pool.distrust()
 
     def take_events(self) -> list[Event]:

@@ -381,6 +381,28 @@ def test_a_failure_in_the_middle_of_requests_that_loaded_computes_them_again(
     idle(engine)
 
 
+def test_what_is_being_loaded_when_an_audit_fails_is_not_used(
+    loaded: LoadedModel, opened: Callable[..., Engine], tmp_path: Path
+) -> None:
+    right = ask(opened(loaded, None, share=0.0), prompts())
+    writer = opened(altered(loaded, rope_scaled), tmp_path / "kv", share=0.0)
+    fill(writer, prompts())
+    writer.close()
+    engine = opened(loaded, tmp_path / "kv", share=0.0)
+    assert engine.offloader is not None
+    engine.offloader.recover()
+    requests = [engine.add(str(number), ids, GREEDY) for number, ids in enumerate(prompts())]
+    engine.step()
+    assert engine.scheduler.num_loading == len(requests)
+    assert engine.offloader.drain(30)  # the loads have ended, and nobody knows yet
+    engine.offloader.quarantine()
+    engine._distrust()
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in requests] == right
+    idle(engine)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batches", [(512, 37), (48, 512), (16, 100)])
 def test_nothing_is_found_whatever_the_batch_shape(
