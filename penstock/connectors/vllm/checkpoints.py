@@ -176,8 +176,7 @@ class RequestCheckpoints:
         old, tracked.last_checkpoint = tracked.last_checkpoint, new
         self._last_of[ticket] = tracked.request.request_id
         if old is not None:
-            kept = set(new.keys)
-            self.offloader.demote([key for key in old.keys if key not in kept])
+            self.offloader.supersede(old.keys)
             self.boundaries.gone(old.keys[-1])
 
     def _blocks(
