@@ -430,8 +430,10 @@ def test_nothing_is_found_whatever_the_batch_shape(
     for at_once in (1, 3, 6):
         ask(engine, questions, at_once=at_once)
         forget(engine)
-    assert audited(events, "computed") >= 10
+    found = engine.audits._auditor.findings if engine.audits is not None else []
+    assert [finding.describe() for finding in found] == []
     assert failures(events) == []
+    assert audited(events, "computed") >= 5  # the engine computes some because that is faster
     idle(engine)
 
 
