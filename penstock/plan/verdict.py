@@ -16,7 +16,7 @@ from penstock.units import counted, format_bytes, format_seconds
 LITTLE_REUSE = 0.05
 
 
-class PlanKind(StrEnum):
+class Kind(StrEnum):
     DOES_NOT_FIT = "does-not-fit"
     NOT_SUPPORTED = "not-supported"
     CONTEXT_TOO_LONG = "context-too-long"
@@ -29,36 +29,30 @@ class PlanKind(StrEnum):
 
     @property
     def tiers(self) -> bool:
-        return self in (PlanKind.FOR_REUSE, PlanKind.NEVER_COLD, PlanKind.TURNS, PlanKind.TAIL_PIN)
+        return self in (Kind.FOR_REUSE, Kind.NEVER_COLD, Kind.TURNS, Kind.TAIL_PIN)
 
     @property
     def runs(self) -> bool:
         """Whether the plan can run, so that there are settings for it."""
-        return self not in (
-            PlanKind.DOES_NOT_FIT,
-            PlanKind.NOT_SUPPORTED,
-            PlanKind.CONTEXT_TOO_LONG,
-        )
+        return self not in (Kind.DOES_NOT_FIT, Kind.NOT_SUPPORTED, Kind.CONTEXT_TOO_LONG)
 
 
 TITLES = {
-    PlanKind.DOES_NOT_FIT: "It does not fit on these GPUs",
-    PlanKind.NOT_SUPPORTED: "Penstock does not support this model's KV",
-    PlanKind.CONTEXT_TOO_LONG: "The context is longer than the model allows",
-    PlanKind.DO_NOT_OFFLOAD: "Do not offload",
-    PlanKind.DEVICE_IS_ENOUGH: "The GPU's memory is enough",
-    PlanKind.FOR_REUSE: "Offload for reuse: DRAM keeps prompts that come again",
-    PlanKind.NEVER_COLD: "Offload whole sessions: active ones on the GPU, idle ones in DRAM",
-    PlanKind.TURNS: "Offload whole sessions: they take turns on the GPU",
-    PlanKind.TAIL_PIN: (
-        "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU"
-    ),
+    Kind.DOES_NOT_FIT: "It does not fit on these GPUs",
+    Kind.NOT_SUPPORTED: "Penstock does not support this model's KV",
+    Kind.CONTEXT_TOO_LONG: "The context is longer than the model allows",
+    Kind.DO_NOT_OFFLOAD: "Do not offload",
+    Kind.DEVICE_IS_ENOUGH: "The GPU's memory is enough",
+    Kind.FOR_REUSE: "Offload for reuse: DRAM keeps prompts that come again",
+    Kind.NEVER_COLD: "Offload whole sessions: active ones on the GPU, idle ones in DRAM",
+    Kind.TURNS: "Offload whole sessions: they take turns on the GPU",
+    Kind.TAIL_PIN: "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PlanVerdict:
-    kind: PlanKind
+    kind: Kind
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
@@ -94,10 +88,10 @@ def judge(
     If the prefill rate is unknown, `break_evens` is empty and `compute_seconds` is None.
     """
     if not ways:
-        return PlanVerdict(PlanKind.DOES_NOT_FIT, (_no_room(shape, hardware, found),))
+        return PlanVerdict(Kind.DOES_NOT_FIT, (_no_room(shape, hardware, found),))
     if reason := unsupported(shape):
         return PlanVerdict(
-            PlanKind.NOT_SUPPORTED,
+            Kind.NOT_SUPPORTED,
             (
                 f"{reason}. A prefix cannot be restored completely, so the engine and the "
                 "vLLM connector refuse the model. Use these figures for planning only.",
@@ -105,10 +99,10 @@ def judge(
         )
     limit = shape.max_context_tokens
     if limit is not None and demand.context_tokens > limit:
-        return PlanVerdict(PlanKind.CONTEXT_TOO_LONG, (_beyond_the_model(demand, limit),))
+        return PlanVerdict(Kind.CONTEXT_TOO_LONG, (_beyond_the_model(demand, limit),))
     best = ways[0]
     if not best.can_run:
-        return PlanVerdict(PlanKind.DOES_NOT_FIT, (_no_session(shape, hardware, found, best),))
+        return PlanVerdict(Kind.DOES_NOT_FIT, (_no_session(shape, hardware, found, best),))
     kind, reasons = _choose(demand, found, best, break_evens, load_seconds, compute_seconds)
     reasons.insert(0, _headline(demand, best))
     return PlanVerdict(
@@ -139,16 +133,16 @@ def _choose(
     break_evens: Mapping[Tier, int | None],
     load_seconds: Mapping[Tier, float],
     compute_seconds: float | None,
-) -> tuple[PlanKind, list[str]]:
+) -> tuple[Kind, list[str]]:
     context, reuse = demand.context_tokens, demand.reuse_share
     on_device = found.sessions_on_device
     if best.mode is Mode.COLD:
-        return PlanKind.TAIL_PIN, _tail_pin(demand, found, best)
+        return Kind.TAIL_PIN, _tail_pin(demand, found, best)
     if compute_seconds is not None:
         least = break_evens[Tier.HOST]
         if least is None or context < least:
             faster = "never faster" if least is None else f"faster only from {least:,} tokens"
-            return PlanKind.DO_NOT_OFFLOAD, [
+            return Kind.DO_NOT_OFFLOAD, [
                 f"Prompts are short: computing {context:,} tokens takes "
                 f"{format_seconds(compute_seconds)}. Loading from DRAM is {faster}."
             ]
@@ -159,22 +153,22 @@ def _choose(
             "tokens."
         )
         if reuse is not None and reuse < LITTLE_REUSE:
-            return PlanKind.DO_NOT_OFFLOAD, [
+            return Kind.DO_NOT_OFFLOAD, [
                 f"Little reuse: {reuse:.1%} of prompt tokens were computed before.",
                 fits,
             ]
         if reuse is None:
             advice = "To see whether DRAM helps reuse, give --reuse or --trace."
-            return PlanKind.DEVICE_IS_ENOUGH, [fits, advice]
+            return Kind.DEVICE_IS_ENOUGH, [fits, advice]
         if 0 < found.live_bytes <= found.pool_bytes:
             kept = f"KV that is read again, at most {format_bytes(found.live_bytes)}, fits too."
-            return PlanKind.DEVICE_IS_ENOUGH, [fits, kept]
+            return Kind.DEVICE_IS_ENOUGH, [fits, kept]
         reasons = [
             f"{reuse:.0%} of prompt tokens were computed before. DRAM keeps them when the GPU "
             "needs its memory for other sessions.",
             *_loads(context, load_seconds, compute_seconds),
         ]
-        return PlanKind.FOR_REUSE, reasons
+        return Kind.FOR_REUSE, reasons
     kept = (
         f"The plan is for {counted(demand.num_sessions, 'session')} of "
         f"{format_bytes(found.session_bytes)}. The GPU's memory holds {on_device:,}; with "
@@ -183,12 +177,12 @@ def _choose(
     reasons = [kept, *_loads(context, load_seconds, compute_seconds)]
     if best.mode is Mode.WHOLE:
         reasons.append("All active sessions fit on the GPU: no token waits for DRAM.")
-        return PlanKind.NEVER_COLD, reasons
+        return Kind.NEVER_COLD, reasons
     reasons.append(
         f"{_why_turns(demand, best)}, so sessions wait in DRAM for their turn. On average, each "
         f"active session gets {format_count(best.session_tokens_per_second)} tokens/s."
     )
-    return PlanKind.TURNS, reasons
+    return Kind.TURNS, reasons
 
 
 def _why_turns(demand: Demand, best: Way) -> str:
@@ -227,7 +221,7 @@ def _loads(
 
 
 def _warnings(
-    kind: PlanKind,
+    kind: Kind,
     hardware: Hardware,
     demand: Demand,
     found: Fit,
