@@ -113,11 +113,14 @@ class RequestCheckpoints:
 
     def used(self, tracked: Tracked, num_tokens: int) -> None:
         """A hit of so many tokens is loaded: learn that its checkpoint was worth its bytes."""
-        for group in self.requests.groups.partial:
-            blocks = group.needed(num_tokens)
-            for key in tracked.keys_of(group, blocks)[-1:]:
-                self.boundaries.hit(key)
-            return
+        keys = [
+            key
+            for group in self.requests.groups.partial
+            for key in tracked.keys_of(group, group.needed(num_tokens))
+        ]
+        if keys:
+            self.boundaries.hit(keys[-1])
+            self.offloader.keep_together(keys)  # after a restart nobody else has said so
 
     def __call__(self, event: Event) -> None:
         """An observer: checkpoints that leave DRAM make room for others."""
@@ -145,7 +148,6 @@ class RequestCheckpoints:
     ) -> None:
         keys: list[BlockKey] = []
         slots: list[Slot] = []
-        starts: dict[int, BlockKey | None] = {}
         for place, group in enumerate(self.requests.groups):
             if group.is_full:
                 continue
@@ -153,7 +155,6 @@ class RequestCheckpoints:
             found = self._blocks(group, boundary, blocks, tables[place], states, exact)
             if found is None:
                 return  # a checkpoint without one of its blocks is worthless
-            starts[len(keys)] = None
             keys += tracked.keys_of(group, blocks)
             slots += found
         if not keys:
@@ -167,7 +168,6 @@ class RequestCheckpoints:
             keys,
             slots,
             tenant=tracked.tenant,
-            parents=starts,
             whole=True,
             write_down=not is_of_answer,
         )
@@ -206,4 +206,5 @@ class RequestCheckpoints:
         return None if NULL_BLOCK in found else found
 
     def _offer(self, keys: Sequence[BlockKey], tenant: str) -> None:
-        self.offloader.offer(keys, tenant=tenant)
+        no_parents = dict.fromkeys(range(len(keys)))
+        self.offloader.offer(keys, tenant=tenant, parents=no_parents)

@@ -44,7 +44,10 @@ class RequestLoads:
         slots: list[Slot] = []
         parents: dict[int, BlockKey | None] = {}
         for place, group, blocks in pieces:
-            parents[len(keys)] = tracked.parent_key(group, blocks.start)
+            if group.is_full:
+                parents[len(keys)] = tracked.parent_key(group, blocks.start)
+            else:  # a checkpoint's blocks are evicted together, not from their end
+                parents.update(dict.fromkeys(range(len(keys), len(keys) + len(blocks))))
             keys += tracked.keys_of(group, blocks)
             slots += map(Slot, tables[place][blocks.start : blocks.stop])
             if group.is_full:  # the tiers have these blocks already
