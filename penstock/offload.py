@@ -110,6 +110,10 @@ class Offloader:
         seconds = load_seconds(match.runs, self._block_bytes, self.rates)
         return match if seconds is None else replace(match, load_seconds=seconds)
 
+    def where(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
+        """The fastest tier from which each block could be loaded now, or None. Changes nothing."""
+        return self._stack.where(keys)
+
     @property
     def rates(self) -> dict[Tier, LinkRate]:
         """The rate of each link, as measured by loads so far."""
@@ -166,6 +170,20 @@ class Offloader:
         """Note that blocks were found on the device, so that lower tiers keep them too."""
         self._stack.used(keys, self._clock.now(), tenant)
 
+    def offer(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        tenant: str = "",
+        parents: Mapping[int, BlockKey | None] = NO_PARENTS,
+    ) -> None:
+        """Write blocks that are in HOST to the lower tiers, after a save without `write_down`.
+
+        Blocks that are not in HOST, or still on their way into it, are skipped. For `parents` see
+        `save`.
+        """
+        self._stack.offer(keys, self._clock.now(), tenant, parents)
+
     def note(self, match: Match) -> None:
         """Count a match in the metrics. Call it once per request, after acting on the match."""
         hits = {run.tier: match.num_from(run.tier) for run in match.runs}
@@ -205,6 +223,8 @@ class Offloader:
         *,
         tenant: str = "",
         parents: Mapping[int, BlockKey | None] = NO_PARENTS,
+        whole: bool = False,
+        write_down: bool = True,
     ) -> TicketId:
         """Copy device slots into HOST, and from there to the lower tiers.
 
@@ -213,9 +233,21 @@ class Offloader:
         A block's parent is the block before it, except at the positions in `parents` (None means
         that it has no parent or that it is unknown). Chains of blocks are evicted from their ends,
         and stores that prefer large values keep a chain together.
+
+        If `whole`, the blocks are of use only together: either all that HOST lacks get room, or
+        all of these are DROPPED. Their order means nothing, so none has a parent unless `parents`
+        names one. Without `write_down` they stay in HOST until they are loaded or offered.
         """
         self._require_open()
-        ticket = self._stack.save(keys, source, self._clock.now(), tenant, parents)
+        ticket = self._stack.save(
+            keys,
+            source,
+            self._clock.now(),
+            tenant,
+            parents,
+            whole=whole,
+            write_down=write_down,
+        )
         self._submit()
         return ticket
 
@@ -249,6 +281,22 @@ class Offloader:
     def demote(self, keys: Sequence[BlockKey]) -> int:
         """Let HOST evict these blocks first, unless retained; returns how many were demoted."""
         return self._stack.retention.demote(keys)
+
+    def keep_together(self, keys: Sequence[BlockKey]) -> None:
+        """Evict these blocks together: if HOST or DISK loses one, it evicts the others next.
+
+        Call it when they are saved, and again when they are used: it does not survive a restart.
+        Blocks may belong to several such sets. They should have no parents (see `save`), because
+        chains of blocks are evicted from their ends.
+        """
+        self._stack.checkpoints.keep(keys)
+
+    def supersede(self, keys: Sequence[BlockKey]) -> None:
+        """Let HOST and DISK evict a set of `keep_together` first: a later one has replaced it.
+
+        Blocks that another set needs, and those that are retained, are left alone.
+        """
+        self._stack.checkpoints.supersede(keys)
 
     def prefetch(
         self,

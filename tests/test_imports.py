@@ -14,7 +14,7 @@ BASE = {
     *("errors", "types", "units", "keys", "clock", "events"),
     *("config", "machine", "hints", "install"),
 }
-BOOKS = {"books", "costs", "policies"}
+BOOKS = {"books", "costs", "policies", "groups"}
 FLOORS = [
     BASE,
     BOOKS | {"stores", "shapes"},

@@ -30,6 +30,7 @@ def audit(stack: TierStack) -> None:
     leases[Tier.HOST].update(stack.retention.slots)
     stack.write_down.check()
     stack.retention.check()
+    stack.checkpoints.check()
     for ticket in stack.tickets:
         if ticket.over or num_flying[ticket.id] != ticket.num_flying:
             raise BookError(f"ticket {ticket.id} is over but still open, or its copies miscounted")

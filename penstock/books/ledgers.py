@@ -39,6 +39,9 @@ class Ledgers:
         # Called with the blocks that HOST starts or stops offering, before observers see the event.
         self.on_host_stored: list[Callable[[Sequence[BlockKey]], None]] = []
         self.on_host_removed: list[Callable[[Sequence[BlockKey]], None]] = []
+        # The same for all tiers. Blocks that were on their way and did not arrive are lost, too.
+        self.on_stored: list[Callable[[Tier, Sequence[BlockKey]], None]] = []
+        self.on_lost: list[Callable[[Tier, Sequence[BlockKey]], None]] = []
         self._block_bytes = block_bytes
         self._health = {
             (tier, direction): Health() for tier in self.lower for direction in Direction
@@ -84,7 +87,10 @@ class Ledgers:
         if not all_ok(verdicts):
             pairs = list(zip(keys, verdicts, strict=True))
             arrived = [key for key, verdict in pairs if verdict is Verdict.OK]
-            ledger.abort([key for key, verdict in pairs if verdict is not Verdict.OK])
+            failed = [key for key, verdict in pairs if verdict is not Verdict.OK]
+            ledger.abort(failed)
+            for listener in self.on_lost:
+                listener(tier, failed)
         ledger.commit(arrived)
         self._note_stored(tier, arrived)
 
@@ -196,6 +202,8 @@ class Ledgers:
             if tier is Tier.HOST:
                 for listener in self.on_host_stored:
                     listener(keys)
+            for each in self.on_stored:
+                each(tier, keys)
 
     def _note_removed(self, tier: Tier, keys: Sequence[BlockKey], *, evicted: bool) -> None:
         if keys:
@@ -203,3 +211,5 @@ class Ledgers:
             if tier is Tier.HOST:
                 for listener in self.on_host_removed:
                     listener(keys)
+            for each in self.on_lost:
+                each(tier, keys)

@@ -9,7 +9,7 @@ from penstock.books.flights import Flight, Flights
 from penstock.books.ledgers import Ledgers, all_ok
 from penstock.books.tickets import Ticket
 from penstock.books.write_down import WriteDown
-from penstock.types import Tier, Verdict
+from penstock.types import Slot, Tier, Verdict
 
 
 class Saves:
@@ -32,9 +32,13 @@ class Saves:
         self.num_pending = 0  # blocks on their way into HOST
 
     def plan(self, ticket: Ticket, positions: Sequence[int]) -> None:
-        """Copy the blocks that HOST lacks, as far as there is room, and drop the rest."""
+        """Copy the blocks that HOST lacks, as far as there is room, and drop the rest.
+
+        A whole ticket is planned in one go: if there is no room for all, all are dropped.
+        """
         held = self._host.held
         fresh = positions
+        kept: Sequence[Slot] = ()
         if not held.isdisjoint(ticket.keys_at(positions)):
             fresh = [position for position in positions if ticket.keys[position] not in held]
             there = [position for position in positions if ticket.keys[position] in held]
@@ -43,7 +47,12 @@ class Saves:
             for position in ready:
                 self._host.touch(ticket.keys[position])
             self._offer(ticket, ready)
+            if ticket.whole:
+                # Lease before claim. Otherwise the claim may evict a block of this checkpoint.
+                kept = self._host.lease(ticket.keys_at(ready))
         room = min(self._host.num_claimable, self._max_pending_blocks - self.num_pending)
+        if ticket.whole and room < len(fresh):
+            room = 0
         # Keep the leading blocks: a prefix is of no use without its beginning.
         taken, refused = fresh[:room], fresh[room:]
         if refused:
@@ -65,6 +74,7 @@ class Saves:
                 ticket=ticket,
                 positions=taken,
             )
+        self._host.release(kept)
 
     def settle(self, flight: Flight, verdicts: Sequence[Verdict]) -> None:
         """Settle a copy from the device into HOST."""
@@ -82,7 +92,7 @@ class Saves:
         self._offer(ticket, [position for position, verdict in pairs if verdict is Verdict.OK])
 
     def _offer(self, ticket: Ticket, positions: Sequence[int]) -> None:
-        if not self._write_down.tiers:
+        if not self._write_down.tiers or not ticket.write_down:
             return
         keys = ticket.keys_at(positions)
         self._write_down.offer(keys, ticket.tenant, ticket.parents_at(positions))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.books.arrivals import Arrivals
+from penstock.books.checkpoints import Checkpoints
 from penstock.books.flights import Flights, HasRoom
 from penstock.books.ledger import Ledger
 from penstock.books.ledgers import Ledgers
@@ -99,6 +100,7 @@ class TierStack:
         self.retention = Retention(host, limits.retain_share)
         ledgers.on_host_stored.append(self.retention.arrived)
         ledgers.on_host_removed.append(self.retention.removed)
+        self.checkpoints = Checkpoints(ledgers, self.retention)
         self.saves = Saves(ledgers, self.flights, self.write_down, self.arrivals, max_saves)
         self._loads = Loads(ledgers, self.flights, self.write_down, self.arrivals)
         self._cancels: list[TransferId] = []
@@ -128,6 +130,20 @@ class TierStack:
         if self.host.num_filling:
             num_pending = sum(map(self.host.is_filling, keys[:num_matched]))
         return Match(len(keys), tuple(runs), num_pending)
+
+    def where(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
+        """The fastest tier from which each block could be loaded, or None. Changes nothing."""
+        held = self.host.held
+        found: list[Tier | None] = [Tier.HOST if key in held else None for key in keys]
+        for tier, ledger in self.ledgers.readable():
+            if None not in found:
+                break
+            held = ledger.held
+            found = [
+                tier if place is None and key in held else place
+                for key, place in zip(keys, found, strict=True)
+            ]
+        return found
 
     def load(
         self,
@@ -160,10 +176,26 @@ class TierStack:
         now: float,
         tenant: str = "",
         parents: Mapping[int, BlockKey | None] = NO_PARENTS,
+        *,
+        whole: bool = False,
+        write_down: bool = True,
     ) -> TicketId:
-        """Start copying device slots into HOST. Blocks that are there, or arriving, are skipped."""
+        """Start copying device slots into HOST. Blocks that are there, or arriving, are skipped.
+
+        If `whole`, all blocks that HOST lacks get room, or none.
+        """
         self.ledgers.now = now
-        ticket = self.tickets.open(Direction.SAVE, keys, source, now, None, tenant, parents)
+        ticket = self.tickets.open(
+            Direction.SAVE,
+            keys,
+            source,
+            now,
+            None,
+            tenant,
+            parents,
+            whole=whole,
+            write_down=write_down,
+        )
         self._plan(ticket)
         return ticket.id
 
@@ -192,6 +224,27 @@ class TierStack:
             self.host.touch(key)
         parents = [keys[position - 1] if position else None for position in positions]
         self.write_down.offer(ready, tenant, parents)
+
+    def offer(
+        self,
+        keys: Sequence[BlockKey],
+        now: float,
+        tenant: str = "",
+        parents: Mapping[int, BlockKey | None] = NO_PARENTS,
+    ) -> None:
+        """Offer those blocks that are READY in HOST to the lower tiers. Not a use of them."""
+        self.ledgers.now = now
+        if not self.write_down.tiers:
+            return
+        ready = [place for place, key in enumerate(keys) if self.host.is_ready(key)]
+        self.write_down.offer(
+            [keys[place] for place in ready],
+            tenant,
+            [
+                parents[place] if place in parents else keys[place - 1] if place else None
+                for place in ready
+            ],
+        )
 
     def empty_host(self) -> int:
         """Drop every READY block from HOST; returns how many. Running copies keep their slots."""
@@ -304,7 +357,9 @@ class TierStack:
     def _plan(self, ticket: Ticket) -> None:
         """Plan the next stretch of a ticket, or retry the blocks that found no room in HOST."""
         if not ticket.planned:
-            stretch = range(ticket.num_planned, len(ticket.keys))[: self._limits.max_planned_blocks]
+            stretch = range(ticket.num_planned, len(ticket.keys))
+            if not ticket.whole:
+                stretch = stretch[: self._limits.max_planned_blocks]
             ticket.num_planned = stretch.stop
             if ticket.direction is Direction.LOAD:
                 self._loads.plan(ticket, stretch)

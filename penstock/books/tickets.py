@@ -26,6 +26,8 @@ class Ticket:
     tenant: str = ""
     # By position: parents of the blocks whose parent is not the block before them.
     parents: Mapping[int, BlockKey | None] = field(default_factory=dict)
+    whole: bool = False  # a save: all blocks or none, and none is the parent of another
+    write_down: bool = True  # a save: offer the blocks to the lower tiers afterwards
     num_planned: int = 0  # leading positions that have been planned
     num_flying: int = 0  # blocks whose device slot a transfer may touch now
     waiting: list[int] = field(default_factory=list)  # positions that found no room in HOST yet
@@ -74,6 +76,8 @@ class Ticket:
     def parents_at(self, positions: Sequence[int]) -> list[BlockKey | None]:
         """The parent of each of these blocks; None if it has none or it is unknown."""
         parents, keys = self.parents, self.keys
+        if self.whole:
+            return [parents.get(position) for position in positions]
         if isinstance(positions, range) and positions and not parents:
             first = positions.start
             return [keys[first - 1] if first else None, *keys[first : positions.stop - 1]]
@@ -134,6 +138,9 @@ class Tickets:
         deadline: float | None,
         tenant: str,
         parents: Mapping[int, BlockKey | None] = NO_PARENTS,
+        *,
+        whole: bool = False,
+        write_down: bool = True,
     ) -> Ticket:
         if len(keys) != len(device_slots):
             raise BookError(f"got {len(keys)} blocks but {len(device_slots)} device slots")
@@ -141,7 +148,16 @@ class Tickets:
             raise BookError(f"a {direction.value} names a block twice")
         ticket_id = TicketId(next(self._ids))
         ticket = Ticket(
-            ticket_id, direction, tuple(keys), tuple(device_slots), now, deadline, tenant, parents
+            ticket_id,
+            direction,
+            tuple(keys),
+            tuple(device_slots),
+            now,
+            deadline,
+            tenant,
+            parents,
+            whole,
+            write_down,
         )
         self._open[ticket_id] = ticket
         return ticket

@@ -26,6 +26,14 @@ _PROBE_EVERY = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Hit:
+    """A legal hit: tokens that need not be computed, and where the blocks that it needs are."""
+
+    num_tokens: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadChoice:
     """How many leading blocks of a match to load. Seconds are None while rates are unknown."""
 
@@ -80,6 +88,41 @@ def choose_load(
     if best.num_blocks == 0 and match.num_blocks:
         return LoadChoice(0, loading, computing)
     return best
+
+
+def choose_hit(
+    hits: Sequence[Hit],
+    *,
+    block_bytes: int,
+    num_past_tokens: int,
+    rates: Mapping[Tier, LinkRate],
+    prefill: PrefillRate | None,
+) -> tuple[Hit | None, LoadChoice]:
+    """Choose among the legal hits of a model with several KV cache groups, longest first.
+
+    Only these lengths are legal, and their bytes do not grow evenly: a checkpoint of windows or
+    states costs the same at every length.
+    """
+    if not hits:
+        return None, LoadChoice(0)
+    best: Hit | None = None
+    choice = LoadChoice(0)
+    best_gain = 0.0
+    for hit in hits:
+        num_blocks = sum(run.num_blocks for run in hit.runs)
+        if prefill is None:
+            return hit, LoadChoice(num_blocks)
+        computing = prefill.seconds(hit.num_tokens, num_past_tokens)
+        loading = load_seconds(hit.runs, block_bytes, rates)
+        if loading is None:  # load it, to measure the link, but with a limit on the wait
+            return hit, LoadChoice(num_blocks, None, computing)
+        computing -= prefill.fixed_seconds
+        if hit is hits[0]:
+            choice = LoadChoice(0, loading, computing)
+        if computing - loading > best_gain:
+            best_gain = computing - loading
+            best, choice = hit, LoadChoice(num_blocks, loading, computing)
+    return best, choice
 
 
 def choose_two_ended(
@@ -177,6 +220,22 @@ class LoadOrCompute:
         if all(num_tokens > 1 for num_tokens, _ in chunks):
             self._meter.observe(chunks, seconds)
 
+    def choose_hit(
+        self, hits: Sequence[Hit], num_past_tokens: int, rates: Mapping[Tier, LinkRate]
+    ) -> tuple[Hit | None, LoadChoice]:
+        """Choose one of the legal hits, given longest first, or none."""
+        hit, choice = choose_hit(
+            hits,
+            block_bytes=self._block_bytes,
+            num_past_tokens=num_past_tokens,
+            rates=rates,
+            prefill=self._meter.rate,
+        )
+        if hit is None and hits and self._is_time_to_probe():
+            num_blocks = sum(run.num_blocks for run in hits[0].runs)
+            return hits[0], LoadChoice(num_blocks, choice.load_seconds, choice.compute_seconds)
+        return hit, choice
+
     def choose(
         self,
         match: Match,
@@ -206,7 +265,10 @@ class LoadOrCompute:
             )
         if choice.num_blocks or choice.num_two_ended or not match.num_blocks:
             return choice
-        self._num_declined += 1
-        if self._num_declined % _PROBE_EVERY:
+        if not self._is_time_to_probe():
             return choice
         return LoadChoice(match.num_blocks, choice.load_seconds, choice.compute_seconds)
+
+    def _is_time_to_probe(self) -> bool:
+        self._num_declined += 1
+        return self._num_declined % _PROBE_EVERY == 0

@@ -17,7 +17,7 @@ def legal_hits(groups: Groups, holds: Holds, start: int, num_tokens: int) -> Ite
     The first `start` tokens are on the device, in every group as far as it needs them.
     """
     align = groups.align_tokens
-    num = _bound(groups, holds, start, groups.max_hit(num_tokens)) // align * align
+    num = full_bound(groups, holds, start, groups.max_hit(num_tokens)) // align * align
     while num > start:
         missing = _first_missing(groups, holds, start, num)
         if missing is None:
@@ -34,7 +34,7 @@ def longest_hit(groups: Groups, holds: Holds, start: int, num_tokens: int) -> in
     return next(legal_hits(groups, holds, start, num_tokens), start)
 
 
-def _bound(groups: Groups, holds: Holds, start: int, limit: int) -> int:
+def full_bound(groups: Groups, holds: Holds, start: int, limit: int) -> int:
     """How many leading tokens all full groups hold."""
     bound = limit
     for group in groups.full:

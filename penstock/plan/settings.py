@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from penstock.config.options import EngineOptions
 from penstock.connectors.vllm.settings import VllmSettings
 from penstock.plan.fit import Fit, Hardware
-from penstock.plan.verdict import Kind, PlanVerdict, format_count
+from penstock.plan.verdict import PlanKind, PlanVerdict, format_count
 from penstock.plan.ways import Mode, ServingEngine, Way
 from penstock.units import GiB, counted, format_seconds
 
@@ -49,7 +49,7 @@ def _first(ways: Sequence[Way], engine: ServingEngine) -> Way | None:
 
 
 def _serve(
-    kind: Kind, model: str, bits: int, hardware: Hardware, way: Way | None
+    kind: PlanKind, model: str, bits: int, hardware: Hardware, way: Way | None
 ) -> tuple[tuple[str, ...] | None, str]:
     if bits != 16:
         return None, "`penstock serve` keeps KV in 16 bits only: leave out --kv-cache-dtype fp8."
@@ -67,7 +67,7 @@ def _serve(
 
 
 def _vllm(
-    kind: Kind, model: str, bits: int, hardware: Hardware, way: Way | None
+    kind: PlanKind, model: str, bits: int, hardware: Hardware, way: Way | None
 ) -> tuple[tuple[str, ...] | None, str, VllmSettings | None]:
     if way is None:
         none = "vLLM needs all KV of a running session on the GPU, and not one session fits."
@@ -90,11 +90,15 @@ def _in_numbers(way: Way) -> str:
     )
 
 
-def _kind_of(kind: Kind, way: Way) -> Kind:
+def _kind_of(kind: PlanKind, way: Way) -> PlanKind:
     """The verdict for an engine whose best way differs from the plan's."""
-    if kind not in (Kind.TAIL_PIN, Kind.TURNS, Kind.NEVER_COLD):
-        return Kind.TAIL_PIN if way.mode is Mode.COLD else kind
-    return {Mode.COLD: Kind.TAIL_PIN, Mode.TURNS: Kind.TURNS, Mode.WHOLE: Kind.NEVER_COLD}[way.mode]
+    if kind not in (PlanKind.TAIL_PIN, PlanKind.TURNS, PlanKind.NEVER_COLD):
+        return PlanKind.TAIL_PIN if way.mode is Mode.COLD else kind
+    return {
+        Mode.COLD: PlanKind.TAIL_PIN,
+        Mode.TURNS: PlanKind.TURNS,
+        Mode.WHOLE: PlanKind.NEVER_COLD,
+    }[way.mode]
 
 
 def _host_gib(found: Fit) -> float:
@@ -102,7 +106,7 @@ def _host_gib(found: Fit) -> float:
     return _gib(min(found.host_bytes, found.recommended_host_bytes))
 
 
-def _serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tuple[str, ...]:
+def _serve_options(kind: PlanKind, model: str, hardware: Hardware, way: Way) -> tuple[str, ...]:
     """Arguments of one server on one GPU."""
     alone, found, part = hardware.part(way.layout), way.found, way.part
     options: dict[str, object] = {}
@@ -114,7 +118,7 @@ def _serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tupl
         return (model, *_flat({"--kv-offloading-size": 0, **options}))
     options = {"--kv-offloading-size": _host_gib(found), **_disk(alone), **options}
     options["--max-num-seqs"] = way.seats_each
-    if kind is not Kind.TAIL_PIN:
+    if kind is not PlanKind.TAIL_PIN:
         if way.turn_seconds is not None and way.seats_each == found.sessions_on_device:
             # A turn ends only if a waiting session lacks room, not a free sequence slot. So allow
             # all active sessions, and let the room decide how many run.
@@ -136,7 +140,7 @@ def _serve_options(kind: Kind, model: str, hardware: Hardware, way: Way) -> tupl
 
 
 def _vllm_options(
-    kind: Kind, model: str, hardware: Hardware, way: Way, *, is_fp8: bool
+    kind: PlanKind, model: str, hardware: Hardware, way: Way, *, is_fp8: bool
 ) -> tuple[tuple[str, ...], VllmSettings | None]:
     alone = hardware.part(way.layout)
     options: dict[str, object] = {"--max-model-len": way.part.context_tokens}

@@ -16,7 +16,7 @@ from penstock.units import counted, format_bytes, format_seconds
 LITTLE_REUSE = 0.05
 
 
-class Kind(StrEnum):
+class PlanKind(StrEnum):
     DOES_NOT_FIT = "does-not-fit"
     NOT_SUPPORTED = "not-supported"
     CONTEXT_TOO_LONG = "context-too-long"
@@ -29,30 +29,36 @@ class Kind(StrEnum):
 
     @property
     def tiers(self) -> bool:
-        return self in (Kind.FOR_REUSE, Kind.NEVER_COLD, Kind.TURNS, Kind.TAIL_PIN)
+        return self in (PlanKind.FOR_REUSE, PlanKind.NEVER_COLD, PlanKind.TURNS, PlanKind.TAIL_PIN)
 
     @property
     def runs(self) -> bool:
         """Whether the plan can run, so that there are settings for it."""
-        return self not in (Kind.DOES_NOT_FIT, Kind.NOT_SUPPORTED, Kind.CONTEXT_TOO_LONG)
+        return self not in (
+            PlanKind.DOES_NOT_FIT,
+            PlanKind.NOT_SUPPORTED,
+            PlanKind.CONTEXT_TOO_LONG,
+        )
 
 
 TITLES = {
-    Kind.DOES_NOT_FIT: "It does not fit on these GPUs",
-    Kind.NOT_SUPPORTED: "Penstock does not support this model's KV",
-    Kind.CONTEXT_TOO_LONG: "The context is longer than the model allows",
-    Kind.DO_NOT_OFFLOAD: "Do not offload",
-    Kind.DEVICE_IS_ENOUGH: "The GPU's memory is enough",
-    Kind.FOR_REUSE: "Offload for reuse: DRAM keeps prompts that come again",
-    Kind.NEVER_COLD: "Offload whole sessions: active ones on the GPU, idle ones in DRAM",
-    Kind.TURNS: "Offload whole sessions: they take turns on the GPU",
-    Kind.TAIL_PIN: "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU",
+    PlanKind.DOES_NOT_FIT: "It does not fit on these GPUs",
+    PlanKind.NOT_SUPPORTED: "Penstock does not support this model's KV",
+    PlanKind.CONTEXT_TOO_LONG: "The context is longer than the model allows",
+    PlanKind.DO_NOT_OFFLOAD: "Do not offload",
+    PlanKind.DEVICE_IS_ENOUGH: "The GPU's memory is enough",
+    PlanKind.FOR_REUSE: "Offload for reuse: DRAM keeps prompts that come again",
+    PlanKind.NEVER_COLD: "Offload whole sessions: active ones on the GPU, idle ones in DRAM",
+    PlanKind.TURNS: "Offload whole sessions: they take turns on the GPU",
+    PlanKind.TAIL_PIN: (
+        "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU"
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PlanVerdict:
-    kind: Kind
+    kind: PlanKind
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
@@ -88,10 +94,10 @@ def judge(
     If the prefill rate is unknown, `break_evens` is empty and `compute_seconds` is None.
     """
     if not ways:
-        return PlanVerdict(Kind.DOES_NOT_FIT, (_no_room(shape, hardware, found),))
+        return PlanVerdict(PlanKind.DOES_NOT_FIT, (_no_room(shape, hardware, found),))
     if reason := unsupported(shape):
         return PlanVerdict(
-            Kind.NOT_SUPPORTED,
+            PlanKind.NOT_SUPPORTED,
             (
                 f"{reason}. A prefix cannot be restored completely, so the engine and the "
                 "vLLM connector refuse the model. Use these figures for planning only.",
@@ -99,10 +105,10 @@ def judge(
         )
     limit = shape.max_context_tokens
     if limit is not None and demand.context_tokens > limit:
-        return PlanVerdict(Kind.CONTEXT_TOO_LONG, (_beyond_the_model(demand, limit),))
+        return PlanVerdict(PlanKind.CONTEXT_TOO_LONG, (_beyond_the_model(demand, limit),))
     best = ways[0]
     if not best.can_run:
-        return PlanVerdict(Kind.DOES_NOT_FIT, (_no_session(shape, hardware, found, best),))
+        return PlanVerdict(PlanKind.DOES_NOT_FIT, (_no_session(shape, hardware, found, best),))
     kind, reasons = _choose(demand, found, best, break_evens, load_seconds, compute_seconds)
     reasons.insert(0, _headline(demand, best))
     return PlanVerdict(
@@ -133,16 +139,16 @@ def _choose(
     break_evens: Mapping[Tier, int | None],
     load_seconds: Mapping[Tier, float],
     compute_seconds: float | None,
-) -> tuple[Kind, list[str]]:
+) -> tuple[PlanKind, list[str]]:
     context, reuse = demand.context_tokens, demand.reuse_share
     on_device = found.sessions_on_device
     if best.mode is Mode.COLD:
-        return Kind.TAIL_PIN, _tail_pin(demand, found, best)
+        return PlanKind.TAIL_PIN, _tail_pin(demand, found, best)
     if compute_seconds is not None:
         least = break_evens[Tier.HOST]
         if least is None or context < least:
             faster = "never faster" if least is None else f"faster only from {least:,} tokens"
-            return Kind.DO_NOT_OFFLOAD, [
+            return PlanKind.DO_NOT_OFFLOAD, [
                 f"Prompts are short: computing {context:,} tokens takes "
                 f"{format_seconds(compute_seconds)}. Loading from DRAM is {faster}."
             ]
@@ -153,22 +159,22 @@ def _choose(
             "tokens."
         )
         if reuse is not None and reuse < LITTLE_REUSE:
-            return Kind.DO_NOT_OFFLOAD, [
+            return PlanKind.DO_NOT_OFFLOAD, [
                 f"Little reuse: {reuse:.1%} of prompt tokens were computed before.",
                 fits,
             ]
         if reuse is None:
             advice = "To see whether DRAM helps reuse, give --reuse or --trace."
-            return Kind.DEVICE_IS_ENOUGH, [fits, advice]
+            return PlanKind.DEVICE_IS_ENOUGH, [fits, advice]
         if 0 < found.live_bytes <= found.pool_bytes:
             kept = f"KV that is read again, at most {format_bytes(found.live_bytes)}, fits too."
-            return Kind.DEVICE_IS_ENOUGH, [fits, kept]
+            return PlanKind.DEVICE_IS_ENOUGH, [fits, kept]
         reasons = [
             f"{reuse:.0%} of prompt tokens were computed before. DRAM keeps them when the GPU "
             "needs its memory for other sessions.",
             *_loads(context, load_seconds, compute_seconds),
         ]
-        return Kind.FOR_REUSE, reasons
+        return PlanKind.FOR_REUSE, reasons
     kept = (
         f"The plan is for {counted(demand.num_sessions, 'session')} of "
         f"{format_bytes(found.session_bytes)}. The GPU's memory holds {on_device:,}; with "
@@ -177,12 +183,12 @@ def _choose(
     reasons = [kept, *_loads(context, load_seconds, compute_seconds)]
     if best.mode is Mode.WHOLE:
         reasons.append("All active sessions fit on the GPU: no token waits for DRAM.")
-        return Kind.NEVER_COLD, reasons
+        return PlanKind.NEVER_COLD, reasons
     reasons.append(
         f"{_why_turns(demand, best)}, so sessions wait in DRAM for their turn. On average, each "
         f"active session gets {format_count(best.session_tokens_per_second)} tokens/s."
     )
-    return Kind.TURNS, reasons
+    return PlanKind.TURNS, reasons
 
 
 def _why_turns(demand: Demand, best: Way) -> str:
@@ -221,7 +227,7 @@ def _loads(
 
 
 def _warnings(
-    kind: Kind,
+    kind: PlanKind,
     hardware: Hardware,
     demand: Demand,
     found: Fit,

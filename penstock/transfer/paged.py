@@ -4,7 +4,7 @@
     HOST     slot:    [worker 0: layer 0 | layer 1 | ...][worker 1: ...]
 
 A block in HOST is one contiguous run. Layers that are adjacent within a block of the device are one
-stretch.
+stretch. Workers that hold the same bytes share a part: one of them writes it, all of them read it.
 """
 
 from __future__ import annotations
@@ -57,16 +57,33 @@ class PagedMemory:
         return PagedMemory(tuple(joined), self.num_blocks)
 
 
-class Part:
-    """One worker's part of each block in HOST. All parts have the same size."""
+@dataclass(frozen=True, slots=True)
+class PartPlace:
+    """Where a worker's part lies in each block of HOST, and whether this worker writes it."""
 
-    def __init__(self, device: PagedMemory, host: Arena, rank: int, num_workers: int) -> None:
-        if device.block_bytes * num_workers != host.block_bytes:
+    offset: int
+    num_bytes: int
+    writes: bool = True
+
+
+def equal_parts(num_bytes: int, num_workers: int) -> tuple[PartPlace, ...]:
+    """The places of parts of one size, one per worker."""
+    return tuple(PartPlace(rank * num_bytes, num_bytes) for rank in range(num_workers))
+
+
+class Part:
+    """One worker's part of each block in HOST."""
+
+    def __init__(self, device: PagedMemory, host: Arena, place: PartPlace) -> None:
+        end = place.offset + place.num_bytes
+        if device.block_bytes != place.num_bytes or end > host.block_bytes:
             raise ConfigError(
-                f"a block in DRAM has {host.block_bytes} bytes, but the device has {num_workers} "
-                f"parts of {device.block_bytes} bytes; this layout is not supported."
+                f"a block in DRAM has {host.block_bytes} bytes with {place.num_bytes} for this "
+                f"worker at {place.offset}, but its device has {device.block_bytes}; this layout "
+                "is not supported."
             )
-        self.offset = rank * device.block_bytes
+        self.offset = place.offset
+        self.writes = place.writes
         self.device = device
         self.host = host
 
@@ -83,7 +100,8 @@ class PagedMover(Mover):
             self._copy(transfer.source_slots, transfer.target_slots, load=True)
             # After the copy: a slot that was overwritten during it has lost its seal.
             return MoveResult(self._seals.verdicts(transfer.keys, transfer.source_slots))
-        self._copy(transfer.target_slots, transfer.source_slots, load=False)
+        if self._part.writes:
+            self._copy(transfer.target_slots, transfer.source_slots, load=False)
         return MoveResult([Verdict.OK] * len(transfer.keys))  # sealed once all workers are done
 
     def _copy(self, slots: Sequence[int], blocks: Sequence[int], *, load: bool) -> None:

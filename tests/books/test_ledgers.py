@@ -104,16 +104,28 @@ class Books(RuleBasedStateMachine):
         self.tickets: dict[TicketId, tuple[tuple[BlockKey, ...], list[Slot]]] = {}
         self.now = 0.0
 
-    @rule(keys=some_keys)
-    def save(self, keys: list[BlockKey]) -> None:
+    @rule(keys=some_keys, whole=st.booleans(), write_down=st.booleans())
+    def save(self, keys: list[BlockKey], whole: bool, write_down: bool) -> None:
         slots = self.take_device(len(keys))
         if slots is None:
             return
         for slot, key in zip(slots, keys, strict=True):
             self.world[Tier.DEVICE][slot] = key
-        ticket = self.stack.save(keys, slots, self.now)
+        ticket = self.stack.save(keys, slots, self.now, whole=whole, write_down=write_down)
         self.tickets[ticket] = (tuple(keys), slots)
         self.collect()
+
+    @rule(keys=some_keys)
+    def offer(self, keys: list[BlockKey]) -> None:
+        self.stack.offer(keys, self.now)
+
+    @rule(keys=some_keys)
+    def keep_together(self, keys: list[BlockKey]) -> None:
+        self.stack.checkpoints.keep(keys)
+
+    @rule(keys=some_keys)
+    def supersede(self, keys: list[BlockKey]) -> None:
+        self.stack.checkpoints.supersede(keys)
 
     @rule(keys=some_keys, patience=st.one_of(st.none(), st.floats(0, 3)))
     def load(self, keys: list[BlockKey], patience: float | None) -> None:
@@ -133,6 +145,10 @@ class Books(RuleBasedStateMachine):
         assert match == self.stack.match(keys)
         for key in keys[: match.num_blocks]:
             assert any(key in book for _, book in self.stack.ledgers)
+        runs = [run.tier for run in match.runs for _ in range(run.num_blocks)]
+        where = self.stack.where(keys)
+        assert where[: len(runs)] == runs
+        assert None in where[len(runs) : len(runs) + 1] or len(runs) == len(keys)
 
     @rule(keys=some_keys, is_written=st.booleans())
     def others_write_or_evict(self, keys: list[BlockKey], is_written: bool) -> None:

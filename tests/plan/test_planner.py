@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 from penstock.plan.decode_cost import decode_cost
 from penstock.plan.fit import Demand, Hardware, Layout, fit, num_copies
 from penstock.plan.planner import Plan, PlannedModel, make_plan
-from penstock.plan.verdict import Kind
+from penstock.plan.verdict import PlanKind
 from penstock.plan.ways import Mode
 from penstock.shapes.catalog import GPUS, MODELS, find_gpu, find_model
 from penstock.shapes.gpu_rates import rates_from_table, with_prefill, with_probe
@@ -194,7 +194,7 @@ def test_the_story_of_eight_a100(gpu: str) -> None:
     made = plan("llama-3.1-70b", gpu, 28_000, sessions, num_gpus=8, shared_tokens=3800)
     assert made.fit.session_bytes == 28_000 * 327_680
     # Reading from DRAM at every token is a fortieth as fast, and nothing does it over eight GPUs.
-    assert made.verdict.kind is Kind.TURNS
+    assert made.verdict.kind is PlanKind.TURNS
     assert made.ways[0].num_running == on_device
     assert f"{on_device} of {sessions} active sessions decode at once" in made.verdict.reasons[0]
     # What 2.4 times the sessions need beyond the pool is 1.4 pools, about.
@@ -216,7 +216,7 @@ def test_sessions_larger_than_each_of_eight_gpus() -> None:
         tensor_parallel=1,
         device_kv_bytes=8 * 2 * GiB,
     )
-    assert large.verdict.kind is Kind.TAIL_PIN
+    assert large.verdict.kind is PlanKind.TAIL_PIN
     serve = large.settings.serve
     assert serve is not None
     assert large.settings.vllm is None
@@ -229,46 +229,46 @@ def test_sessions_larger_than_each_of_eight_gpus() -> None:
 
 def test_short_prompts_are_computed() -> None:
     verdict = plan("llama-3.1-8b", "h200", 200, 5000).verdict
-    assert verdict.kind is Kind.DO_NOT_OFFLOAD
+    assert verdict.kind is PlanKind.DO_NOT_OFFLOAD
     assert "Prompts are short" in verdict.reasons[1]
 
 
 def test_little_reuse_is_no_reason_to_keep() -> None:
     made = plan("llama-3.1-8b", "h200", 4096, 20, reuse_share=0.02)
-    assert made.verdict.kind is Kind.DO_NOT_OFFLOAD
+    assert made.verdict.kind is PlanKind.DO_NOT_OFFLOAD
     assert "Little reuse" in made.verdict.reasons[1]
     assert made.settings.serve == (LLAMA_8B.repo, "--kv-offloading-size", "0")
     assert made.settings.vllm_settings is None
 
 
 def test_what_fits_needs_no_tiers_unless_it_is_read_again() -> None:
-    assert plan("llama-3.1-8b", "h200", 4096, 20).verdict.kind is Kind.DEVICE_IS_ENOUGH
+    assert plan("llama-3.1-8b", "h200", 4096, 20).verdict.kind is PlanKind.DEVICE_IS_ENOUGH
     again = plan("llama-3.1-8b", "h200", 4096, 20, reuse_share=0.4)
-    assert again.verdict.kind is Kind.FOR_REUSE
+    assert again.verdict.kind is PlanKind.FOR_REUSE
     small = plan("llama-3.1-8b", "h200", 4096, 20, reuse_share=0.4, live_bytes=GiB)
-    assert small.verdict.kind is Kind.DEVICE_IS_ENOUGH
+    assert small.verdict.kind is PlanKind.DEVICE_IS_ENOUGH
     large = plan("llama-3.1-8b", "h200", 4096, 20, reuse_share=0.4, live_bytes=500 * GiB)
-    assert large.verdict.kind is Kind.FOR_REUSE
+    assert large.verdict.kind is PlanKind.FOR_REUSE
     assert large.fit.recommended_host_bytes == 550 * GiB
 
 
 def test_latency_critical_chat_is_never_cold() -> None:
     made = plan("llama-3.1-8b", "h200", 16_384, 100, max_token_seconds=0.05)
-    assert made.verdict.kind is Kind.TURNS
+    assert made.verdict.kind is PlanKind.TURNS
     assert made.ways[0].token_seconds <= 0.05
     assert made.settings.serve is not None
     assert "--no-cold-kv" in made.settings.serve
     assert made.ways[0].cold_bytes == 0
     # With all patience, reading from DRAM at every token still gives fewer tokens.
     patient = plan("llama-3.1-8b", "h200", 16_384, 100, max_token_seconds=60.0)
-    assert patient.verdict.kind is Kind.TURNS
+    assert patient.verdict.kind is PlanKind.TURNS
     turns, cold = patient.ways
     assert turns.tokens_per_second > 5 * cold.tokens_per_second
 
 
 def test_sessions_that_wait_for_their_users_need_not_be_cold() -> None:
     made = plan("llama-3.1-8b", "h200", 16_384, 500, num_active=10)
-    assert made.verdict.kind is Kind.NEVER_COLD
+    assert made.verdict.kind is PlanKind.NEVER_COLD
     assert made.cost.cold_bytes == 0
 
 
@@ -294,7 +294,7 @@ def test_sessions_within_the_target_are_within_it() -> None:
 def test_a_session_larger_than_the_gpu_is_for_serve_alone() -> None:
     made = plan("llama-3.1-8b", "l4", 131_072, 1, host_bytes=64 * GiB)
     assert made.fit.sessions_on_device == 0
-    assert made.verdict.kind is Kind.TAIL_PIN
+    assert made.verdict.kind is PlanKind.TAIL_PIN
     assert made.settings.serve is not None
     assert made.settings.vllm is None
     assert "not one session fits" in made.settings.vllm_note
@@ -317,7 +317,7 @@ def test_a_disk_slower_than_computing_is_told() -> None:
 )
 def test_models_that_are_refused_get_figures_and_no_settings(name: str, words: str) -> None:
     made = plan(name, "h200", 28_000, 10, num_gpus=8)
-    assert made.verdict.kind is Kind.NOT_SUPPORTED
+    assert made.verdict.kind is PlanKind.NOT_SUPPORTED
     assert words in made.verdict.reasons[0]
     assert made.settings.serve is made.settings.vllm is None
 
@@ -351,7 +351,7 @@ def test_copies_are_what_is_pasted() -> None:
 
 def test_a_context_beyond_the_model_is_said() -> None:
     made = plan("qwen2.5-7b", "h200", 32_769, 10)
-    assert made.verdict.kind is Kind.CONTEXT_TOO_LONG
+    assert made.verdict.kind is PlanKind.CONTEXT_TOO_LONG
     assert "32,769 tokens are more than the 32,768" in made.verdict.reasons[0]
     assert made.settings.serve is made.settings.vllm is None
     assert plan("qwen2.5-7b", "h200", 32_768, 10).verdict.kind.runs
@@ -384,19 +384,19 @@ def test_what_cannot_run_never_comes_first() -> None:
     obstacles = [way.obstacle for way in others if not way.can_run]
     assert obstacles
     assert all("one GPU" in obstacle for obstacle in obstacles)
-    assert made.verdict.kind is Kind.TURNS
+    assert made.verdict.kind is PlanKind.TURNS
 
 
 def test_a_session_for_which_there_is_no_room_at_all() -> None:
     made = plan("llama-3.1-8b", "l4", 131_072, 1, host_bytes=2 * GiB)
-    assert made.verdict.kind is Kind.DOES_NOT_FIT
+    assert made.verdict.kind is PlanKind.DOES_NOT_FIT
     assert "One session of 16.0 GiB does not fit" in made.verdict.reasons[0]
     assert "Use 2 GPUs" in made.verdict.reasons[0]
 
 
 def test_weights_that_do_not_fit() -> None:
     made = plan("llama-3.1-70b", "h100", 4096, 1)
-    assert made.verdict.kind is Kind.DOES_NOT_FIT
+    assert made.verdict.kind is PlanKind.DOES_NOT_FIT
     assert "Use 4 GPUs" in made.verdict.reasons[0]
 
 
@@ -453,7 +453,7 @@ def test_a_model_of_unknown_size_has_no_break_even() -> None:
     made = make_plan(PlannedModel("m", "m", shape, GiB), Hardware(H200), Demand(8192, 500, 500))
     assert made.break_evens == {}
     assert made.compute_seconds is None
-    assert made.verdict.kind is Kind.TURNS
+    assert made.verdict.kind is PlanKind.TURNS
     given = with_prefill(made.rates, 1000.0)
     again = make_plan(made.model, made.hardware, made.demand, lambda _gpus: given)
     assert again.compute_seconds == pytest.approx(8.192)

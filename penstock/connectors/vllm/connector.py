@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,29 @@ from penstock.build import build_delegated
 from penstock.clock import SystemClock
 from penstock.config import Config
 from penstock.connectors.vllm.device import WorkerDevice
+from penstock.connectors.vllm.groups import (
+    describe_groups,
+    is_latent,
+    is_one_plain_spec,
+    read_groups,
+)
 from penstock.connectors.vllm.identity import Naming, model_namespace
 from penstock.connectors.vllm.kv_events import BlockNews
-from penstock.connectors.vllm.orders import Orders, Reports, Shard
+from penstock.connectors.vllm.orders import Orders, Reports, Shard, parts_bytes, place_parts
 from penstock.connectors.vllm.prometheus import PenstockPromMetrics, PenstockStats
 from penstock.connectors.vllm.promises import Results
-from penstock.connectors.vllm.published import published
-from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
-from penstock.connectors.vllm.scheduler_guard import GuardedScheduler, StepPlan
+from penstock.connectors.vllm.published import extra_keys, published
+from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide, StepPlan, Ways
+from penstock.connectors.vllm.scheduler_guard import GuardedScheduler
 from penstock.connectors.vllm.settings import VllmSettings
 from penstock.connectors.vllm.stats import EventLog
-from penstock.connectors.vllm.support import check_config, check_groups, check_version
+from penstock.connectors.vllm.support import check_config, check_groups_version, check_version
+from penstock.connectors.vllm.tracked import Tables
+from penstock.connectors.vllm.turn_tokens import turn_tokens
 from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.errors import ConfigError
 from penstock.events import Observer
+from penstock.groups.kinds import Groups, Kind
 from penstock.types import Tier
 from penstock.units import format_bytes
 
@@ -75,9 +84,12 @@ def _log_as_vllm_does() -> None:
         ours.propagate = not theirs.handlers
 
 
-def _step_plan(scheduler_output: Any) -> StepPlan:
+def _step_plan(scheduler_output: Any, groups: Groups) -> StepPlan:
+    def kept(block_ids: Sequence[Sequence[int]] | None) -> Tables:
+        return [block_ids[group.index] if block_ids else () for group in groups]
+
     scheduled = [
-        Scheduled(new.req_id, new.block_ids[0], new.num_computed_tokens, has_all=True)
+        Scheduled(new.req_id, kept(new.block_ids), new.num_computed_tokens, has_all=True)
         for new in scheduler_output.scheduled_new_reqs
     ]
     cached = scheduler_output.scheduled_cached_reqs
@@ -85,10 +97,28 @@ def _step_plan(scheduler_output: Any) -> StepPlan:
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
         has_all = block_ids is not None and request_id in cached.resumed_req_ids
-        added = block_ids[0] if block_ids else ()
-        scheduled.append(Scheduled(request_id, added, num_computed, has_all))
+        scheduled.append(Scheduled(request_id, kept(block_ids), num_computed, has_all))
     preempted = scheduler_output.preempted_req_ids or ()
-    return StepPlan(scheduled, scheduler_output.num_scheduled_tokens, preempted)
+    plan = StepPlan(scheduled, scheduler_output.num_scheduled_tokens, preempted)
+    if groups.is_plain:
+        return plan
+    state = scheduler_output.kv_connector_block_state
+
+    def tables(request_id: str) -> Tables | None:
+        block_ids = state.get_block_ids(request_id)
+        return None if block_ids is None else kept(block_ids)
+
+    offers = state.boundary_state_offloads or {}
+    zeroed = scheduler_output.new_block_ids_to_zero or ()
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
+    return plan._replace(
+        tables=tables,
+        states={
+            request_id: {(index, end): block for index, block, end in offered}
+            for request_id, offered in offers.items()
+        },
+        written=[*zeroed, *(copy.dst_block_id for copy in copies)],
+    )
 
 
 class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -99,15 +129,17 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._config = self._settings.tiers()
         check_version(vllm.__version__, insist=self._settings.allow_untested_vllm)
         check_config(vllm_config)
-        self._spec = check_groups(kv_cache_config)
+        self._groups = read_groups(kv_cache_config, vllm_config)
+        check_groups_version(vllm.__version__, is_plain=self._groups.is_plain)
         self._scheduler: GuardedScheduler | None = None
         self._worker: GuardedWorker | None = None
         self._device: WorkerDevice | None = None
-        self._results = Results(set(), set())
+        self._results = Results(set(), set(), set())
         self._events = EventLog()
         publishing = vllm_config.kv_events_config
         enabled = publishing is not None and publishing.enable_kv_cache_events
-        self._news = BlockNews() if enabled else None
+        hash_tokens = getattr(kv_cache_config, "hash_block_size", None)
+        self._news = BlockNews(hash_tokens, extra_keys) if enabled else None
 
     # Properties and factories.
 
@@ -147,14 +179,32 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
         """Open the tiers, once all workers have registered their caches."""
-        shards = [metadata[rank].shard for rank in sorted(metadata)]
+        self._open([metadata[rank].shard for rank in sorted(metadata)])
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same for a pipeline: workers by stage and rank (vLLM 0.32)."""
+        self._open([metadata[place].shard for place in sorted(metadata)])
+
+    def _open(self, shards: Sequence[Shard]) -> None:
         expected = self._vllm_config.parallel_config.world_size
         if len(shards) != expected:
             raise ConfigError(
                 f"{len(shards)} of {expected} workers reported their KV layout; expected all."
             )
-        namespace = model_namespace(self._vllm_config, vllm.__version__, shards)
-        block_bytes = sum(shard.block_bytes for shard in shards)
+        groups, kv_cache_config = self._groups, self._kv_cache_config
+        namespace = model_namespace(
+            self._vllm_config,
+            vllm.__version__,
+            shards,
+            block_tokens=groups.unit_tokens,
+            groups=""
+            if is_one_plain_spec(kv_cache_config)
+            else describe_groups(kv_cache_config, self._vllm_config),
+        )
+        parts = place_parts(shards)
+        block_bytes = parts_bytes(parts)
         spec = namespace.block_spec(block_bytes)
         observers: list[Observer] = [self._events]
         if self._news is not None:
@@ -171,6 +221,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             namespace,
             SystemClock(),
             block_bytes=block_bytes,
+            parts=parts,
+            groups=groups,
+            ways=self._ways(shards),
+            turn_tokens=turn_tokens(self._vllm_config.model_config),
             may_load=self._kv_transfer_config.is_kv_consumer,
             may_save=self._kv_transfer_config.is_kv_producer,
             always_load=self._settings.always_load,
@@ -178,15 +232,28 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             news=self._news,
             naming=Naming.of(self._vllm_config),
         )
-        self._scheduler = GuardedScheduler(side, namespace.block_tokens)
+        plain_tokens = groups.align_tokens if groups.is_plain else None
+        self._scheduler = GuardedScheduler(side, plain_tokens)
         log.info(
-            "Penstock stores KV in %s of DRAM%s. A block has %d tokens and %s.",
+            "Penstock stores KV in %s of DRAM%s. A block has %s tokens and %s.",
             format_bytes(config.host.size_bytes),
             f" and {format_bytes(config.disk.size_bytes)} in {config.disk.path}"
             if config.disk.path
             else "",
-            namespace.block_tokens,
+            " or ".join(map(str, sorted({group.block_tokens for group in groups}))),
             format_bytes(block_bytes),
+        )
+
+    def _ways(self, shards: Sequence[Shard]) -> Ways:
+        config, groups = self._vllm_config, self._groups
+        is_newer = bool(getattr(config, "use_v2_model_runner", False))
+        moves = getattr(self._kv_cache_config, "needs_kv_cache_zeroing", False)
+        moves = moves or any(group.kind is Kind.STATE for group in groups)
+        on_cpu = all(shard.device == "cpu" for shard in shards)
+        return Ways(
+            has_drafts=config.speculative_config is not None,
+            writes_reused_blocks_early=is_newer and moves,
+            hits_whole_prompts_only=on_cpu and is_latent(self._kv_cache_config),
         )
 
     def _own_disk(self, config: Config) -> Config:
@@ -208,13 +275,17 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
-            block_ids = blocks.get_block_ids()[0]
-            self._scheduler.allocated(request, block_ids, num_external_tokens)
+            tables = self._kept(blocks.get_block_ids())
+            self._scheduler.allocated(request, tables, num_external_tokens)
+
+    def _kept(self, block_ids: Sequence[Sequence[int]]) -> Tables:
+        return [block_ids[group.index] for group in self._groups]
 
     def build_connector_meta(self, scheduler_output: Any) -> PenstockMetadata:
         if self._scheduler is None:
             return PenstockMetadata(Orders(0))
-        return PenstockMetadata(self._scheduler.orders(lambda: _step_plan(scheduler_output)))
+        orders = self._scheduler.orders(lambda: _step_plan(scheduler_output, self._groups))
+        return PenstockMetadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is not None:
@@ -231,7 +302,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         # False: vLLM may reuse the blocks. A step that writes to them is fenced.
-        return False, None if self._scheduler is None else self._scheduler.finished(request)
+        if self._scheduler is None:
+            return False, None
+        return False, self._scheduler.finished(request, self._kept(block_ids))
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -254,11 +327,14 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def take_events(self) -> Iterable[Any]:
-        news, block_tokens = self._news, self._vllm_config.cache_config.block_size
+        news = self._news
         if news is None or self._scheduler is None:
             return ()
         nothing: list[Any] = []
-        return self._scheduler.ask(nothing, lambda _: published(news.take(), block_tokens))
+        return self._scheduler.ask(nothing, lambda _: self._published(news))
+
+    def _published(self, news: BlockNews) -> list[Any]:
+        return published(news.take(), is_latent=is_latent(self._kv_cache_config))
 
     def get_kv_connector_stats(self) -> PenstockStats | None:
         if self._scheduler is None:
@@ -270,15 +346,18 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # A worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._register(WorkerDevice.of_layers(kv_caches, self._kv_cache_config, self._spec))
+        self._register(WorkerDevice.of_layers(kv_caches, self._kv_cache_config))
 
     def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
-        self._register(WorkerDevice.of_blocks(kv_cache, self._kv_cache_config, self._spec))
+        self._register(WorkerDevice.of_blocks(kv_cache, self._kv_cache_config))
 
     def _register(self, device: WorkerDevice) -> None:
         device = self._device = device.described(self._vllm_config)
         num_threads = self._config.transfer.copy_threads
-        self._worker = GuardedWorker(lambda arena: device.open(arena, num_threads))
+        self._worker = GuardedWorker(
+            lambda orders: device.open(orders, num_threads),
+            saves_late=self._vllm_config.speculative_config is not None,
+        )
 
     def get_handshake_metadata(self) -> PenstockHandshake | None:
         return None if self._device is None else PenstockHandshake(self._device.shard)
@@ -310,9 +389,16 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._results = self._worker.results(orders)
         return None, self._results.ready or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)  # from vLLM 0.30 on
+        if not self._groups.is_plain:
+            results.failed_recving = self._results.failed
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        bad, self._results = self._results.bad_blocks, Results(set(), set())
-        return bad
+        bad, self._results = self._results.bad_blocks, Results(set(), set(), set())
+        # With several groups, block ids say nothing: the load fails as a whole.
+        return bad if self._groups.is_plain else set()
 
     def build_connector_worker_meta(self) -> PenstockWorkerMetadata | None:
         if self._worker is None:

@@ -9,11 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 
-from penstock.connectors.vllm.layout import Cache, read_layout
-from penstock.connectors.vllm.orders import Shard
-from penstock.stores.host import ArenaHandle, HostArena
+from penstock.connectors.vllm.groups import is_latent, is_one_plain_spec, page_bytes
+from penstock.connectors.vllm.layout import Cache, read_layout, read_union
+from penstock.connectors.vllm.orders import Orders, Shard
+from penstock.stores.host import HostArena
 from penstock.transfer.copiers import Copier, ThreadCopier
 from penstock.transfer.cuda_copier import CudaCopier, make_stages
 from penstock.transfer.paged import PagedMemory, PagedMover, Part
@@ -26,24 +31,30 @@ class WorkerDevice:
     layout: str
     layer_names: tuple[str, ...]
     device: Any
-    rank: int
-    num_workers: int
+    rank: int  # among the tensor-parallel workers of its stage
+    num_ranks: int
+    stage: int
+    replicas: int  # this many consecutive ranks hold the same bytes
     stages: Any = None  # buffers on a GPU
 
     @classmethod
-    def of_layers(
-        cls, kv_caches: Mapping[str, Any], kv_cache_config: Any, spec: Any
-    ) -> WorkerDevice:
+    def of_layers(cls, kv_caches: Mapping[str, Any], kv_cache_config: Any) -> WorkerDevice:
         """For one tensor per layer."""
+        num_blocks = kv_cache_config.num_blocks
         caches = {name: Cache.of(tensor) for name, tensor in kv_caches.items()}
-        memory, layout = read_layout(caches, kv_cache_config.num_blocks, spec.page_size_bytes)
+        if is_one_plain_spec(kv_cache_config):
+            page = kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+            memory, layout = read_layout(caches, num_blocks, page)
+        else:
+            memory, layout = read_union(caches, num_blocks, page_bytes(kv_cache_config))
         device = next(iter(kv_caches.values())).device
-        return cls._of(memory, layout, tuple(kv_caches), device)
+        return cls._of(memory, layout, tuple(kv_caches), device, kv_cache_config)
 
     @classmethod
-    def of_blocks(cls, kv_cache: Any, kv_cache_config: Any, spec: Any) -> WorkerDevice:
+    def of_blocks(cls, kv_cache: Any, kv_cache_config: Any) -> WorkerDevice:
         """For one tensor of all layers. Its first dimension is either the layers or the blocks."""
         group = kv_cache_config.kv_cache_groups[0]
+        spec = group.kv_cache_spec
         num_layers, num_blocks = len(group.layer_names), kv_cache_config.num_blocks
         if kv_cache.shape[0] == num_layers != num_blocks:
             layers = {f"layer {index}": Cache.of(kv_cache[index]) for index in range(num_layers)}
@@ -52,15 +63,30 @@ class WorkerDevice:
             whole = {"all layers": Cache.of(kv_cache)}
             page_bytes = spec.page_size_bytes * num_layers
             memory, layout = read_layout(whole, num_blocks, page_bytes)
-        return cls._of(memory, layout, tuple(group.layer_names), kv_cache.device)
+        names = tuple(group.layer_names)
+        return cls._of(memory, layout, names, kv_cache.device, kv_cache_config)
 
     @classmethod
     def _of(
-        cls, memory: PagedMemory, layout: str, layer_names: tuple[str, ...], device: Any
+        cls,
+        memory: PagedMemory,
+        layout: str,
+        layer_names: tuple[str, ...],
+        device: Any,
+        kv_cache_config: Any,
     ) -> WorkerDevice:
-        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        stages = None if device.type == "cpu" else make_stages(memory, device)
-        return cls(memory, layout, layer_names, device, rank, size, stages)
+        num_ranks = get_tensor_model_parallel_world_size()
+        return cls(
+            memory,
+            layout,
+            layer_names,
+            device,
+            rank=get_tensor_model_parallel_rank(),
+            num_ranks=num_ranks,
+            stage=get_pp_group().rank_in_group,
+            replicas=_replicas(kv_cache_config, num_ranks),
+            stages=None if device.type == "cpu" else make_stages(memory, device),
+        )
 
     def described(self, vllm_config: Any) -> WorkerDevice:
         """Add the attention backend to the layout: two may pack the same shape differently."""
@@ -76,16 +102,38 @@ class WorkerDevice:
     @property
     def shard(self) -> Shard:
         memory = self.memory
-        return Shard(self.rank, memory.block_bytes, memory.num_blocks, self.layout, os.getpid())
+        return Shard(
+            self.rank,
+            memory.block_bytes,
+            memory.num_blocks,
+            self.layout,
+            os.getpid(),
+            self.stage,
+            self.device.type,
+            self.replicas,
+        )
 
-    def open(self, handle: ArenaHandle, num_threads: int) -> Copier:
-        """The copier between this device and the shared DRAM."""
-        host = HostArena.open(handle)
+    def open(self, orders: Orders, num_threads: int) -> Copier:
+        """The copier between this device and its part of the shared DRAM."""
+        assert orders.arena is not None
+        host = HostArena.open(orders.arena)
         seals = Seals(host, memory=host.seals)
-        part = Part(self.memory, host, self.rank, self.num_workers)
+        place = orders.parts[self.stage * self.num_ranks + self.rank]
+        part = Part(self.memory, host, place)
         if self.device.type == "cpu":
             return ThreadCopier(PagedMover(part, seals), num_threads)
         return CudaCopier(part, host, seals, self.device, self.stages)
+
+
+def _replicas(kv_cache_config: Any, num_ranks: int) -> int:
+    """How many consecutive ranks hold the same KV. Only MLA's is kept once for all of them.
+
+    Plain attention with fewer heads than workers is kept once per worker, as it always was: stores
+    stay valid.
+    """
+    if not is_latent(kv_cache_config):
+        return 1
+    return int(getattr(kv_cache_config, "kv_tp_replicas", 1)) if num_ranks > 1 else 1
 
 
 def _gpu(device: Any) -> str:

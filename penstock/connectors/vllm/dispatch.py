@@ -9,15 +9,25 @@ from penstock.connectors.vllm.tracked import Loading
 from penstock.errors import BookError
 from penstock.stores.host import ArenaHandle
 from penstock.transfer.delegate import DelegatingEngine
+from penstock.transfer.paged import PartPlace
 from penstock.types import Direction, Outcome, Slot, TicketId, Transfer, TransferId
 
 
 class Dispatch:
     """Between the books, which hand out transfers, and the steps, which carry them."""
 
-    def __init__(self, engine: DelegatingEngine, arena: ArenaHandle) -> None:
+    def __init__(
+        self,
+        engine: DelegatingEngine,
+        arena: ArenaHandle,
+        parts: tuple[PartPlace, ...],
+        *,
+        ends_saves: bool = False,
+    ) -> None:
         self._engine = engine
         self._arena = arena
+        self._parts = parts
+        self._ends_saves = ends_saves
         self._loadings: dict[TicketId, Loading] = {}
         self._saving_from: dict[Slot, TransferId] = {}
         self._orders = Orders(0)  # of the next step
@@ -65,7 +75,8 @@ class Dispatch:
         """The orders of the next step."""
         orders, self._orders = self._orders, Orders(0)
         self._num_steps += 1
-        orders.step, orders.arena = self._num_steps, self._arena
+        orders.step, orders.arena, orders.parts = self._num_steps, self._arena, self._parts
+        orders.ends_saves = self._ends_saves
         return orders
 
     def reported(self, outcome: Outcome) -> None:
@@ -86,6 +97,10 @@ class Dispatch:
             slots = tuple(loading.slots[index] for index in bad)
             self._orders.complete[loading.request_id] = slots
         return loading
+
+    def refuse(self, request_id: str, slots: Sequence[Slot]) -> None:
+        """A load that vLLM waits for cannot start: none of its blocks will arrive."""
+        self._orders.complete[request_id] = tuple(slots) or (Slot(0),)
 
     def check(self) -> None:
         if len(set(self._saving_from.values())) > self._engine.num_flying:

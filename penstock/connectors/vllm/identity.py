@@ -27,6 +27,7 @@ from penstock.connectors.vllm.media import Media, Places
 from penstock.connectors.vllm.orders import Shard
 from penstock.connectors.vllm.places import find_files
 from penstock.errors import ConfigError
+from penstock.groups.kinds import Group, Groups
 from penstock.keys import KeyChain, Namespace
 from penstock.types import BlockKey
 
@@ -42,25 +43,77 @@ _FROM_FILES = frozenset(
 )
 
 
-def model_namespace(vllm_config: Any, version: str, shards: Sequence[Shard]) -> Namespace:
-    """The namespace of a model as this vLLM runs it, without LoRA adapter and salt."""
+def model_namespace(
+    vllm_config: Any,
+    version: str,
+    shards: Sequence[Shard],
+    *,
+    block_tokens: int | None = None,
+    groups: str = "",
+) -> Namespace:
+    """The namespace of a model as this vLLM runs it, without LoRA adapter and salt.
+
+    `groups` describes its KV cache groups; empty for one group of plain attention.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    layouts = {shard.layout for shard in shards}
-    if len(layouts) != 1 or len({shard.block_bytes for shard in shards}) != 1:
-        raise ConfigError(
-            "the workers store KV in different layouts, but Penstock needs the same one in all: "
-            + " / ".join(sorted(layouts))
-        )
+    layout = _layout(shards)
+    if groups:
+        layout += f"; groups {groups}"
+    weights = weights_name(vllm_config)
+    if drafter := drafter_name(vllm_config):
+        weights += f" drafter {drafter}"
     return Namespace(
         model=str(model.model),
-        weights=weights_name(vllm_config),
+        weights=weights,
         dtype=f"{model.dtype} kv {cache.cache_dtype} {model.quantization}",
-        layout=f"vllm {version}: {layouts.pop()}",
-        block_tokens=cache.block_size,
+        layout=f"vllm {version}: {layout}",
+        block_tokens=cache.block_size if block_tokens is None else block_tokens,
         rope=_model_digest(model),
         shard_size=len(shards),
         settings=configuration_digest(vllm_config),
     )
+
+
+def _layout(shards: Sequence[Shard]) -> str:
+    """The layouts of all stages of the pipeline. Within a stage all workers must have the same."""
+    stages: dict[int, str] = {}
+    for shard in shards:
+        same = stages.setdefault(shard.stage, shard.layout)
+        sizes = {other.block_bytes for other in shards if other.stage == shard.stage}
+        if same != shard.layout or len(sizes) != 1:
+            raise ConfigError(
+                "the workers store KV in different layouts, but Penstock needs the same one in "
+                f"all: {' / '.join(sorted({same, shard.layout}))}"
+            )
+    if len(stages) == 1:
+        return shards[0].layout
+    return " / ".join(f"stage {stage}: {layout}" for stage, layout in sorted(stages.items()))
+
+
+def drafter_name(vllm_config: Any) -> str:
+    """The fingerprint of a drafter's own weights: its layers have KV beside the model's."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or getattr(speculative, "method", "") == "ngram":
+        return ""
+    if str(draft.model) == str(vllm_config.model_config.model):
+        return "of the model"
+    source = find_files(str(draft.model), draft.revision, "config.json", None)
+    found = None
+    if source is not None:
+        try:
+            is_old = state_of(source).changed < process_start()
+            found = fingerprint_files(source) if is_old else None
+        except OSError:  # deleted meanwhile
+            found = None
+    if found is None:
+        log.warning(
+            "Penstock cannot identify the weights of the drafter %s by their files. KV is "
+            "therefore not reused after a restart or by other instances.",
+            draft.model,
+        )
+        return f"run {secrets.token_hex(16)}"
+    return found
 
 
 def weights_name(vllm_config: Any) -> str:
@@ -173,13 +226,15 @@ class Naming:
             tenant=f"{base.tenant} {tenant}" if base.tenant else tenant,
         )
 
-    def keys(self, base: Namespace, request: Any) -> RequestKeys | None:
+    def keys(
+        self, base: Namespace, request: Any, groups: Groups | None = None
+    ) -> RequestKeys | None:
         """The keys of a request's blocks. None if its KV cannot be named."""
         places = self._media.names(request)
         namespace = self.namespace(base, request)
         if namespace is None or places is None:
             return None
-        return RequestKeys(namespace, request, places)
+        return RequestKeys(namespace, request, places, groups)
 
     def holds(self, keys: RequestKeys) -> bool:
         """Whether keys still name the request's KV: files and names may change while it runs."""
@@ -192,10 +247,23 @@ class Naming:
 
 
 class RequestKeys:
-    """The keys of one request's full blocks, as its tokens become known."""
+    """The keys of one request's full blocks, as its tokens become known.
 
-    def __init__(self, namespace: Namespace, request: Any, media: Places | None = None) -> None:
+    One chain of keys follows the tokens. Where several groups have blocks that end at the same
+    token, the key of each is made from the chain's key there and the group.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        request: Any,
+        media: Places | None = None,
+        groups: Groups | None = None,
+    ) -> None:
         self.request = request
+        self._of_group: dict[int, list[BlockKey]] | None = None
+        if groups is not None and not groups.is_plain:
+            self._of_group = {group.index: [] for group in groups}
         self.adapter = namespace.adapter
         self._num_tokens = 0
         self._block_tokens = namespace.block_tokens
@@ -208,6 +276,18 @@ class RequestKeys:
             self._extend(num_tokens)
         return self._chain.keys[: num_tokens // self._block_tokens]
 
+    def of_group(self, group: Group, num_tokens: int) -> list[BlockKey]:
+        """The keys of a group's full blocks in the first `num_tokens` tokens."""
+        chain = self.first(num_tokens)
+        if self._of_group is None:
+            return chain
+        keys = self._of_group[group.index]
+        num_blocks = num_tokens // group.block_tokens
+        per_block = group.block_tokens // self._block_tokens
+        for index in range(len(keys), num_blocks):
+            keys.append(group_key(chain[(index + 1) * per_block - 1], group.index))
+        return keys[:num_blocks]
+
     def _extend(self, num_tokens: int) -> None:
         tokens = self.request.all_token_ids[self._num_tokens : num_tokens]
         if not self._media:
@@ -219,6 +299,11 @@ class RequestKeys:
                     self._chain.mix(name)
                 self._chain.extend((token,))
         self._num_tokens = num_tokens
+
+
+def group_key(key: BlockKey, index: int) -> BlockKey:
+    """The key of a group's block that ends where the chain's key is `key`."""
+    return BlockKey(blake3(b"penstock group 1" + index.to_bytes(4, "little") + key).digest())
 
 
 def tenant_of(request: Any) -> str:

@@ -3,6 +3,10 @@
 Whatever shape an attention backend gives its cache, a block must be one dense stretch of bytes in
 each layer. These bytes are saved and restored unchanged. Their description is part of the
 namespace, so that KV with another shape, order or packing is never mixed with them.
+
+With several KV cache groups the layers of one group use the same memory as those of another: a
+block belongs to one group at a time. A block is then the union of what all layers may use of it,
+and is copied whole, whichever group it belongs to.
 """
 
 from __future__ import annotations
@@ -61,6 +65,88 @@ def read_layout(
     if len(set(shapes)) > 1:
         words = " | ".join(shapes)
     return PagedMemory(tuple(stretches), num_blocks).merged(), words
+
+
+def read_union(
+    caches: Mapping[str, Cache], num_blocks: int, pages: Mapping[str, int]
+) -> tuple[PagedMemory, str]:
+    """The memory of every block for layers that share it, and its layout in words.
+
+    `pages` has the size of a block in each layer, with padding. Layers without one are left out.
+    """
+    stretches: list[PageStretch] = []
+    words: list[str] = []
+    for name, cache in caches.items():
+        if name not in pages:
+            continue
+        stretch = _page(name, cache, num_blocks, pages[name])
+        place = _add(stretches, stretch, num_blocks)
+        if place is None:
+            raise _unknown(name, cache, "its blocks overlap those of other layers in part")
+        shape = f"{list(cache.shape[1:])} strides {list(cache.strides)} {cache.dtype}"
+        words.append(f"{name} in {place}: {pages[name]} bytes of {shape}")
+    if not stretches:
+        raise ConfigError("vLLM registered no KV cache to offload. Start vLLM without Penstock.")
+    return PagedMemory(tuple(stretches), num_blocks).merged(), " | ".join(words)
+
+
+def _page(name: str, cache: Cache, num_blocks: int, page_bytes: int) -> PageStretch:
+    """A layer's block as a whole page, including its padding."""
+    rows = cache.shape[0] if cache.shape else 0
+    if rows == 0 or rows % num_blocks:
+        raise _unknown(
+            name,
+            cache,
+            f"the first dimension is not a multiple of {num_blocks}, the number of blocks",
+        )
+    per_block = rows // num_blocks
+    stride_bytes = cache.strides[0] * per_block * cache.element_bytes
+    inside = [(per_block, cache.strides[0]), *zip(cache.shape[1:], cache.strides[1:], strict=True)]
+    last = sum((size - 1) * stride for size, stride in inside)
+    if min(cache.strides) < 0 or (last + 1) * cache.element_bytes > page_bytes:
+        raise _unknown(name, cache, f"a block has more than the {page_bytes} bytes that vLLM says")
+    if stride_bytes < page_bytes:
+        raise _unknown(name, cache, f"blocks of {page_bytes} bytes overlap")
+    return PageStretch(cache.address, stride_bytes, page_bytes)
+
+
+def _add(stretches: list[PageStretch], new: PageStretch, num_blocks: int) -> int | None:
+    """Add a layer's pages to the union; returns its place, or None if it does not fit.
+
+    The order is that in which layers are registered. Addresses differ from run to run.
+    """
+    touched = [
+        place for place, old in enumerate(stretches) if _regions_overlap(old, new, num_blocks)
+    ]
+    touched = [place for place in touched if not _interleave(stretches[place], new)]
+    if not touched:
+        stretches.append(new)
+        return len(stretches) - 1
+    joined = [new, *(stretches[place] for place in touched)]
+    start = min(stretch.address for stretch in joined)
+    end = max(stretch.address + stretch.num_bytes for stretch in joined)
+    strides = {stretch.stride_bytes for stretch in joined}
+    if len(strides) > 1 or end - start > new.stride_bytes:
+        return None
+    stretches[touched[0]] = PageStretch(start, new.stride_bytes, end - start)
+    for place in reversed(touched[1:]):
+        del stretches[place]
+    return touched[0]
+
+
+def _regions_overlap(one: PageStretch, two: PageStretch, num_blocks: int) -> bool:
+    def end(stretch: PageStretch) -> int:
+        return stretch.address + stretch.stride_bytes * (num_blocks - 1) + stretch.num_bytes
+
+    return one.address < end(two) and two.address < end(one)
+
+
+def _interleave(one: PageStretch, two: PageStretch) -> bool:
+    """Whether two layers lie side by side in each block, and share no bytes."""
+    if one.stride_bytes != two.stride_bytes:
+        return False
+    apart = (two.address - one.address) % one.stride_bytes
+    return apart >= one.num_bytes and apart + two.num_bytes <= one.stride_bytes
 
 
 def _read(name: str, cache: Cache, num_blocks: int) -> tuple[PageStretch, str]:

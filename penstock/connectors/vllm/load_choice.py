@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.connectors.vllm.tracked import Loading, Offer
-from penstock.costs.choose import LoadChoice, LoadOrCompute
+from penstock.costs.choose import Hit, LoadChoice, LoadOrCompute
 from penstock.costs.meters import WaitMeter
 from penstock.costs.rates import LinkRate
 from penstock.types import Match, Tier
@@ -24,11 +24,25 @@ class LoadChooser:
         self._timed: dict[int, Sequence[tuple[int, int]]] = {}  # by step: what it computes
 
     def choose(self, start: int, match: Match, now: float) -> Offer:
-        """The offer for a prompt whose first `start` blocks are on the device."""
+        """The offer for a prompt whose first `start` tokens are on the device."""
         choice = LoadChoice(match.num_blocks)
         if not self._always_load:
-            choice = self.costs.choose(match, start * self._block_tokens, self._rates())
-        return Offer(start, match, choice.num_blocks * self._block_tokens, choice, now)
+            choice = self.costs.choose(match, start, self._rates())
+        num_tokens = choice.num_blocks * self._block_tokens
+        return Offer(start, match, num_tokens, choice, now, match.num_blocks * self._block_tokens)
+
+    def choose_hit(self, start: int, hits: Sequence[Hit], num_asked: int, now: float) -> Offer:
+        """The offer for a model with several groups, of whose legal hits the longest come first."""
+        if not hits:
+            return Offer(start, Match(num_asked), 0, LoadChoice(0), now, 0)
+        longest = hits[0]
+        hit: Hit | None = longest
+        choice = LoadChoice(sum(run.num_blocks for run in longest.runs))
+        if not self._always_load:
+            hit, choice = self.costs.choose_hit(hits, start, self._rates())
+        match = Match(num_asked, (longest if hit is None else hit).runs)
+        num_tokens = 0 if hit is None else hit.num_tokens
+        return Offer(start, match, num_tokens, choice, now, longest.num_tokens)
 
     def expect_time(self, step: int, chunks: Sequence[tuple[int, int]]) -> bool:
         """Returns whether to time a step that computes these (tokens, past tokens).

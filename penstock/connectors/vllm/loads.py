@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import Clock
 from penstock.connectors.vllm.dispatch import Dispatch
-from penstock.connectors.vllm.tracked import Loading, Offer, Tracked, TrackedRequests
+from penstock.connectors.vllm.tracked import (
+    NULL_BLOCK,
+    Loading,
+    Offer,
+    Tables,
+    Tracked,
+    TrackedRequests,
+)
 from penstock.offload import Offloader
-from penstock.types import Done, Match, Slot, Tier, Verdict
+from penstock.types import BlockKey, Done, Match, Slot, Tier, Verdict
+
+log = logging.getLogger(__name__)
 
 _BARRED_SECONDS = 30.0
 
@@ -22,30 +33,40 @@ class RequestLoads:
     clock: Clock
     block_bytes: int
 
-    def start(self, tracked: Tracked, offer: Offer, num_tokens: int) -> None:
+    def start(self, tracked: Tracked, offer: Offer, num_tokens: int, tables: Tables) -> None:
         """Load the first `num_tokens` of an offer into the request's blocks."""
-        assert tracked.keys is not None
-        block_tokens = self.requests.block_tokens
-        num_blocks = -(-num_tokens // block_tokens)
-        end = offer.start + num_blocks
-        slots = tuple(Slot(block) for block in tracked.block_ids[offer.start : end])
+        align = self.requests.groups.align_tokens
+        end = offer.start + -(-num_tokens // align) * align
+        pieces = self.requests.pieces(end, offer.start)
+        keys: list[BlockKey] = []
+        slots: list[Slot] = []
+        parents: dict[int, BlockKey | None] = {}
+        for place, group, blocks in pieces:
+            parents[len(keys)] = tracked.parent_key(group, blocks.start)
+            keys += tracked.keys_of(group, blocks)
+            slots += map(Slot, tables[place][blocks.start : blocks.stop])
+            if group.is_full:  # the tiers have these blocks already
+                tracked.num_saved[place] = max(tracked.num_saved[place], blocks.stop)
+        if len(slots) < len(keys) or (NULL_BLOCK in slots and not self.requests.groups.is_plain):
+            self._refuse(tracked, slots)
+            return
+        tracked.num_checked = end
         self.dispatch.fence(slots)
-        counts = _count_by_tier(offer.match, num_blocks)
-        tracked.tokens_from = {tier: n * block_tokens for tier, n in counts.items()}
-        tracked.num_saved = max(tracked.num_saved, end)  # the tiers have these blocks already
+        counts = _count_by_tier(offer.match, len(slots))
+        tracked.tokens_from = _tokens_by_tier(counts, end - offer.start)
         started = self.clock.now()
         ticket = self.offloader.load(
-            tracked.keys.first(end * block_tokens)[offer.start :],
+            keys,
             slots,
             patience_seconds=offer.choice.patience_seconds,
             tenant=tracked.tenant,
-            parents={0: tracked.parent_key(offer.start, block_tokens)},
+            parents=parents,
         )
         tracked.loading = Loading(
             tracked.request.request_id,
             ticket,
             offer.start,
-            slots,
+            tuple(slots),
             len(slots),
             max(counts),
             len(slots) * self.block_bytes,
@@ -62,12 +83,37 @@ class RequestLoads:
             return
         if tracked.loading is loading:
             tracked.loading = None
-        if bad:
-            block_tokens = self.requests.block_tokens
-            tracked.barred_until = self.clock.now() + _BARRED_SECONDS
-            tracked.num_saved = min(tracked.num_saved, loading.start + bad[0])
+        if not bad:
+            return
+        tracked.barred_until = self.clock.now() + _BARRED_SECONDS
+        if self.requests.groups.is_plain:
+            block_tokens = self.requests.groups.align_tokens
+            num_sound = loading.start // block_tokens + bad[0]
+            tracked.num_saved[0] = min(tracked.num_saved[0], num_sound)
             arrived = Counter(tier for tier in done.sources[: bad[0]] if tier is not None)
             tracked.tokens_from = {tier: n * block_tokens for tier, n in arrived.items()}
+        else:  # vLLM starts again, with other blocks
+            tracked.forget_blocks()
+            tracked.tokens_from = {}
+
+    def _refuse(self, tracked: Tracked, slots: Sequence[Slot]) -> None:
+        """vLLM has no block where one is needed, so this hit cannot be right: let it compute."""
+        log.warning(
+            "vLLM allocated other blocks for a load than Penstock expects. The request is computed "
+            "instead. Please report this."
+        )
+        tracked.forget_blocks()
+        tracked.barred_until = self.clock.now() + _BARRED_SECONDS
+        self.dispatch.refuse(tracked.request.request_id, slots)
+
+
+def _tokens_by_tier(counts: Mapping[Tier, int], num_tokens: int) -> dict[Tier, int]:
+    """The tokens of a hit by the tier of its blocks, in proportion to their number."""
+    num_blocks = sum(counts.values())
+    shares = {tier: num_tokens * count // num_blocks for tier, count in counts.items()}
+    slowest = max(counts)
+    shares[slowest] += num_tokens - sum(shares.values())
+    return shares
 
 
 def _count_by_tier(match: Match, num_blocks: int) -> dict[Tier, int]:

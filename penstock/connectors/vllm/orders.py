@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.errors import ConfigError
 from penstock.stores.host import ArenaHandle
+from penstock.transfer.paged import PartPlace
 from penstock.types import Outcome, Slot, Transfer, TransferId
 
 
@@ -20,6 +23,7 @@ class Orders:
 
     step: int
     arena: ArenaHandle | None = None
+    parts: tuple[PartPlace, ...] = ()  # of each worker, by its place among all of them
     # Saves of blocks computed by earlier steps: they start before this step computes.
     saves_before: list[Transfer] = field(default_factory=list)
     # Saves whose blocks this step overwrites: it starts after they have ended.
@@ -31,6 +35,8 @@ class Orders:
     confirmed: list[str] = field(default_factory=list)
     # Saves of blocks that this step completes.
     saves_after: list[Transfer] = field(default_factory=list)
+    # vLLM writes to reused blocks before it calls us: this step's saves end before the next starts.
+    ends_saves: bool = False
     is_idle: bool = False  # the step computes nothing
     is_timed: bool = False  # the step has no decodes: its duration shows the prefill rate
     is_last_resort: bool = False  # offloading has ended: `complete` has all requests that may wait
@@ -57,8 +63,38 @@ class Reports:
 class Shard:
     """How one worker's device stores KV, as found when vLLM registered its caches."""
 
-    rank: int
+    rank: int  # among the tensor-parallel workers of its stage
     block_bytes: int
     num_blocks: int
     layout: str
     process: int  # process id: a worker may run in the scheduler's process
+    stage: int = 0  # of the pipeline
+    device: str = ""  # cpu, cuda, ...
+    replicas: int = 1  # this many consecutive ranks hold the same bytes
+
+
+def place_parts(shards: Sequence[Shard]) -> tuple[PartPlace, ...]:
+    """Where each worker's part lies in a block. `shards` are in the order of stages and ranks.
+
+    Of workers that hold the same bytes the first one writes them, for all.
+    """
+    places: list[PartPlace] = []
+    end = 0
+    for shard in shards:
+        if shard.rank % shard.replicas:
+            shared = places[-1]
+            if shared.num_bytes != shard.block_bytes:
+                raise ConfigError(
+                    f"worker {shard.rank} should hold the same KV as the one before it, but has "
+                    f"{shard.block_bytes} bytes per block instead of {shared.num_bytes}."
+                )
+            places.append(PartPlace(shared.offset, shared.num_bytes, writes=False))
+            continue
+        places.append(PartPlace(end, shard.block_bytes))
+        end += shard.block_bytes
+    return tuple(places)
+
+
+def parts_bytes(places: Sequence[PartPlace]) -> int:
+    """The size of a block with all its parts."""
+    return sum(place.num_bytes for place in places if place.writes)

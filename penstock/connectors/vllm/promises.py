@@ -19,6 +19,7 @@ class Results(NamedTuple):
 
     ready: set[str]
     bad_blocks: set[int]
+    failed: set[str]  # of those that are ready
 
 
 @dataclass(slots=True)
@@ -104,10 +105,14 @@ class Promises:
     def take_results(self) -> Results:
         ready = {name for name, waiting in self._waiting.items() if waiting.is_ready}
         bad: set[int] = set()
+        failed: set[str] = set()
         for request_id in ready:
-            bad.update(self._waiting.pop(request_id).bad)
+            missing = self._waiting.pop(request_id).bad
+            bad |= missing
+            if missing:
+                failed.add(request_id)
         self._reported |= ready
-        return Results(ready, bad)
+        return Results(ready, bad, failed)
 
     def take_reports(self) -> Reports:
         reports, self._reports = self._reports, Reports()

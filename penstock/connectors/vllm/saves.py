@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.tracked import Tracked, TrackedRequests
+from penstock.groups.kinds import Group
 from penstock.offload import Offloader
-from penstock.types import Done
+from penstock.types import Done, Slot
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSaves:
+    """Of groups with full attention. `RequestCheckpoints` saves the others."""
+
     offloader: Offloader
     requests: TrackedRequests
     may_save: bool
@@ -20,25 +23,32 @@ class RequestSaves:
     def save_computed(self, tracked: Tracked) -> None:
         """Save the blocks that are complete after the step being ordered."""
         # If steps overlap, the token that the last step sampled is not known yet.
-        self._save(tracked, min(tracked.num_computed, len(tracked.request.all_token_ids)))
+        self._save(tracked, min(tracked.num_computed, tracked.num_known))
 
     def save_rest(self, tracked: Tracked) -> None:
         """Save what a request leaves in its blocks. Its last position may hold a draft's KV."""
-        self._save(tracked, min(tracked.num_computed, len(tracked.request.all_token_ids) - 1))
+        self._save(tracked, min(tracked.num_computed, tracked.num_known - 1))
 
     def ended(self, done: Done) -> None:
         if self.news is not None and not done.ok:
             self.news.forget(done.keys)
 
     def _save(self, tracked: Tracked, num_tokens: int) -> None:
-        block_tokens = self.requests.block_tokens
-        if not self.may_save or not tracked.has_unsaved(num_tokens, block_tokens):
+        if not self.may_save or tracked.keys is None:
             return
-        if not self.requests.is_named(tracked):
-            return
-        start = tracked.num_saved
-        keys, slots = tracked.take_unsaved(num_tokens, block_tokens)
+        for place, group in self.requests.full():
+            num_full = min(num_tokens // group.block_tokens, len(tracked.tables[place]))
+            if num_full > tracked.num_saved[place] and self.requests.is_named(tracked):
+                self._save_blocks(tracked, place, group, num_full)
+
+    def _save_blocks(self, tracked: Tracked, place: int, group: Group, end: int) -> None:
+        start, tracked.num_saved[place] = tracked.num_saved[place], end
+        keys = tracked.keys_of(group, range(start, end))
         if self.news is not None:
-            self.news.name(keys, start, tracked.request, block_tokens)
-        parents = {0: tracked.parent_key(start, block_tokens)}
-        self.offloader.save(keys, slots, tenant=tracked.tenant, parents=parents)
+            self.news.name(keys, start, tracked.request, group)
+        self.offloader.save(
+            keys,
+            [Slot(block) for block in tracked.tables[place][start:end]],
+            tenant=tracked.tenant,
+            parents={0: tracked.parent_key(group, start)},
+        )

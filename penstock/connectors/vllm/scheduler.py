@@ -18,12 +18,14 @@ nothing here waits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from penstock.books.sessions import Sessions
 from penstock.build import Delegated
 from penstock.clock import Clock
+from penstock.connectors.vllm.checkpoints import RequestCheckpoints, States
 from penstock.connectors.vllm.dispatch import Dispatch
 from penstock.connectors.vllm.identity import Naming
 from penstock.connectors.vllm.kv_events import BlockNews
@@ -33,22 +35,58 @@ from penstock.connectors.vllm.lookups import RequestLookups
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.saves import RequestSaves
 from penstock.connectors.vllm.ticker import Ticker
-from penstock.connectors.vllm.tracked import TrackedRequests
+from penstock.connectors.vllm.tracked import Tables, TrackedRequests
 from penstock.errors import BookError
 from penstock.events import Observer
+from penstock.groups.boundaries import Boundaries
+from penstock.groups.kinds import Group, Groups, Kind
+from penstock.groups.turns import turn_borders
 from penstock.keys import Namespace
+from penstock.transfer.paged import PartPlace
 from penstock.types import Direction, Tier
 
 _CLOSE_SECONDS = 30.0
+_CHECKPOINT_SHARE = 0.25  # of DRAM, for checkpoints that only may be used again
+_CHECKPOINT_EVERY_TOKENS = 16_384
+
+
+class Ways(NamedTuple):
+    """How this vLLM works, as far as it matters here."""
+
+    has_drafts: bool = False
+    # Its newer runner zeroes blocks and copies states before it calls `handle_preemptions`, where
+    # our fence is. Saves must then end within their own step, and nothing is saved later.
+    writes_reused_blocks_early: bool = False
+    # MLA on a CPU: after a hit, vLLM computes more than one further token wrongly.
+    hits_whole_prompts_only: bool = False
+
+
+_USUAL_WAYS = Ways()
+
+
+def _num_checkpoint_blocks(groups: Groups, num_tokens: int) -> int:
+    return sum(len(group.needed(num_tokens)) for group in groups.partial)
 
 
 class Scheduled(NamedTuple):
     """A request in a step: its blocks, and how many of its tokens were computed before."""
 
     request_id: str
-    block_ids: Sequence[int]  # all of its blocks, or only those added for this step
+    tables: Tables  # all of its blocks, or only those added for this step
     num_computed: int
     has_all: bool
+
+
+class StepPlan(NamedTuple):
+    """What vLLM computes in its next step."""
+
+    scheduled: Sequence[Scheduled]
+    num_tokens: Mapping[str, int]
+    preempted: Iterable[str] = ()
+    # The tables that a request has at this step, None if it is not part of it.
+    tables: Callable[[str], Tables | None] = lambda _: None
+    states: Mapping[str, States] = MappingProxyType({})  # offered by vLLM, for each request
+    written: Sequence[int] = ()  # other blocks that this step zeroes or copies to
 
 
 class SchedulerSide:
@@ -59,6 +97,10 @@ class SchedulerSide:
         clock: Clock,
         *,
         block_bytes: int,
+        parts: tuple[PartPlace, ...] = (),
+        groups: Groups | None = None,
+        ways: Ways = _USUAL_WAYS,
+        turn_tokens: frozenset[int] = frozenset(),
         may_load: bool = True,
         may_save: bool = True,
         always_load: bool = False,
@@ -69,12 +111,32 @@ class SchedulerSide:
         self._offloader = offloader = tiers.offloader
         self._engine = tiers.engine
         self._clock = clock
-        self._block_tokens = namespace.block_tokens
+        self._ways = ways
         self._sessions = Sessions(offloader)
-        self._requests = requests = TrackedRequests(namespace, naming or Naming(), self._sessions)
-        self._dispatch = Dispatch(tiers.engine, tiers.arena)
+        if groups is None:
+            groups = Groups((Group(0, Kind.FULL, namespace.block_tokens),))
+        self._groups = groups
+        self._requests = requests = TrackedRequests(
+            namespace, naming or Naming(), self._sessions, groups, block_bytes
+        )
+        self._dispatch = Dispatch(
+            tiers.engine, tiers.arena, parts, ends_saves=ways.writes_reused_blocks_early
+        )
         self._chooser = chooser = LoadChooser(
-            block_bytes, namespace.block_tokens, always_load=always_load
+            block_bytes, groups.align_tokens, always_load=always_load
+        )
+        self._checkpoints = RequestCheckpoints(
+            offloader,
+            requests,
+            Boundaries(
+                groups,
+                checkpoint_bytes=lambda end: block_bytes * _num_checkpoint_blocks(groups, end),
+                budget_bytes=int(_CHECKPOINT_SHARE * offloader.num_host_blocks * block_bytes),
+                every_tokens=_CHECKPOINT_EVERY_TOKENS,
+            ),
+            may_save,
+            has_drafts=ways.has_drafts,
+            turns=lambda tracked: turn_borders(tracked.request.prompt_token_ids or (), turn_tokens),
         )
         self._lookups = RequestLookups(
             offloader,
@@ -85,6 +147,8 @@ class SchedulerSide:
             may_load,
             list(observers),
             self._settle,
+            self._checkpoints.planned,
+            whole_prompts_only=ways.hits_whole_prompts_only,
         )
         self._loads = RequestLoads(offloader, requests, self._dispatch, clock, block_bytes)
         self._saves = RequestSaves(offloader, requests, may_save, news)
@@ -100,7 +164,7 @@ class SchedulerSide:
             self._wake_ticker()
             return num_tokens
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
+    def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         """vLLM has allocated blocks for a request, of which `num_external` tokens are loaded."""
         with self._lock:
             tracked = self._requests.track(request)
@@ -110,37 +174,39 @@ class SchedulerSide:
             # After a reset vLLM may preempt a request and admit it again in the same step.
             self._leave(request.request_id)
             self._dispatch.gather(before=True)
-            tracked.block_ids = list(block_ids)
-            self._loads.start(tracked, offer, num_external)
+            tracked.tables = [list(table) for table in tables]
+            self._loads.start(tracked, offer, num_external, tables)
+            if not self._groups.is_plain:
+                self._checkpoints.used(tracked, offer.start + num_external)
             self._wake_ticker()
 
-    def orders(
-        self,
-        scheduled: Iterable[Scheduled],
-        num_tokens: Mapping[str, int],
-        preempted: Iterable[str],
-    ) -> Orders:
-        """The orders of a step that computes `num_tokens` of each request."""
+    def orders(self, plan: StepPlan) -> Orders:
+        """The orders of a step."""
         with self._lock:
             self._settle()
-            for request_id in preempted:
+            for request_id in plan.preempted:
                 self._leave(request_id)
             self._dispatch.gather(before=True)
             self._dispatch.fence_loads()  # they may reuse blocks of a request just preempted
-            for request in scheduled:
+            for request in plan.scheduled:
                 self._take_over(request)
+            self._dispatch.fence(plan.written)
             chunks = []
-            for request_id, count in num_tokens.items():
+            for request_id, count in plan.num_tokens.items():
                 if (tracked := self._requests.get(request_id)) is None:
                     continue
-                chunks.append((count, tracked.num_computed))
+                before = tracked.num_computed
+                chunks.append((count, before))
                 tracked.num_computed += count
                 self._saves.save_computed(tracked)
+                if not self._groups.all_full:
+                    states = plan.states.get(request_id, {})
+                    self._checkpoints.save_computed(tracked, before, plan.tables, states)
             self._dispatch.gather(before=False)
             orders = self._dispatch.take()
-            orders.is_idle = not num_tokens
+            orders.is_idle = not plan.num_tokens
             orders.is_timed = self._chooser.expect_time(orders.step, chunks)
-            self._lookups.step_started(num_tokens)
+            self._lookups.step_started(plan.num_tokens)
             self._wake_ticker()
             return orders
 
@@ -156,8 +222,11 @@ class SchedulerSide:
                 self._dispatch.reported(outcome)
             self._settle()
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
-        """A request has ended or was aborted. Returns what to add to its response."""
+    def finished(self, request: Any, tables: Tables = ()) -> dict[str, Any] | None:
+        """A request has ended or was aborted. Returns what to add to its response.
+
+        `tables` are its blocks, which vLLM may give to others from the next step on.
+        """
         with self._lock:
             tracked = self._requests.pop(request.request_id, None)
             self._lookups.finished(request.request_id)
@@ -166,9 +235,12 @@ class SchedulerSide:
             if tracked.loading is not None:
                 self._offloader.cancel(tracked.loading.ticket)
                 self._settle()
-            else:
+            elif not self._ways.writes_reused_blocks_early:
                 self._saves.save_rest(tracked)
+                if tables and not self._groups.all_full:
+                    self._checkpoints.save_last(tracked, tables)
                 self._dispatch.gather(before=True)
+            self._checkpoints.finished(tracked)
             self._requests.apply_hints(tracked)
             self._wake_ticker()
             if not tracked.tokens_from:
@@ -232,25 +304,35 @@ class SchedulerSide:
 
     def _take_over(self, scheduled: Scheduled) -> None:
         """Take over a request's blocks, and fence those that its step writes to."""
-        blocks = list(scheduled.block_ids)
-        written = blocks
-        if scheduled.has_all:
-            written = blocks[scheduled.num_computed // self._block_tokens :]
-        if (tracked := self._requests.get(scheduled.request_id)) is not None:
+        tracked = self._requests.get(scheduled.request_id)
+        for place, group in enumerate(self._groups):
+            blocks = scheduled.tables[place]
+            written = blocks
+            if scheduled.has_all and group.is_full:
+                written = blocks[scheduled.num_computed // group.block_tokens :]
+            self._dispatch.fence(written)
+            if tracked is None or not group.is_full:
+                continue
             if scheduled.has_all:
-                tracked.block_ids = blocks
+                tracked.tables[place] = list(blocks)
             else:
-                tracked.block_ids += blocks
+                tracked.tables[place] += blocks
+        if tracked is not None:
             tracked.num_computed = scheduled.num_computed
-        self._dispatch.fence(written)
+            if scheduled.has_all and not self._groups.all_full:
+                self._checkpoints.admitted(tracked, scheduled.num_computed)
 
     def _leave(self, request_id: str) -> None:
-        """vLLM has preempted a request: save its KV before another request overwrites it."""
+        """vLLM has preempted a request: save its KV before another request overwrites it.
+
+        Only that of full groups: the blocks of its windows and states may have changed hands since
+        its last step.
+        """
         if (tracked := self._requests.get(request_id)) is None:
             return
-        self._saves.save_rest(tracked)
-        tracked.block_ids = []
-        tracked.num_computed = tracked.num_saved = 0
+        if not self._ways.writes_reused_blocks_early:
+            self._saves.save_rest(tracked)
+        tracked.forget_blocks()
 
     def _settle(self) -> None:
         for done in self._offloader.step():
@@ -258,6 +340,7 @@ class SchedulerSide:
                 self._loads.ended(done)
             else:
                 self._saves.ended(done)
+                self._checkpoints.ended(done)
 
     def _wake_ticker(self) -> None:
         if self._offloader.is_moving:

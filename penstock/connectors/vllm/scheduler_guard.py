@@ -7,11 +7,12 @@ ends with all of its blocks reported bad, so that vLLM computes them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from penstock.connectors.vllm.orders import Orders, Reports
-from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
+from penstock.connectors.vllm.scheduler import SchedulerSide, StepPlan
+from penstock.connectors.vllm.tracked import Tables
 from penstock.types import Slot, Tier
 
 log = logging.getLogger(__name__)
@@ -19,20 +20,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class StepPlan(NamedTuple):
-    """What vLLM computes in its next step."""
-
-    scheduled: Sequence[Scheduled]
-    num_tokens: Mapping[str, int]
-    preempted: Iterable[str]
-
-
 class GuardedScheduler:
-    def __init__(self, side: SchedulerSide, block_tokens: int) -> None:
+    def __init__(self, side: SchedulerSide, block_tokens: int | None) -> None:
+        """`block_tokens` is None for several groups: then a load fails as a whole."""
         self._side: SchedulerSide | None = side
         self._abandoned: SchedulerSide | None = None
         self._block_tokens = block_tokens
-        self._starts: dict[str, int] = {}  # by request: the first block to load
+        self._starts: dict[str, int] = {}  # by request: the tokens before those to load
         self._awaited: dict[str, tuple[Slot, ...]] = {}  # loads that vLLM has not seen end
         self._confirmed: list[str] = []  # loads that it has, for the workers
 
@@ -43,20 +37,22 @@ class GuardedScheduler:
 
     def lookup(self, request: Any, num_computed: int) -> int | None:
         """How many tokens to load. None: ask again at the next step."""
-        self._starts[request.request_id] = num_computed // self._block_tokens
+        self._starts[request.request_id] = num_computed
         none_found: int | None = 0
         return self.ask(none_found, lambda side: side.lookup(request, num_computed))
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
+    def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         start = self._starts.pop(request.request_id, 0)
-        num_blocks = -(-num_external // self._block_tokens)
-        if num_blocks:  # from now on vLLM waits for them, whatever happens
-            loaded = block_ids[start : start + num_blocks]
-            self._awaited[request.request_id] = tuple(Slot(block) for block in loaded)
-        self.ask(None, lambda side: side.allocated(request, block_ids, num_external))
+        if num_external:  # from now on vLLM waits for them, whatever happens
+            loaded = [block for table in tables for block in table]
+            if self._block_tokens is not None:
+                end = start + num_external
+                loaded = loaded[start // self._block_tokens : -(-end // self._block_tokens)]
+            self._awaited[request.request_id] = tuple(map(Slot, loaded))
+        self.ask(None, lambda side: side.allocated(request, tables, num_external))
 
     def orders(self, plan: Callable[[], StepPlan]) -> Orders:
-        orders = self.ask(None, lambda side: side.orders(*plan()))
+        orders = self.ask(None, lambda side: side.orders(plan()))
         if orders is None:
             orders = Orders(-1, complete=dict(self._awaited), is_last_resort=True)
         orders.confirmed, self._confirmed = self._confirmed, []
@@ -70,9 +66,9 @@ class GuardedScheduler:
         self._confirmed += ready
         self.ask(None, lambda side: side.report(reports, ready))
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
+    def finished(self, request: Any, tables: Tables = ()) -> dict[str, Any] | None:
         self._starts.pop(request.request_id, None)
-        return self.ask(None, lambda side: side.finished(request))
+        return self.ask(None, lambda side: side.finished(request, tables))
 
     def sources(self, request_id: str) -> dict[Tier, int]:
         return self.ask({}, lambda side: side.sources(request_id))

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.books.sessions import Sessions
 from penstock.connectors.vllm.identity import Naming, RequestKeys, tenant_of
 from penstock.connectors.vllm.request_hints import TransferParamHints
 from penstock.costs.choose import LoadChoice
+from penstock.groups.kinds import Group, Groups, Kind
 from penstock.hints import NO_HINTS, Hints
 from penstock.keys import Namespace
 from penstock.types import BlockKey, LookupId, Match, Slot, TicketId, Tier
 
+NULL_BLOCK = 0
+"""In vLLM's block tables, where a group needs no block."""
+
+Tables = Sequence[Sequence[int]]
+"""A request's blocks: one table per group that is kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The last lookup's answer: `num_tokens` can be loaded, starting at block `start`."""
+    """The last lookup's answer: `num_tokens` can be loaded after the first `start`."""
 
     start: int
     match: Match
     num_tokens: int
     choice: LoadChoice
     at: float
+    num_found: int  # tokens that the tiers hold after `start`, worth loading or not
+
+
+class Piece(NamedTuple):
+    """Blocks of one group, by their index in its table."""
+
+    place: int  # of the group, among those that are kept
+    group: Group
+    blocks: range
 
 
 @dataclass(slots=True)
@@ -33,7 +49,7 @@ class Loading:
 
     request_id: str
     ticket: TicketId
-    start: int  # position of its first block in the request
+    start: int  # tokens before it
     slots: tuple[Slot, ...]
     num_unordered: int
     slowest: Tier
@@ -41,17 +57,28 @@ class Loading:
     started: float
 
 
+class Checkpoint(NamedTuple):
+    """The blocks of windows and states that a hit of `num_tokens` needs."""
+
+    num_tokens: int
+    keys: tuple[BlockKey, ...]
+
+
 @dataclass(slots=True)
 class Tracked:
     request: Any
     keys: RequestKeys | None  # None if its KV cannot be named: it is neither loaded nor saved
+    tables: list[list[int]]  # of the full groups; the others' change, see `checkpoints`
+    num_saved: list[int]  # leading blocks of each full group that need no further save
     hints: Hints = NO_HINTS
-    block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose KV is computed by the steps so far
-    num_saved: int = 0  # leading blocks that need no further save
+    num_checked: int = 0  # tokens up to which all checkpoints worth keeping are saved
+    boundaries: Mapping[int, Any] | None = None  # checkpoints to keep of its prompt, and why
+    junction: int | None = None  # where the full groups' hit ended without a checkpoint
+    last_checkpoint: Checkpoint | None = None  # of its answer, replaced by the next one
     offer: Offer | None = None
     loading: Loading | None = None  # the load that the request waits for
-    num_found: int | None = None  # leading blocks in the cache when it was first admitted
+    num_found: int | None = None  # leading tokens in the cache when it was first admitted
     has_looked_up: bool = False
     lookup: LookupId | None = None  # a question to the remote tier, not answered yet
     barred_until: float = 0.0  # after a failed load: compute, which cannot fail the same way
@@ -61,38 +88,48 @@ class Tracked:
     def tenant(self) -> str:
         return "" if self.keys is None else tenant_of(self.request)
 
+    @property
+    def num_known(self) -> int:
+        """Its tokens so far. If steps overlap, the last sampled token is not known yet."""
+        return len(self.request.all_token_ids)
+
     def prompt_keys(self) -> list[BlockKey]:
         """The keys of all full blocks of the tokens known so far."""
         assert self.keys is not None
         return self.keys.first(self.request.num_tokens)
 
-    def parent_key(self, index: int, block_tokens: int) -> BlockKey | None:
-        """The key of the block before the one at `index`."""
-        if self.keys is None or not index:
-            return None
-        return self.keys.first(index * block_tokens)[-1]
-
-    def has_unsaved(self, num_tokens: int, block_tokens: int) -> bool:
-        num_full = min(num_tokens // block_tokens, len(self.block_ids))
-        return self.keys is not None and num_full > self.num_saved
-
-    def take_unsaved(
-        self, num_tokens: int, block_tokens: int
-    ) -> tuple[Sequence[BlockKey], Sequence[Slot]]:
-        """Keys and slots of unsaved blocks within `num_tokens`; they count as saved from now on."""
+    def keys_of(self, group: Group, blocks: range) -> list[BlockKey]:
         assert self.keys is not None
-        num_full = min(num_tokens // block_tokens, len(self.block_ids))
-        start, self.num_saved = self.num_saved, num_full
-        keys = self.keys.first(num_full * block_tokens)
-        return keys[start:], [Slot(block) for block in self.block_ids[start:num_full]]
+        keys = self.keys.of_group(group, blocks.stop * group.block_tokens)
+        return keys[blocks.start : blocks.stop]
+
+    def parent_key(self, group: Group, index: int) -> BlockKey | None:
+        """The key of the block before the one at `index`. Checkpoints begin anywhere: none."""
+        if self.keys is None or not index or group.kind is not Kind.FULL:
+            return None
+        return self.keys.of_group(group, index * group.block_tokens)[-1]
+
+    def forget_blocks(self) -> None:
+        """vLLM has taken its blocks back."""
+        self.tables = [[] for _ in self.tables]
+        self.num_saved = [0] * len(self.num_saved)
+        self.num_computed = self.num_checked = 0
 
 
 class TrackedRequests(dict[str, Tracked]):
     """The requests by id, from vLLM's first lookup of one until it has finished."""
 
-    def __init__(self, namespace: Namespace, naming: Naming, sessions: Sessions) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        naming: Naming,
+        sessions: Sessions,
+        groups: Groups,
+        block_bytes: int,
+    ) -> None:
         super().__init__()
-        self.block_tokens = namespace.block_tokens
+        self.groups = groups
+        self.block_bytes = block_bytes
         self.namespace = namespace
         self.naming = naming
         self._hints = TransferParamHints()
@@ -101,18 +138,41 @@ class TrackedRequests(dict[str, Tracked]):
     def track(self, request: Any) -> Tracked:
         tracked = self.get(request.request_id)
         if tracked is None:
-            keys = self.naming.keys(self.namespace, request)
+            keys = self.naming.keys(self.namespace, request, self.groups)
             hints = self._hints.of(request)
-            tracked = self[request.request_id] = Tracked(request, keys, hints)
+            num = len(self.groups)
+            tracked = Tracked(request, keys, [[] for _ in range(num)], [0] * num, hints)
+            self[request.request_id] = tracked
             self._sessions.began(hints, tracked.tenant)
         return tracked
 
+    def pieces(self, num_tokens: int, start: int) -> list[Piece]:
+        """The blocks that a hit of `num_tokens` needs, of which `start` are on the device."""
+        return [
+            Piece(place, group, needed)
+            for place, group in enumerate(self.groups)
+            if (needed := group.needed(num_tokens, start))
+        ]
+
+    def full(self) -> Iterator[tuple[int, Group]]:
+        return ((place, group) for place, group in enumerate(self.groups) if group.is_full)
+
     def apply_hints(self, tracked: Tracked) -> None:
         """Do what a finished request's hints ask for its blocks."""
-        if tracked.keys is not None and tracked.hints is not NO_HINTS:
-            keys = tracked.keys.first(tracked.num_saved * self.block_tokens)
-            num_found = min(tracked.num_found or 0, len(keys))
-            self._sessions.ended(tracked.hints, keys, num_found, tracked.tenant)
+        if tracked.keys is None or tracked.hints is NO_HINTS:
+            return
+        keys: list[BlockKey] = []
+        num_found = 0
+        for place, group in self.full():
+            saved = tracked.keys_of(group, range(tracked.num_saved[place]))
+            found = min((tracked.num_found or 0) // group.block_tokens, len(saved))
+            # First what was found, of all groups: `ended` treats it in another way.
+            keys[num_found:num_found] = saved[:found]
+            keys += saved[found:]
+            num_found += found
+        if tracked.last_checkpoint is not None:
+            keys += tracked.last_checkpoint.keys
+        self._sessions.ended(tracked.hints, keys, num_found, tracked.tenant)
 
     def is_named(self, tracked: Tracked) -> bool:
         """Whether its keys still name its KV. An adapter's files may change while it runs."""

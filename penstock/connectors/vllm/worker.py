@@ -26,10 +26,14 @@ class WorkerSide:
     def __init__(self, copier: Copier, promises: Promises) -> None:
         self._copier = copier
         self._promises = promises
-        self._saved_step = 0
+        self._unsaved: Orders | None = None  # whose saves have not started
         self._has_complained = False  # log it once: it may happen at every step
 
     def begin(self, orders: Orders) -> None:
+        if self._unsaved is not None:
+            # With drafts, the stages of a pipeline before the last end a step without a save.
+            self.save(self._unsaved)
+        self._unsaved = orders
         if orders.saves_before:
             self._submit(orders.saves_before)
         if orders.fence:
@@ -46,13 +50,15 @@ class WorkerSide:
 
     def save(self, orders: Orders) -> None:
         """Submit the saves after a step. A second call in the same step does nothing."""
-        if orders.step == self._saved_step:
+        if self._unsaved is None or orders.step != self._unsaved.step:
             return
-        self._saved_step = orders.step
+        self._unsaved = None
         if orders.is_timed:
             self._copier.stop_timer(orders.step)
         if orders.saves_after:
             self._submit(orders.saves_after)
+            if orders.ends_saves:
+                self._copier.fence([transfer.id for transfer in orders.saves_after])
 
     def poll(self, *, is_idle: bool = False) -> None:
         """Collect finished copies. An idle step waits briefly for a load, which saves a step."""

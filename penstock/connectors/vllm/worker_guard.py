@@ -12,15 +12,18 @@ from collections.abc import Callable
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.promises import Promises, Results
 from penstock.connectors.vllm.worker import WorkerSide
-from penstock.stores.host import ArenaHandle
 from penstock.transfer.copiers import Copier, NoCopier
 
 log = logging.getLogger(__name__)
 
 
 class GuardedWorker:
-    def __init__(self, open_copier: Callable[[ArenaHandle], Copier]) -> None:
+    def __init__(
+        self, open_copier: Callable[[Orders], Copier], *, saves_late: bool = False
+    ) -> None:
+        """`saves_late`: a step's results are asked for before its drafter has computed its KV."""
         self._open_copier = open_copier
+        self._saves_late = saves_late
         self._promises = Promises()
         self._side: WorkerSide | None = None
         self._has_given_up = False
@@ -40,7 +43,7 @@ class GuardedWorker:
 
     def results(self, orders: Orders | None) -> Results:
         """What to report to vLLM at the end of a step. `orders` is None if there was no step."""
-        if orders is not None:
+        if orders is not None and not self._saves_late:
             self.save(orders)  # vLLM up to 0.31 does not call it in an empty step
         is_idle = orders is not None and orders.is_idle
         self._run(lambda side: side.poll(is_idle=is_idle))
@@ -59,7 +62,7 @@ class GuardedWorker:
         copier: Copier = NoCopier()
         if orders.arena is not None:
             try:
-                copier = self._open_copier(orders.arena)
+                copier = self._open_copier(orders)
             except Exception:
                 log.exception(
                     "This worker cannot open the shared DRAM, so it loads and saves nothing"

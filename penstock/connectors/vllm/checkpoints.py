@@ -1,0 +1,197 @@
+"""Saves checkpoints: the blocks of windows and states that a hit at a boundary needs.
+
+Windows and states move on with a request, so their blocks exist for a while only. A checkpoint is
+saved by the step that computes past its boundary, from the tables that vLLM has at that step; a
+table kept from before may name a block that another request has got meanwhile.
+
+Of a prompt the planned boundaries are kept. Of an answer the last one is, as far as it has come:
+the one before it is given up, and lower tiers get none but the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.connectors.vllm.tracked import (
+    NULL_BLOCK,
+    Checkpoint,
+    Tables,
+    Tracked,
+    TrackedRequests,
+)
+from penstock.groups.boundaries import Boundaries, Reason
+from penstock.groups.kinds import Group, Kind
+from penstock.offload import Offloader
+from penstock.types import BlockKey, Done, Slot, TicketId
+
+States = Mapping[tuple[int, int], int]
+"""Blocks in which vLLM offers a state, by group and boundary."""
+
+
+@dataclass(slots=True)
+class RequestCheckpoints:
+    offloader: Offloader
+    requests: TrackedRequests
+    boundaries: Boundaries
+    may_save: bool
+    # With drafts, vLLM's tables do not show which state is in which block: only offers do.
+    has_drafts: bool = False
+    turns: Callable[[Tracked], Sequence[int]] = lambda _: ()
+    _last_of: dict[TicketId, str] = field(default_factory=dict)  # saves of requests under way
+    _ended: set[TicketId] = field(default_factory=set)  # of requests that have finished
+
+    def planned(self, tracked: Tracked, start: int) -> Iterable[int]:
+        """The boundaries of a prompt at which checkpoints are kept."""
+        if tracked.boundaries is None:
+            tracked.boundaries = self.boundaries.plan(
+                start=start,
+                num_prompt=tracked.request.num_prompt_tokens,
+                turns=self.turns(tracked),
+                junction=tracked.junction,
+                hinted=(),
+            )
+        return tracked.boundaries
+
+    def admitted(self, tracked: Tracked, start: int) -> None:
+        """A request will be computed from `start` on: plan its boundaries with what was found."""
+        tracked.boundaries = None
+        if self.may_save and tracked.keys is not None:
+            self.planned(tracked, start)
+
+    def save_computed(
+        self,
+        tracked: Tracked,
+        before: int,
+        tables: Callable[[str], Tables | None],
+        states: States,
+    ) -> None:
+        """Save the checkpoints that the step being ordered makes possible.
+
+        It computes from `before` tokens to `tracked.num_computed`.
+        """
+        known = min(tracked.num_computed, tracked.num_known)
+        due = self._due(tracked, known)
+        tracked.num_checked = max(tracked.num_checked, known)
+        if not due or not self.may_save or not self.requests.is_named(tracked):
+            return
+        current = tables(tracked.request.request_id)
+        if current is None:
+            return
+        exact = () if self.has_drafts else (before, tracked.num_computed)
+        for boundary in due:
+            self._save(tracked, boundary, current, states, exact)
+
+    def save_last(self, tracked: Tracked, tables: Tables) -> None:
+        """A request ends: its tokens are all known now, and so is its last boundary."""
+        known = min(tracked.num_computed, tracked.num_known - 1)
+        due = self._due(tracked, known)
+        if due and self.may_save and self.requests.is_named(tracked):
+            exact = () if self.has_drafts else (tracked.num_computed,)
+            self._save(tracked, due[-1], tables, {}, exact)
+
+    def finished(self, tracked: Tracked) -> None:
+        """Write the checkpoint of a request's answer to the lower tiers too."""
+        if tracked.last_checkpoint is None or tracked.keys is None:
+            return
+        self._offer(tracked.last_checkpoint.keys, tracked.tenant)
+        for ticket, request_id in list(self._last_of.items()):
+            if request_id == tracked.request.request_id:
+                del self._last_of[ticket]
+                self._ended.add(ticket)  # its save is under way: offer it when it has ended
+
+    def ended(self, done: Done) -> None:
+        """A save has ended."""
+        self._last_of.pop(done.ticket, None)
+        if done.ticket in self._ended:
+            self._ended.discard(done.ticket)
+            if done.ok:
+                self._offer(done.keys, "")
+
+    def used(self, tracked: Tracked, num_tokens: int) -> None:
+        """A hit of so many tokens is loaded: learn that its checkpoint was worth its bytes."""
+        for group in self.requests.groups.partial:
+            blocks = group.needed(num_tokens)
+            for key in tracked.keys_of(group, blocks)[-1:]:
+                self.boundaries.hit(key)
+            return
+
+    def _due(self, tracked: Tracked, known: int) -> list[int]:
+        """The boundaries between those checked before and the tokens known now."""
+        align = self.requests.groups.align_tokens
+        start = tracked.num_checked
+        end_of_prompt = self.requests.groups.max_hit(tracked.request.num_prompt_tokens)
+        due = [one for one in sorted(tracked.boundaries or ()) if start < one <= known]
+        first = max(start, end_of_prompt) // align * align + align
+        due += [one for one in range(first, known + 1, align) if one not in due]
+        return due
+
+    def _save(
+        self,
+        tracked: Tracked,
+        boundary: int,
+        tables: Tables,
+        states: States,
+        exact: Sequence[int],
+    ) -> None:
+        keys: list[BlockKey] = []
+        slots: list[Slot] = []
+        starts: dict[int, BlockKey | None] = {}
+        for place, group in enumerate(self.requests.groups):
+            if group.is_full:
+                continue
+            blocks = group.needed(boundary)
+            found = self._blocks(group, boundary, blocks, tables[place], states, exact)
+            if found is None:
+                return  # a checkpoint without one of its blocks is worthless
+            starts[len(keys)] = None
+            keys += tracked.keys_of(group, blocks)
+            slots += found
+        if not keys:
+            return
+        reason = (tracked.boundaries or {}).get(boundary)
+        is_of_answer = reason is None
+        ticket = self.offloader.save(
+            keys,
+            slots,
+            tenant=tracked.tenant,
+            parents=starts,
+            whole=True,
+            write_down=not is_of_answer,
+        )
+        self.offloader.keep_together(keys)
+        num_bytes = len(keys) * self.requests.block_bytes
+        self.boundaries.saved(keys[-1], reason or Reason.ANSWER_END, num_bytes)
+        if is_of_answer:
+            self._replace_last(tracked, Checkpoint(boundary, tuple(keys)), ticket)
+
+    def _replace_last(self, tracked: Tracked, new: Checkpoint, ticket: TicketId) -> None:
+        old, tracked.last_checkpoint = tracked.last_checkpoint, new
+        self._last_of[ticket] = tracked.request.request_id
+        if old is not None:
+            kept = set(new.keys)
+            self.offloader.demote([key for key in old.keys if key not in kept])
+
+    def _blocks(
+        self,
+        group: Group,
+        boundary: int,
+        blocks: range,
+        table: Sequence[int],
+        states: States,
+        exact: Sequence[int],
+    ) -> list[Slot] | None:
+        """The blocks of one group that a checkpoint needs, or None if one is not there."""
+        if group.kind is Kind.STATE:
+            offered = states.get((group.index, boundary))
+            if offered is not None:
+                return [Slot(offered)]
+            if boundary not in exact:
+                return None  # the block may hold the state of another token
+        if blocks.stop > len(table):
+            return None
+        found = [Slot(block) for block in table[blocks.start : blocks.stop]]
+        return None if NULL_BLOCK in found else found
+
+    def _offer(self, keys: Sequence[BlockKey], tenant: str) -> None:
+        self.offloader.offer(keys, tenant=tenant)
