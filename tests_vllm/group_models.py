@@ -54,10 +54,11 @@ class Model:
     hits_answers: bool = True
     # A hit that leaves more than one token to compute is wrong in vLLM itself.
     only_whole_hits: bool = False
-    # vLLM hits a whole prompt but its last block itself; below it, Penstock adds the rest.
+    # vLLM hits as much itself as Penstock does. With EAGLE it gives its last block up, and with
+    # latent attention on a CPU it hits nothing.
     is_local_alone: bool = True
-    # So few blocks that six requests do not fit, and one of the longest does.
-    small_pool: int = 60
+    # So few blocks that six requests do not fit, and one of 512 tokens does.
+    small_pool: int = 18
 
 
 def _config(**own: Any) -> dict[str, Any]:
@@ -149,6 +150,7 @@ MODELS = {
             "mistral",
             "MistralConfig",
             _config(num_hidden_layers=4, head_dim=32, sliding_window=_WINDOW),
+            small_pool=19,
         ),
         Model(
             "gemma3",
@@ -160,6 +162,7 @@ MODELS = {
                 query_pre_attn_scalar=32,
                 layer_types=_TWO_WINDOWS_ONE_FULL * 2,
             ),
+            small_pool=54,
         ),
         Model(
             "gemma4",  # full layers have blocks of 32 tokens, windowed ones of 64
@@ -175,6 +178,7 @@ MODELS = {
                 hidden_size_per_layer_input=0,
             ),
             block_tokens=64,
+            small_pool=38,
         ),
         Model(
             "gptoss",
@@ -187,6 +191,7 @@ MODELS = {
                 num_experts_per_tok=2,
                 layer_types=["sliding_attention", "full_attention"] * 2,
             ),
+            small_pool=37,
         ),
         Model(
             "llama4",
@@ -203,6 +208,7 @@ MODELS = {
                 layer_types=["chunked_attention"] * 3 + ["full_attention"],
                 use_qk_norm=False,
             ),
+            small_pool=68,
         ),
         Model(
             "granite4",
@@ -223,6 +229,7 @@ MODELS = {
             block_tokens=128,
             options=_STEP_PER_BLOCK,
             hits_answers=False,
+            small_pool=15,
         ),
         Model(
             "falconh1",
@@ -240,6 +247,7 @@ MODELS = {
             block_tokens=128,
             options=_STEP_PER_BLOCK,
             hits_answers=False,
+            small_pool=9,
         ),
         Model(
             "nemotronh",
@@ -258,6 +266,7 @@ MODELS = {
             block_tokens=128,
             options=_STEP_PER_BLOCK,
             hits_answers=False,
+            small_pool=12,
         ),
         Model(
             "lfm2",
@@ -281,6 +290,7 @@ MODELS = {
             },
             local_is_cold=False,
             hits_answers=False,
+            small_pool=20,
         ),
         Model(
             "deepseek3",  # vLLM's kernel on a CPU is compiled for 512 + 64 and blocks of 16
@@ -311,6 +321,8 @@ MODELS = {
             },
             local_is_cold=False,
             only_whole_hits=True,
+            is_local_alone=False,
+            small_pool=35,
         ),
         Model("eagle_head", "LlamaConfig", _LLAMA | {"num_hidden_layers": 1}),
         Model(
@@ -326,6 +338,7 @@ MODELS = {
             _LLAMA,
             options={"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
             drafter="eagle_head",
+            is_local_alone=False,
             finish=_few_answers,
         ),
         Model(
@@ -344,6 +357,7 @@ MODELS = {
             ),
             options={"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
             finish=_add_mtp_layer,
+            is_local_alone=False,
         ),
     )
 }
