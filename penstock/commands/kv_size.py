@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from penstock.commands import JsonFlag, print_fields, print_json
+from penstock.commands.group_rows import describe_group, group_rows
 from penstock.errors import ConfigError
 from penstock.shapes.sizing import (
     PRESETS,
@@ -60,6 +61,8 @@ def kv_size(
     """The size of a model's KV, and a suitable block size.
 
     KV bytes = 2 x layers x kv_heads x head_dim x bits/8 x tokens x batch
+
+    Layers with a window count at most the window; states count once per sequence.
     """
     counts = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
     check_counts({**counts, "--tokens": tokens, "--batch": batch})
@@ -70,7 +73,10 @@ def kv_size(
         "kv_bytes_per_sequence": shape.kv_bytes(tokens),
         "kv_bytes_total": shape.kv_bytes(tokens, batch),
         "block_tokens": block_tokens,
-        "block_bytes": shape.kv_bytes(block_tokens),
+        "block_bytes": block_tokens * shape.bytes_per_token,
+        "growing_bytes_per_token": shape.full_bytes_per_token,
+        "checkpoint_bytes": shape.checkpoint_bytes(),
+        "offloaded_bytes_per_sequence": shape.offloaded_bytes(tokens),
     }
     if as_json:
         facts = {
@@ -85,6 +91,7 @@ def kv_size(
             "bits": shape.bits,
             "tokens": tokens,
             "batch": batch,
+            "groups": group_rows(shape, tokens),
         }
         print_json(facts | sizes)
         return
@@ -92,7 +99,9 @@ def kv_size(
         f"KV of {model or 'this shape'}",
         [
             ("shape", _describe(shape)),
+            *_group_fields(shape),
             ("per token", _exact(sizes["kv_bytes_per_token"])),
+            *_partial_fields(shape),
             (f"sequence of {counted(tokens, 'token')}", _exact(sizes["kv_bytes_per_sequence"])),
             (f"batch of {batch:,}", _exact(sizes["kv_bytes_total"])),
             (
@@ -139,7 +148,24 @@ def _model_shape(model: str, bits: int | None) -> ModelShape:
     return replace(find_shape(model), bits=bits)
 
 
+def _group_fields(shape: ModelShape) -> list[tuple[str, str]]:
+    if len(shape.groups) == 1 and not shape.partial_groups and not shape.groups[0].fixed_bytes:
+        return []  # the shape says it all
+    return [(f"group {number}", describe_group(shape, g)) for number, g in enumerate(shape.groups)]
+
+
+def _partial_fields(shape: ModelShape) -> list[tuple[str, str]]:
+    if not shape.partial_groups:
+        return []
+    return [
+        ("of that, grows without limit", _exact(shape.full_bytes_per_token)),
+        ("checkpoint of windows and states", _exact(shape.checkpoint_bytes())),
+    ]
+
+
 def _describe(shape: ModelShape) -> str:
+    if shape.num_layers != shape.num_full_layers + shape.num_window_layers:
+        return f"{counted(shape.num_layers, 'layer')} of several kinds, {shape.bits}-bit KV"
     if shape.latent_dim is not None:
         return (
             f"{shape.num_layers} layers x {shape.latent_dim} x {shape.bits} bits; "

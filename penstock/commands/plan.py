@@ -64,6 +64,13 @@ def plan(
     shared_prefix_tokens: Annotated[
         int, typer.Option(metavar="N", help="Length of the prefix that all sessions share.")
     ] = 0,
+    turns: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Turns per session. DRAM keeps a checkpoint of windows and states for each.",
+        ),
+    ] = 1,
     reuse: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="Share of prompt tokens computed before, 0 to 1."),
@@ -149,7 +156,9 @@ def plan(
         )
     if sessions is None:
         raise ConfigError("--sessions is missing: expected the number of sessions open at once")
-    check_counts({"--context": context, "--sessions": sessions, "--active": active})
+    check_counts(
+        {"--context": context, "--sessions": sessions, "--turns": turns, "--active": active}
+    )
     if not 1 <= gpus <= _MAX_GPUS:
         raise ConfigError(f"--gpus is {gpus}: expected a whole number from 1 to {_MAX_GPUS}")
     if tensor_parallel_size is not None and not 1 <= tensor_parallel_size <= gpus:
@@ -181,6 +190,7 @@ def plan(
         num_sessions=sessions,
         num_active=active,
         shared_tokens=shared_prefix_tokens,
+        num_turns=turns,
         reuse_share=reuse,
         max_token_seconds=None if max_token_ms is None else max_token_ms / 1e3,
     )

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands import new_table, print_fields, stdout_console
+from penstock.commands.group_rows import group_rows
 from penstock.connectors.vllm.settings import VllmSettings, transfer_config
 from penstock.plan.fit import WORKING_BYTES, Layout
 from penstock.plan.planner import Plan
@@ -42,6 +43,10 @@ def as_data(
             "bytes_per_token": shape.bytes_per_token,
             "bytes_per_token_on_gpus": found.bytes_per_token,
             "bytes_per_session": found.session_bytes,
+            "growing_bytes_per_token": shape.full_bytes_per_token,
+            "checkpoint_bytes": found.checkpoint_bytes,
+            "offloaded_bytes_per_session": found.offloaded_bytes,
+            "groups": group_rows(shape, plan.demand.context_tokens),
             "block_tokens": suggest_block_tokens(shape.bytes_per_token),
             "bits": shape.bits,
             "latent_dim": shape.latent_dim,
@@ -160,7 +165,7 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
     if demand.shared_tokens:
         shared = f", of which {format_bytes(found.own_bytes)} is not shared"
     kept = "all sessions once"
-    if found.live_bytes > found.shared_bytes + found.own_bytes * demand.num_sessions:
+    if found.live_bytes > found.offloaded_own_bytes * demand.num_sessions + found.shared_bytes:
         kept = "all KV that the trace reads again"
     num_servers = plan.layout.num_servers
     weights = format_bytes(found.weight_bytes)
@@ -169,6 +174,8 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
     active = f"{demand.num_sessions:,} open, {demand.num_active:,} decoding at once"
     if is_active_assumed:
         active += " (assumed: a quarter; set --active)"
+    if shape.partial_groups:
+        token += f", of which {format_bytes(shape.full_bytes_per_token)} grows with the context"
     first = [
         ("KV per token", token),
         (
@@ -184,6 +191,7 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
         return first  # nothing can run, so there is nothing to buy
     rows = [
         *first,
+        *_offloaded(plan),
         ("sessions on the GPU", f"{found.sessions_on_device:,}"),
         (
             "sessions with DRAM",
@@ -201,6 +209,22 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
         )
     )
     return rows
+
+
+def _offloaded(plan: Plan) -> list[tuple[str, str]]:
+    """What a session takes in DRAM, if that is not what it takes on the GPU."""
+    found, turns = plan.fit, plan.demand.num_turns
+    if found.offloaded_bytes == found.session_bytes:
+        return []
+    text = format_bytes(found.offloaded_bytes)
+    if found.checkpoint_bytes:
+        text += (
+            f", with {counted(turns, 'checkpoint')} of windows and states, "
+            f"{format_bytes(found.checkpoint_bytes)} each"
+        )
+    else:
+        text += ": the GPUs hold the same latents (MLA), and DRAM keeps them once"
+    return [("session in DRAM", text)]
 
 
 def _trace(reuse: ReuseStats) -> list[tuple[str, str]]:

@@ -90,7 +90,7 @@ def decode_cost(shape: ModelShape, found: Fit, demand: Demand, rates: GpuRates) 
     if target is not None:
         left = max(0.0, target - now.weight_seconds - rates.exchange_seconds)
         within = min(found.host_bytes, int(left * rates.cold_bytes_per_second))
-        most = found.count(max(0, found.pool_bytes) + found.host_bytes)
+        most = found.count_with(found.host_bytes)
         sessions = most_within(
             target, most, lambda num: decode_step(shape, found, rates, num).seconds
         )

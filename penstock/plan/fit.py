@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from penstock.errors import ConfigError
 from penstock.shapes.catalog import Gpu
@@ -29,12 +30,13 @@ class Demand:
     num_sessions: int  # open at once
     num_active: int  # how many of them decode at once; the rest wait for their users
     shared_tokens: int = 0  # length of the prefix that all sessions share
+    num_turns: int = 1  # per session, each with a checkpoint of windows and states in DRAM
     reuse_share: float | None = None  # share of prompt tokens computed before; None: unknown
     live_bytes: int = 0  # peak of the KV that a trace reads again later, each block once
     max_token_seconds: float | None = None  # maximum time per token
 
     def __post_init__(self) -> None:
-        for name in ("context_tokens", "num_sessions", "num_active"):
+        for name in ("context_tokens", "num_sessions", "num_active", "num_turns"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: expected at least 1")
         if not 0 <= self.shared_tokens < self.context_tokens:
@@ -111,24 +113,17 @@ class Hardware:
 
 
 def num_copies(shape: ModelShape, num_gpus: int) -> int:
-    """How many GPUs hold each byte of KV. Raises ConfigError if the heads cannot be split.
+    """How many GPUs hold each byte of KV, at most. Raises if the heads cannot be split.
 
-    With more GPUs than KV heads, several GPUs hold the same heads: 4 KV heads over 8 GPUs are 2
-    copies. MLA has no KV heads to split, so every GPU holds everything.
+    With more GPUs than KV heads, several GPUs hold the same heads. MLA has no KV heads to split, so
+    every GPU holds everything. States are always split: see `LayerGroup.num_copies`.
     """
     if shape.num_heads is not None and shape.num_heads % num_gpus:
         raise ConfigError(
             f"{shape.num_heads} attention heads cannot be split over {num_gpus} GPUs: expected a "
             "number of GPUs that divides them, such as 1, 2, 4 or 8"
         )
-    if shape.is_mla:
-        return num_gpus
-    if shape.num_kv_heads % num_gpus and num_gpus % shape.num_kv_heads:
-        raise ConfigError(
-            f"{shape.num_kv_heads} KV heads cannot be split over {num_gpus} GPUs: expected a "
-            "number of GPUs that divides them or is a multiple of them"
-        )
-    return max(1, num_gpus // shape.num_kv_heads)
+    return max(group.num_copies(num_gpus) for group in shape.groups)
 
 
 def can_split(shape: ModelShape, num_gpus: int) -> bool:
@@ -162,10 +157,14 @@ def layouts(shape: ModelShape, hardware: Hardware) -> list[Layout]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What fits on one server, or on several (`times`). Bytes are totals over its GPUs."""
+    """What fits on one server, or on several (`times`). Bytes are totals over its GPUs.
+
+    On the GPUs a session is all its tokens, its windows and its states. In DRAM it is the tokens of
+    layers that keep all, and a checkpoint of windows and states for each turn.
+    """
 
     bytes_per_token: int  # of a token that every layer keeps
-    session_bytes: int
+    session_bytes: int  # on the GPUs
     own_bytes: int  # the part of a session that is not shared
     shared_bytes: int
     weight_bytes: int
@@ -179,6 +178,9 @@ class Fit:
     recommended_host_bytes: int
     num_kv_copies: int = 1  # how many of a server's GPUs hold each byte of KV
     live_bytes: int = 0  # KV that a trace reads again, including copies
+    offloaded_bytes: int = 0  # of a session, in DRAM
+    offloaded_own_bytes: int = 0  # the part of it that is not shared
+    checkpoint_bytes: int = 0  # of windows and states, in DRAM; 0 if all layers keep all tokens
 
     def times(self, num_servers: int) -> Fit:
         """All servers together. Each session is on one server, the shared prefix on every one."""
@@ -186,8 +188,15 @@ class Fit:
         return replace(self, **whole)
 
     def count(self, room_bytes: float) -> int:
-        """How many sessions fit, counting the shared prefix once."""
+        """How many sessions fit on GPUs, counting the shared prefix once."""
         return _count(room_bytes, self.shared_bytes, self.own_bytes)
+
+    def count_with(self, lower_bytes: float) -> int:
+        """How many sessions fit on the GPUs and in `lower_bytes` of lower tiers together."""
+        return _count_with(
+            *(max(0, self.pool_bytes), lower_bytes, self.shared_bytes),
+            *(self.own_bytes, self.offloaded_own_bytes),
+        )
 
 
 _SUMMED = (
@@ -201,23 +210,46 @@ def _count(room_bytes: float, shared_bytes: int, own_bytes: int) -> int:
     return max(0, int(room_bytes - shared_bytes) // own_bytes)
 
 
+def _count_with(
+    pool_bytes: int, lower_bytes: float, shared_bytes: int, own_bytes: int, lower_own_bytes: int
+) -> int:
+    """A session may lie partly on the device and partly below it, where it has another size."""
+    on_device = Fraction(pool_bytes - shared_bytes, own_bytes)
+    return max(0, math.floor(on_device + Fraction(int(lower_bytes), lower_own_bytes)))
+
+
 def fit(shape: ModelShape, weight_bytes: int, hardware: Hardware, demand: Demand) -> Fit:
-    copies = num_copies(shape, hardware.num_gpus)
-    session_bytes = shape.kv_bytes(demand.context_tokens) * copies
-    shared_bytes = shape.full_bytes_per_token * demand.shared_tokens * copies
+    num_gpus, context, shared = hardware.num_gpus, demand.context_tokens, demand.shared_tokens
+    copies = num_copies(shape, num_gpus)
+    session_bytes = shape.kv_bytes(context, num_gpus=num_gpus)
+    shared_bytes = shape.growing_bytes(shared, num_gpus=num_gpus)
     own_bytes = session_bytes - shared_bytes
+    # The shared prefix has a checkpoint of its own, so that new sessions can continue it.
+    offloaded = shape.offloaded_bytes(context, demand.num_turns, num_gpus=num_gpus)
+    offloaded_shared = shape.offloaded_bytes(shared, num_gpus=num_gpus)
+    growing_shared = shape.offloaded_bytes(shared, 0, num_gpus=num_gpus)
+    offloaded_own = max(1, offloaded - growing_shared)
     pool_bytes = hardware.pool_bytes(weight_bytes)
-    all_bytes = shared_bytes + own_bytes * demand.num_sessions
+    all_bytes = offloaded_shared + offloaded_own * demand.num_sessions
     # Counts KV on the device too: a copy in DRAM lets it leave the device at once.
-    live_bytes = demand.live_bytes * copies
+    live_bytes = demand.live_bytes * (1 if shape.is_mla else copies)
     wanted = max(all_bytes, live_bytes) * (1 + DRAM_HEADROOM)
     recommended = math.ceil(wanted / GiB) * GiB
     host_bytes = recommended if hardware.host_bytes is None else hardware.host_bytes
-    # If the weights do not fit, no session runs, however much DRAM there is.
-    both = pool_bytes + host_bytes if pool_bytes > 0 else 0
-    everything = both + hardware.disk_bytes if pool_bytes > 0 else 0
+    sessions_on_device = _count(pool_bytes, shared_bytes, own_bytes)
+
+    def count_with(lower_bytes: int) -> int:
+        # If the weights do not fit, no session runs, however much DRAM there is.
+        if pool_bytes <= 0:
+            return 0
+        return _count_with(pool_bytes, lower_bytes, shared_bytes, own_bytes, offloaded_own)
+
+    on_device = Fraction(max(0, pool_bytes) - shared_bytes, own_bytes)
+    least_host_bytes = math.ceil((demand.num_sessions - on_device) * offloaded_own)
     return Fit(
-        bytes_per_token=shape.bytes_per_token * copies,
+        bytes_per_token=sum(
+            group.token_bytes(shape.bits) * group.num_copies(num_gpus) for group in shape.groups
+        ),
         session_bytes=session_bytes,
         own_bytes=own_bytes,
         shared_bytes=shared_bytes,
@@ -225,11 +257,14 @@ def fit(shape: ModelShape, weight_bytes: int, hardware: Hardware, demand: Demand
         pool_bytes=pool_bytes,
         host_bytes=host_bytes,
         disk_bytes=hardware.disk_bytes,
-        sessions_on_device=_count(pool_bytes, shared_bytes, own_bytes),
-        sessions_with_host=_count(both, shared_bytes, own_bytes),
-        sessions_with_disk=_count(everything, shared_bytes, own_bytes),
-        least_host_bytes=max(0, all_bytes - max(0, pool_bytes)),
+        sessions_on_device=sessions_on_device,
+        sessions_with_host=count_with(host_bytes),
+        sessions_with_disk=count_with(host_bytes + hardware.disk_bytes),
+        least_host_bytes=max(0, least_host_bytes),
         recommended_host_bytes=recommended,
         num_kv_copies=copies,
         live_bytes=live_bytes,
+        offloaded_bytes=offloaded,
+        offloaded_own_bytes=offloaded_own,
+        checkpoint_bytes=shape.checkpoint_bytes(context, num_gpus=num_gpus),
     )

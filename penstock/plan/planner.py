@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.costs.rates import LinkRate, break_even_tokens
+from penstock.costs.rates import LinkRate, PrefillRate, break_even_tokens
 from penstock.errors import ConfigError
 from penstock.plan.decode_cost import DecodeCost, decode_cost
 from penstock.plan.fit import Demand, Fit, Hardware, Layout, fit, layouts
@@ -69,10 +69,10 @@ def make_plan(
     break_evens: dict[Tier, int | None] = {}
     compute_seconds = None
     if rates.prefill is not None:
-        prefill, mean_bytes = rates.prefill, found.session_bytes / demand.context_tokens
-        compute_seconds = prefill.seconds(demand.context_tokens)
+        compute_seconds = rates.prefill.seconds(demand.context_tokens)
         break_evens = {
-            tier: break_even_tokens(link, prefill, mean_bytes) for tier, link in to_device.items()
+            tier: _break_even(link, rates.prefill, shape, layout.gpus_each)
+            for tier, link in to_device.items()
         }
     together = found.times(layout.num_servers)
     verdict = judge(
@@ -92,7 +92,7 @@ def make_plan(
         load_seconds=load_seconds,
         compute_seconds=compute_seconds,
         verdict=verdict,
-        settings=make_settings(verdict, model.served, shape.bits, hardware, ways),
+        settings=make_settings(verdict, model.served, shape, hardware, ways),
     )
 
 
@@ -112,6 +112,31 @@ def _check(hardware: Hardware) -> None:
         value = getattr(hardware, name)
         if value is not None and value < 0:
             raise ConfigError(f"{name} is {value}: expected 0 or more")
+
+
+def _break_even(
+    link: LinkRate, prefill: PrefillRate, shape: ModelShape, num_gpus: int
+) -> int | None:
+    """The prompt length from which loading is faster. None: never.
+
+    States come with every load, like a latency. Below a window all layers need every token; beyond
+    it the window has a fixed size too.
+    """
+
+    def from_tokens(token_bytes: int, fixed_bytes: int) -> int | None:
+        latency = link.latency_seconds + fixed_bytes / link.bytes_per_second
+        fixed = LinkRate(link.bytes_per_second, latency)
+        return break_even_tokens(fixed, prefill, max(1, token_bytes))
+
+    one = shape.kv_bytes(1, num_gpus=num_gpus)
+    token_bytes = shape.kv_bytes(2, num_gpus=num_gpus) - one
+    least = from_tokens(token_bytes, one - token_bytes)
+    window = min((group.span for group in shape.partial_groups if group.span), default=None)
+    if window is None or (least is not None and least <= window):
+        return least
+    checkpoint_bytes = shape.checkpoint_bytes(num_gpus=num_gpus)
+    least = from_tokens(shape.growing_bytes(1, num_gpus=num_gpus), checkpoint_bytes)
+    return None if least is None else max(window, least)
 
 
 def _through_host(tier: Tier, rates: GpuRates) -> LinkRate:

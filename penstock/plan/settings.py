@@ -11,6 +11,7 @@ from penstock.connectors.vllm.settings import VllmSettings
 from penstock.plan.fit import Fit, Hardware
 from penstock.plan.verdict import PlanKind, PlanVerdict, format_count
 from penstock.plan.ways import Mode, ServingEngine, Way
+from penstock.shapes.shape import ModelShape
 from penstock.units import GiB, counted, format_seconds
 
 DISK_PATH = "/var/cache/penstock"
@@ -30,17 +31,18 @@ class PlanSettings:
 
 
 def make_settings(
-    verdict: PlanVerdict, model: str, bits: int, hardware: Hardware, ways: Sequence[Way]
+    verdict: PlanVerdict, model: str, shape: ModelShape, hardware: Hardware, ways: Sequence[Way]
 ) -> PlanSettings:
     """For each engine, the settings of the best way that it can run.
 
-    `model` is the name that the engines know, `bits` the width of one KV element.
+    `model` is the name that the engines know.
     """
     kind = verdict.kind
     if not kind.runs:
         return PlanSettings(None, verdict.reasons[0], None, verdict.reasons[0])
-    serve, serve_note = _serve(kind, model, bits, hardware, _first(ways, ServingEngine.SERVE))
-    vllm, vllm_note, settings = _vllm(kind, model, bits, hardware, _first(ways, ServingEngine.VLLM))
+    serve, serve_note = _serve(kind, model, shape, hardware, _first(ways, ServingEngine.SERVE))
+    way = _first(ways, ServingEngine.VLLM)
+    vllm, vllm_note, settings = _vllm(kind, model, shape.bits, hardware, way)
     return PlanSettings(serve, serve_note, vllm, vllm_note, settings)
 
 
@@ -49,9 +51,14 @@ def _first(ways: Sequence[Way], engine: ServingEngine) -> Way | None:
 
 
 def _serve(
-    kind: PlanKind, model: str, bits: int, hardware: Hardware, way: Way | None
+    kind: PlanKind, model: str, shape: ModelShape, hardware: Hardware, way: Way | None
 ) -> tuple[tuple[str, ...] | None, str]:
-    if bits != 16:
+    if not shape.is_plain:
+        return None, (
+            "`penstock serve` supports only models whose layers all keep the keys and values of "
+            "every token."
+        )
+    if shape.bits != 16:
         return None, "`penstock serve` keeps KV in 16 bits only: leave out --kv-cache-dtype fp8."
     if way is None:
         return None, "`penstock serve` runs on one GPU, and these weights do not fit on one."

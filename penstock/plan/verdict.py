@@ -18,7 +18,6 @@ LITTLE_REUSE = 0.05
 
 class PlanKind(StrEnum):
     DOES_NOT_FIT = "does-not-fit"
-    NOT_SUPPORTED = "not-supported"
     CONTEXT_TOO_LONG = "context-too-long"
     DO_NOT_OFFLOAD = "do-not-offload"
     DEVICE_IS_ENOUGH = "device-is-enough"
@@ -34,25 +33,18 @@ class PlanKind(StrEnum):
     @property
     def runs(self) -> bool:
         """Whether the plan can run, so that there are settings for it."""
-        return self not in (
-            PlanKind.DOES_NOT_FIT,
-            PlanKind.NOT_SUPPORTED,
-            PlanKind.CONTEXT_TOO_LONG,
-        )
+        return self not in (PlanKind.DOES_NOT_FIT, PlanKind.CONTEXT_TOO_LONG)
 
 
 TITLES = {
     PlanKind.DOES_NOT_FIT: "It does not fit on these GPUs",
-    PlanKind.NOT_SUPPORTED: "Penstock does not support this model's KV",
     PlanKind.CONTEXT_TOO_LONG: "The context is longer than the model allows",
     PlanKind.DO_NOT_OFFLOAD: "Do not offload",
     PlanKind.DEVICE_IS_ENOUGH: "The GPU's memory is enough",
     PlanKind.FOR_REUSE: "Offload for reuse: DRAM keeps prompts that come again",
     PlanKind.NEVER_COLD: "Offload whole sessions: active ones on the GPU, idle ones in DRAM",
     PlanKind.TURNS: "Offload whole sessions: they take turns on the GPU",
-    PlanKind.TAIL_PIN: (
-        "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU"
-    ),
+    PlanKind.TAIL_PIN: "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU",
 }
 
 
@@ -65,18 +57,6 @@ class PlanVerdict:
     @property
     def title(self) -> str:
         return TITLES[self.kind]
-
-
-def unsupported(shape: ModelShape) -> str:
-    """Why the engine and the connector refuse such a model; empty if they support it."""
-    if shape.is_mla:
-        return "The model keeps compressed latents instead of keys and values (MLA)"
-    if shape.num_window_layers:
-        return (
-            f"{shape.num_window_layers} of its {shape.num_layers} layers keep only a sliding "
-            f"window of {shape.window_tokens:,} tokens"
-        )
-    return ""
 
 
 def judge(
@@ -95,14 +75,6 @@ def judge(
     """
     if not ways:
         return PlanVerdict(PlanKind.DOES_NOT_FIT, (_no_room(shape, hardware, found),))
-    if reason := unsupported(shape):
-        return PlanVerdict(
-            PlanKind.NOT_SUPPORTED,
-            (
-                f"{reason}. A prefix cannot be restored completely, so the engine and the "
-                "vLLM connector refuse the model. Use these figures for planning only.",
-            ),
-        )
     limit = shape.max_context_tokens
     if limit is not None and demand.context_tokens > limit:
         return PlanVerdict(PlanKind.CONTEXT_TOO_LONG, (_beyond_the_model(demand, limit),))

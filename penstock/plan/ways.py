@@ -156,7 +156,7 @@ def _in_layout(
     if on_device:
         yield make(Mode.WHOLE, min(part.num_active, on_device))
     if part.num_active > on_device:
-        kept = found.count(found.pool_bytes + found.host_bytes)
+        kept = found.count_with(found.host_bytes)
         obstacle = "" if kept else _too_little_dram(found)
         yield make(Mode.COLD, min(part.num_active, max(1, kept)), obstacle)
 
@@ -164,15 +164,25 @@ def _in_layout(
 def _engines(shape: ModelShape, mode: Mode, layout: Layout) -> Iterator[ServingEngine]:
     if mode is not Mode.COLD:
         yield ServingEngine.VLLM
-    if layout.gpus_each == 1 and shape.bits == 16:
+    if layout.gpus_each == 1 and shape.bits == 16 and shape.is_plain:
         yield ServingEngine.SERVE
 
 
 def _no_engine(shape: ModelShape, mode: Mode, layout: Layout) -> str:
     if any(_engines(shape, mode, layout)):
         return ""
-    why = "does not support fp8" if shape.bits != 16 else "runs on one GPU"
+    if not shape.is_plain:
+        why = f"does not support {_special(shape)}"
+    else:
+        why = "does not support fp8" if shape.bits != 16 else "runs on one GPU"
     return f"Only `penstock serve` reads KV from DRAM in every step, and it {why}"
+
+
+def _special(shape: ModelShape) -> str:
+    if shape.is_mla:
+        return "MLA"
+    labels = dict.fromkeys(group.label for group in shape.partial_groups)
+    return " or ".join(f"{label} layers" for label in labels)
 
 
 def _too_little_dram(found: Fit) -> str:

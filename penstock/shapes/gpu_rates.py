@@ -90,14 +90,17 @@ def estimate_prefill(shape: ModelShape, operations_per_second: float) -> Prefill
 
     Each token is multiplied with all parameters, 2 operations each. Attention multiplies each token
     with those before it, once for the scores and once for the values: 4 operations per pair and
-    element of all heads, for half of all pairs.
+    element of all heads, for half of all pairs. In layers with a window or chunk, that is only a
+    window for each token; a state takes no pairs at all.
     """
     if shape.params_per_token is None:
         return None
     width = (shape.num_heads or shape.num_kv_heads) * shape.head_dim
+    windows = sum(group.span * group.num_layers for group in shape.partial_groups)
     return PrefillRate(
-        tokens_per_second=operations_per_second / (2 * shape.params_per_token),
-        quadratic_seconds_per_token2=2 * shape.num_layers * width / operations_per_second,
+        tokens_per_second=operations_per_second
+        / (2 * shape.params_per_token + 4 * windows * width),
+        quadratic_seconds_per_token2=2 * shape.num_full_layers * width / operations_per_second,
     )
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.groups.kinds import Kind
+from penstock.shapes.config_groups import read_groups
+from penstock.shapes.fields import ConfigFields
+from penstock.shapes.layer_kinds import LayerKind, check_decoder, read_layers
 from penstock.shapes.shape import ModelShape, is_count
 
-# For configs that give a window but not its layers: one in this many layers has no window.
-_PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
+# These have low-rank weights too, but their cache holds keys and values per head.
+_NO_LATENTS = frozenset({"minicpm3"})
+# Layers whose parameters the estimate below does not know.
+_WITHOUT_COUNT = frozenset({LayerKind.STATE, LayerKind.HYBRID, LayerKind.NOTHING})
 
 
 def shape_from_config(path: Path, bits: int | None = None) -> ModelShape:
@@ -35,9 +40,10 @@ def shape_from_fields(
     if isinstance(text, dict):
         # A multimodal model's KV is its language model's. Fields missing there are at the top.
         whole |= {name: value for name, value in text.items() if value is not None}
-    fields = _Fields(whole, origin)
-    fields.check_layers_keep_kv()
-
+    fields = ConfigFields(whole, origin)
+    check_decoder(fields)
+    model_bits = _model_bits(fields, is_needed=bits is None)
+    layers = read_layers(fields)
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.maybe("num_key_value_heads") or fields.maybe("num_kv_heads")
     if num_kv_heads is None:
@@ -47,75 +53,40 @@ def shape_from_fields(
             "num_key_value_heads", f"expected a divisor of the {num_heads} attention heads"
         )
     latent_dim = None
-    if (kv_rank := fields.maybe("kv_lora_rank")) is not None:
+    if (kv_rank := fields.maybe("kv_lora_rank")) is not None and fields.kind not in _NO_LATENTS:
         latent_dim = kv_rank + fields.count("qk_rope_head_dim")
     head_dim = _head_dim(fields, num_heads)
-    attention = _attention_params(fields, num_heads, num_kv_heads, head_dim)
-    num_params, num_active_params = _count_params(fields, attention)
-    window_tokens, num_window_layers = _windows(fields)
+    groups = read_groups(fields, layers, num_kv_heads, head_dim, latent_dim, model_bits)
+    num_params = num_active_params = None
+    if all(layer.kind not in _WITHOUT_COUNT for layer in layers):
+        attention = _attention_params(fields, num_heads, num_kv_heads, head_dim)
+        num_params, num_active_params = _count_params(fields, attention)
+    windows = [group for group in groups if group.kind is Kind.WINDOW]
     return ModelShape(
-        num_layers=fields.count("num_hidden_layers"),
+        num_layers=len(layers),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        bits=_bits(fields) if bits is None else bits,
+        bits=model_bits if bits is None else bits,
         num_params=num_params,
         num_heads=num_heads,
         hidden_size=fields.maybe("hidden_size"),
         latent_dim=latent_dim,
         num_active_params=num_active_params,
-        window_tokens=window_tokens,
-        num_window_layers=num_window_layers,
+        window_tokens=max((group.span for group in windows), default=None),
+        num_window_layers=sum(group.num_layers for group in windows),
         max_context_tokens=_max_context(fields),
+        groups=groups,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The fields of one config.json, with errors that name the file."""
-
-    values: Mapping[str, Any]
-    origin: str
-
-    @property
-    def kind(self) -> str:
-        return str(self.values.get("model_type", ""))
-
-    def count(self, name: str) -> int:
-        value = self.maybe(name)
-        if value is None:
-            raise ConfigError(
-                f"{self.origin} has no {name}: expected the config.json of a decoder with "
-                "attention; choose another file or a known model"
-            )
-        return value
-
-    def maybe(self, name: str) -> int | None:
-        """None if the field is missing or null."""
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not is_count(value):
-            raise self.wrong(name, "expected a whole number above 0")
-        return value
-
-    def about(self, name: str) -> int:
-        """0 if the field is missing or invalid: for estimates, which must not fail."""
-        value = self.values.get(name)
-        return value if is_count(value) else 0
-
-    def wrong(self, name: str, expected: str) -> ConfigError:
-        value = repr(self.values.get(name))[:80]
-        return ConfigError(f"{name} in {self.origin} is {value}: {expected}; correct the file")
-
-    def check_layers_keep_kv(self) -> None:
-        """Refuse layers with a running state: their size does not grow with the tokens."""
-        kinds = self.values.get("layer_types")
-        for kind in kinds if isinstance(kinds, list) else []:
-            if "attention" not in str(kind) or "linear" in str(kind):
-                raise ConfigError(
-                    f"{self.origin} has layers of type {str(kind)[:80]!r}, which keep no KV per "
-                    "token: expected attention in every layer; choose another model"
-                )
+def _model_bits(fields: ConfigFields, *, is_needed: bool) -> int:
+    """The width of the model's dtype. If the width of KV is given, an unknown one counts as 16."""
+    try:
+        return fields.bits("dtype" if fields.has("dtype") else "torch_dtype", 16)
+    except ConfigError:
+        if is_needed:
+            raise
+        return 16
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -133,12 +104,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _head_dim(fields: _Fields, num_heads: int) -> int:
+def _head_dim(fields: ConfigFields, num_heads: int) -> int:
     if fields.maybe("kv_lora_rank") is not None:
         # Some configs give only the rotary part as head_dim; a query has both parts.
         return fields.about("qk_nope_head_dim") + fields.count("qk_rope_head_dim")
-    if (head_dim := fields.maybe("head_dim")) is not None:
-        return head_dim
+    for name in ("head_dim", "attention_head_dim"):
+        if (head_dim := fields.maybe(name)) is not None:
+            return head_dim
     hidden_size = fields.count("hidden_size")
     if hidden_size % num_heads:
         raise fields.wrong(
@@ -147,24 +119,7 @@ def _head_dim(fields: _Fields, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _windows(fields: _Fields) -> tuple[int | None, int]:
-    """The sliding window and how many layers have it. Older configs do not name the layers."""
-    window, num_layers = fields.about("sliding_window"), fields.count("num_hidden_layers")
-    if not window or fields.values.get("use_sliding_window") is False:
-        return None, 0
-    kinds = fields.values.get("layer_types")
-    if isinstance(kinds, list):
-        num_windows = sum("sliding" in str(kind) for kind in kinds)
-    elif period := fields.about("sliding_window_pattern") or _PERIODS.get(fields.kind, 0):
-        num_windows = num_layers - num_layers // period  # one layer per period has no window
-    elif first := fields.about("max_window_layers"):
-        num_windows = max(0, num_layers - first)
-    else:
-        num_windows = num_layers
-    return (window, min(num_windows, num_layers)) if num_windows else (None, 0)
-
-
-def _max_context(fields: _Fields) -> int | None:
+def _max_context(fields: ConfigFields) -> int | None:
     """The longest sequence that engines accept, including the config's rope scaling."""
     limit = fields.about("max_position_embeddings") or fields.about("n_positions")
     scaling = fields.values.get("rope_scaling") or fields.values.get("rope_parameters")
@@ -180,22 +135,7 @@ def _max_context(fields: _Fields) -> int | None:
     return max(limit, int(limit * factor)) if 1 <= factor <= 1024 else limit
 
 
-def _bits(fields: _Fields) -> int:
-    name = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
-    value = fields.values.get(name)
-    if value is None or value == "auto":
-        return 16
-    dtype = str(value).removeprefix("torch.").lower()
-    if dtype in ("bfloat16", "bf16", "float16", "fp16", "half"):
-        return 16
-    if dtype in ("float32", "fp32", "float"):
-        return 32
-    if dtype.startswith(("float8", "fp8")):
-        return 8
-    raise fields.wrong(name, "expected bfloat16, float16, float32 or float8")
-
-
-def _count_params(fields: _Fields, attention: int) -> tuple[int | None, int | None]:
+def _count_params(fields: ConfigFields, attention: int) -> tuple[int | None, int | None]:
     """Estimate all parameters and, for a mixture of experts, those that one token uses.
 
     Exact for models like Llama: gated MLPs, one vector per norm, no biases.
@@ -226,7 +166,9 @@ def _count_params(fields: _Fields, attention: int) -> tuple[int | None, int | No
     return params(num_experts), params(num_used) if num_experts and num_used else None
 
 
-def _attention_params(fields: _Fields, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+def _attention_params(
+    fields: ConfigFields, num_heads: int, num_kv_heads: int, head_dim: int
+) -> int:
     """One layer's query, key, value and output projections; for MLA, the low-rank ones."""
     hidden = fields.about("hidden_size")
     kv_rank, query_rank = fields.about("kv_lora_rank"), fields.about("q_lora_rank")

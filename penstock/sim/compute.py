@@ -86,8 +86,14 @@ class ComputeRates:
 _LAUNCH_SECONDS = 0.003
 
 
-def rates_of(shape: ModelShape, rates: GpuRates) -> ComputeRates:
-    """The rates of a model on a GPU (see `penstock.shapes.gpu_rates`)."""
+def rates_of(
+    shape: ModelShape, rates: GpuRates, context_token_bytes: float | None = None
+) -> ComputeRates:
+    """The rates of a model on a GPU (see `penstock.shapes.gpu_rates`).
+
+    A decode step reads `context_token_bytes` for each token of context; None: those of a token that
+    every layer keeps.
+    """
     num_params = shape.params_per_token
     if num_params is None or rates.prefill is None:
         raise ConfigError(
@@ -96,8 +102,9 @@ def rates_of(shape: ModelShape, rates: GpuRates) -> ComputeRates:
             "add them, or choose a known model"
         )
     prefill = replace(rates.prefill, fixed_seconds=_LAUNCH_SECONDS)
+    token_bytes = shape.bytes_per_token if context_token_bytes is None else context_token_bytes
     decode = DecodeRate(
         base_seconds=_WEIGHT_BYTES * num_params / rates.memory_bytes_per_second,
-        context_token_seconds=shape.bytes_per_token / rates.memory_bytes_per_second,
+        context_token_seconds=token_bytes / rates.memory_bytes_per_second,
     )
     return ComputeRates(prefill, decode)

@@ -48,6 +48,7 @@ class InstanceConfig:
     max_waiting: int = EngineOptions().max_waiting
     transfer: TransferConfig = field(default_factory=TransferConfig)
     limits: Limits | None = None  # None: derived from `transfer`
+    load_block_bytes: int | None = None  # that a load moves for each block; None: `block_bytes`
 
     def __post_init__(self) -> None:
         self._check(0, "num_host_blocks", "num_disk_blocks")
@@ -97,7 +98,11 @@ def build_instance(config: InstanceConfig, observers: Iterable[Observer] = ()) -
         config.limits or _limits(config),
     )
     links = SimulatedLinks(
-        specs, clock, config.block_bytes, max_queued=config.transfer.queue_transfers
+        specs,
+        clock,
+        config.block_bytes,
+        max_queued=config.transfer.queue_transfers,
+        load_block_bytes=config.load_block_bytes,
     )
     offloader = Offloader(
         stack,

@@ -59,16 +59,18 @@ class SimulatedLinks:
         block_bytes: int,
         *,
         max_queued: int = 256,
+        load_block_bytes: int | None = None,
     ) -> None:
         self._clock = clock
         self._max_queued = max_queued
         self._ended: list[Outcome] = []
         self._lines: dict[tuple[Tier, Direction], _Line] = {}
+        sizes = {Direction.LOAD: load_block_bytes or block_bytes, Direction.SAVE: block_bytes}
         for tier, spec in specs.items():
-            line = _Line(spec, block_bytes, self._ended)
+            line = _Line(spec, sizes, self._ended)
             self._lines[tier, Direction.LOAD] = line
             if spec.is_duplex:
-                line = _Line(spec, block_bytes, self._ended)
+                line = _Line(spec, sizes, self._ended)
             self._lines[tier, Direction.SAVE] = line
         self._all = list(dict.fromkeys(self._lines.values()))
 
@@ -152,7 +154,7 @@ class _Line:
     """A link, or one direction of a duplex link."""
 
     spec: LinkSpec
-    block_bytes: int
+    block_bytes: Mapping[Direction, int]
     ended: list[Outcome]
     next_change: float = math.inf  # when a latency is over or a transfer ends
     next_end: float = math.inf  # when a transfer ends, or later if others slow it down
@@ -194,7 +196,7 @@ class _Line:
                 continue
             direction = transfer.direction
             rate = self.spec.load if direction is Direction.LOAD else self.spec.save
-            num_bytes = len(transfer.keys) * self.block_bytes
+            num_bytes = len(transfer.keys) * self.block_bytes[direction]
             flows_at = now + rate.latency_seconds
             self.running.append(
                 _Running(transfer, direction, now, flows_at, num_bytes, rate.bytes_per_second)
@@ -246,7 +248,7 @@ class _Line:
         carried = self.carried[one.direction]
         carried.num_transfers += 1
         carried.num_blocks += len(transfer.keys)
-        carried.num_bytes += len(transfer.keys) * self.block_bytes
+        carried.num_bytes += len(transfer.keys) * self.block_bytes[one.direction]
         self._report(transfer, Verdict.OK, self._since - one.begun)
 
     def _report(self, transfer: Transfer, verdict: Verdict, seconds: float = 0.0) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError
 from penstock.shapes.sizing import ModelShape, find_shape
+from penstock.sim.block_sizes import BlockSizes, block_sizes, plain_sizes
 from penstock.sim.compute import ComputeRates, rates_of
 from penstock.sim.instance import DISK_LINK, HOST_LINK, InstanceConfig
 from penstock.sim.links import LinkSpec
@@ -117,7 +118,9 @@ class SimulatedHardware:
     def shape(self) -> ModelShape:
         return find_shape(self.model)
 
-    def rates(self) -> tuple[ComputeRates, LinkSpec, LinkSpec]:
+    def rates(
+        self, context_token_bytes: float | None = None
+    ) -> tuple[ComputeRates, LinkSpec, LinkSpec]:
         """The rates of computing, of the link to DRAM, and of the link to the disk."""
         from penstock.shapes.catalog import find_gpu
         from penstock.shapes.gpu_rates import rates_from_table, with_prefill
@@ -132,18 +135,26 @@ class SimulatedHardware:
         save = _rate("--disk-save-gb-per-second", self.disk_save_gb_per_second)
         save = save or DISK_LINK.save.bytes_per_second
         return (
-            rates_of(self.shape, table),
+            rates_of(self.shape, table, context_token_bytes),
             replace(HOST_LINK, load=_with(HOST_LINK.load, host), save=_with(HOST_LINK.save, host)),
             replace(DISK_LINK, load=_with(DISK_LINK.load, load), save=_with(DISK_LINK.save, save)),
         )
 
     def instance(
-        self, block_tokens: int, policy: str, device: int, host: int, disk: int
+        self,
+        block_tokens: int,
+        policy: str,
+        device: int,
+        host: int,
+        disk: int,
+        sizes: BlockSizes | None = None,
     ) -> InstanceConfig:
-        rates, host_link, disk_link = self.rates()
+        """Tiers of that many blocks. Without `sizes`, every layer counts every token."""
+        sizes = sizes or plain_sizes(self.shape, block_tokens)
+        rates, host_link, disk_link = self.rates(sizes.device_bytes / block_tokens)
         return InstanceConfig(
             block_tokens,
-            block_tokens * self.shape.bytes_per_token,
+            sizes.tier_bytes,
             rates,
             device,
             host,
@@ -154,12 +165,15 @@ class SimulatedHardware:
             self.max_batched_tokens,
             self.max_num_seqs,
             self.max_waiting,
+            load_block_bytes=sizes.load_bytes,
         )
 
     def facts(self, *, is_timed: bool) -> dict[str, Any]:
         common: dict[str, Any] = {
             "model": self.model,
             "kv_bytes_per_token": self.shape.bytes_per_token,
+            "growing_bytes_per_token": self.shape.full_bytes_per_token,
+            "checkpoint_bytes": self.shape.checkpoint_bytes(),
             "is_timed": is_timed,
         }
         if not is_timed:
@@ -194,15 +208,20 @@ def plan_points(
     """A point for every trace, policy and set of sizes, and those sizes in the user's unit."""
     points: list[Point] = []
     asked: list[Sizes] = []
+    blocks = [block_sizes(hardware.shape, trace) for trace in traces]
     for (number, trace), policy, sizes in product(enumerate(traces), policies, room.all_sizes()):
-        block_bytes = trace.block_tokens * hardware.shape.bytes_per_token
+        block = blocks[number]
         device, host, disk = (
             _num_blocks(f"--{tier}-{room.unit.lower()}", sizes[tier], room.unit, block_bytes)
-            for tier in ("device", "host", "disk")
+            for tier, block_bytes in (
+                ("device", block.device_bytes),
+                ("host", block.tier_bytes),
+                ("disk", block.tier_bytes),
+            )
         )
         instance = None
         if room.is_timed:
-            instance = hardware.instance(trace.block_tokens, policy, device, host, disk)
+            instance = hardware.instance(trace.block_tokens, policy, device, host, disk, block)
         points.append(
             Point(number, policy, device if room.is_timed else None, host, disk, instance, speed)
         )

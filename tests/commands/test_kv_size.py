@@ -25,6 +25,7 @@ GROUPED = [
     name
     for name, shape in PRESETS.items()
     if not shape.is_mla and shape.num_heads and shape.num_kv_heads < shape.num_heads
+    if shape.num_layers == shape.num_full_layers + shape.num_window_layers
 ]
 
 
@@ -72,6 +73,29 @@ def test_layers_with_a_window_keep_no_more_than_that(run: Run) -> None:
     assert "21 layers with a window of 4,096" in " ".join(
         run("kv-size", "gemma-2-9b").stdout.split()
     )
+
+
+def test_states_count_once_per_sequence(run: Run) -> None:
+    found = run("kv-size", "qwen3-next-80b-a3b", "--tokens", 1000, "--batch", 2, "--json").json
+    states, full = found["groups"]
+    assert (states["kind"], states["num_layers"], states["bytes_per_token"]) == ("state", 36, 0)
+    assert states["state_bytes"] == states["checkpoint_bytes"] == 36 * (49_152 + 1_048_576)
+    assert states["bytes_per_sequence"] == found["checkpoint_bytes"] == 39_518_208
+    assert (full["kind"], full["layers"]) == ("full", list(range(3, 48, 4)))
+    assert full["bytes_per_token"] == found["growing_bytes_per_token"] == 24_576
+    assert found["kv_bytes_per_sequence"] == 24_576_000 + 39_518_208
+    assert found["kv_bytes_total"] == 2 * found["kv_bytes_per_sequence"]
+    drawn = " ".join(run("kv-size", "qwen3-next-80b-a3b").stdout.split())
+    assert "gated delta net state in 36 layers: 37.7 MiB, however long the sequence" in drawn
+    assert "checkpoint of windows and states 37.7 MiB (39,518,208 bytes)" in drawn
+
+
+def test_windows_and_what_is_offloaded(run: Run) -> None:
+    found = run("kv-size", "gemma-3-27b", "--tokens", 8192, "--json").json
+    window, full = found["groups"]
+    assert (window["span_tokens"], window["num_layers"], full["num_layers"]) == (1024, 52, 10)
+    assert window["checkpoint_bytes"] == found["checkpoint_bytes"] == 436_207_616
+    assert found["offloaded_bytes_per_sequence"] == 8192 * 81_920 + 436_207_616
 
 
 def test_a_compressed_cache_says_so(run: Run, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_steps_go_on_until_all_that_wait_have_been_given_up() -> None:
     side: Any = Mock(failure=None, has_pending_work=False)
     scheduler, request = GuardedScheduler(side, 4), Mock(request_id="r")
     scheduler.lookup(request, 4)
-    scheduler.allocated(request, [7, 8, 9], 8)
+    scheduler.allocated(request, [[7, 8, 9]], 8)
     assert not scheduler.has_pending_work, "the side itself knows what it still has to do"
     side.finished.side_effect = Injected
     scheduler.finished(request)

@@ -12,10 +12,12 @@ from tools import keys_of
 
 from penstock.connectors.vllm.kv_events import BlockNews, TierEvent
 from penstock.events import LookedUp, Removed, Stored
+from penstock.groups.kinds import Group, Kind
 from penstock.types import BlockKey, Tier
 
 HOST, DISK = Tier.HOST, Tier.DISK
 TOKENS = 4
+GROUP = Group(0, Kind.FULL, TOKENS)
 KEYS = keys_of(5)
 
 
@@ -30,7 +32,7 @@ def request(num_hashes: int = 5, lora: object = None) -> Any:
 @pytest.fixture
 def news() -> BlockNews:
     news = BlockNews()
-    news.name(KEYS[:3], 0, request(), TOKENS)
+    news.name(KEYS[:3], 0, request(), GROUP)
     assert news.take() == []
     return news
 
@@ -38,11 +40,12 @@ def news() -> BlockNews:
 def stored(tier: Tier, index: int) -> TierEvent:
     parent = f"hash {index - 1}" if index else None
     first = 100 + index * TOKENS
-    return TierEvent(tier, f"hash {index}", True, parent, list(range(first, first + TOKENS)))
+    tokens = list(range(first, first + TOKENS))
+    return TierEvent(tier, f"hash {index}", True, parent, tokens, group=GROUP)
 
 
 def removed(tier: Tier, index: int) -> TierEvent:
-    return TierEvent(tier, f"hash {index}", False)
+    return TierEvent(tier, f"hash {index}", False, group=GROUP)
 
 
 def test_a_block_is_told_with_its_parent_and_its_tokens(news: BlockNews) -> None:
@@ -74,7 +77,7 @@ def test_a_block_in_no_tier_is_forgotten(news: BlockNews) -> None:
     news.take()
     news(Stored(DISK, (KEYS[0],)))
     assert news.take() == [], "nobody has named it again"
-    news.name(KEYS[:1], 0, request(), TOKENS)
+    news.name(KEYS[:1], 0, request(), GROUP)
     news(Stored(HOST, (KEYS[0],)))
     assert news.take() == [stored(HOST, 0)]
 
@@ -95,7 +98,7 @@ def test_news_add_up_to_what_the_tiers_hold_and_no_more_is_remembered(
     for what, tier, index in story:
         place = (tier, f"hash {index}")
         if what == "store":
-            news.name([KEYS[index]], index, request(), TOKENS)  # as every save does
+            news.name([KEYS[index]], index, request(), GROUP)  # as every save does
             news(Stored(tier, (KEYS[index],)))
             held.add(place)
         elif place in held:
@@ -118,14 +121,14 @@ def test_blocks_that_nobody_named_are_passed_over(news: BlockNews) -> None:
 
 def test_blocks_whose_hash_vllm_has_not_made_yet_are_passed_over() -> None:
     news = BlockNews()
-    news.name(KEYS[:5], 0, request(num_hashes=2), TOKENS)
+    news.name(KEYS[:5], 0, request(num_hashes=2), GROUP)
     news(Stored(HOST, tuple(KEYS[:5])))
     assert news.take() == [stored(HOST, 0), stored(HOST, 1)]
 
 
 def test_blocks_are_named_from_where_they_stand_in_their_request() -> None:
     news = BlockNews()
-    news.name(KEYS[3:5], 3, request(), TOKENS)
+    news.name(KEYS[3:5], 3, request(), GROUP)
     news(Stored(HOST, tuple(KEYS[3:5])))
     assert news.take() == [stored(HOST, 3), stored(HOST, 4)]
 
@@ -133,7 +136,7 @@ def test_blocks_are_named_from_where_they_stand_in_their_request() -> None:
 def test_an_adapter_is_told() -> None:
     news = BlockNews()
     lora = SimpleNamespace(lora_int_id=3, lora_name="sql")
-    news.name(KEYS[:1], 0, request(lora=lora), TOKENS)
+    news.name(KEYS[:1], 0, request(lora=lora), GROUP)
     news(Stored(HOST, (KEYS[0],)))
     (told,) = news.take()
     assert told.lora is lora

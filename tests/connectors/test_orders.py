@@ -48,7 +48,7 @@ def test_a_block_is_ok_only_where_all_say_so_whoever_comes_first(
         slots = (Slot(1), Slot(2), Slot(3))
         engine.submit(Transfer(ONE, Tier.DEVICE, Tier.HOST, (KEY,) * 3, slots, slots))
         engine.take_unsent()
-        dispatch = Dispatch(engine, Mock())
+        dispatch = Dispatch(engine, Mock(), ())
         for number, outcome in enumerate(total.outcomes):
             assert not engine.poll(), f"{number} of {len(verdicts)} have reported"
             dispatch.reported(outcome)

@@ -457,10 +457,10 @@ def test_a_load_that_nobody_offered_is_an_error(models: Models) -> None:
     ask(vllm)
     request = Request("r", PROMPT, 1)
     with pytest.raises(BookError, match="8 tokens of a request, but was offered 0"):
-        vllm.side.allocated(request, [0, 1, 2], 8)
+        vllm.side.allocated(request, [[0, 1, 2]], 8)
     assert vllm.side.lookup(request, 0) == 20
     with pytest.raises(BookError, match="24 tokens of a request, but was offered 20"):
-        vllm.side.allocated(request, list(range(6)), 24)
+        vllm.side.allocated(request, [list(range(6))], 24)
     vllm.side.finished(request)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.connectors.vllm.support import check_config, check_groups, check_version
+from penstock.connectors.vllm.support import check_config, check_groups_version, check_version
 from penstock.errors import ConfigError
 
 in_range = pytest.mark.parametrize("version", ["0.26.0", "0.29.1+cpu", "0.32.0", "0.32.4.dev3+g12"])
@@ -77,14 +77,9 @@ def test_a_vllm_that_lacks_a_setting_is_taken_as_not_using_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
-        ({"parallel_config__decode_context_parallel_size": 4}, "decode_context_parallel_size"),
         ({"parallel_config__nnodes": 2}, "several machines"),
         ({"cache_config__calculate_kv_scales": True}, "calculate_kv_scales"),
-        ({"speculative_config": SimpleNamespace(method="eagle3")}, "draft model"),
-        ({"speculative_config": SimpleNamespace(method=None)}, "draft model"),
-        ({"speculative_config": SimpleNamespace()}, "draft model"),
     ],
 )
 def test_what_cannot_be_restored_whole_is_refused(changes: dict[str, Any], why: str) -> None:
@@ -103,47 +98,8 @@ def test_a_policy_under_which_losses_reach_users_is_warned_of(
     assert '"recompute"' in record.getMessage()
 
 
-class FullAttentionSpec:
-    block_size = 16
-
-
-class SlidingWindowSpec:
-    pass
-
-
-class MLAAttentionSpec(FullAttentionSpec):
-    pass
-
-
-def groups(*specs: object) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=one) for one in specs])
-
-
-def test_one_group_of_plain_attention_is_taken() -> None:
-    spec = FullAttentionSpec()
-    assert check_groups(groups(spec)) is spec
-
-
-def test_a_cache_that_vllm_zeroes_before_it_can_be_held_back_is_refused() -> None:
-    zeroed = groups(FullAttentionSpec())
-    zeroed.needs_kv_cache_zeroing = True
-    with pytest.raises(ConfigError, match="zeroes, because a save may still read them"):
-        check_groups(zeroed)
-
-
-@pytest.mark.parametrize(
-    ("specs", "why"),
-    [
-        ([], "0 KV cache groups .none."),
-        (
-            [FullAttentionSpec(), SlidingWindowSpec()],
-            "2 KV cache groups .FullAttentionSpec, SlidingWindowSpec.",
-        ),
-        ([FullAttentionSpec(), FullAttentionSpec()], "2 KV cache groups"),
-        ([SlidingWindowSpec()], "type SlidingWindowSpec"),
-        ([MLAAttentionSpec()], "type MLAAttentionSpec"),
-    ],
-)
-def test_other_groups_are_refused(specs: list[object], why: str) -> None:
-    with pytest.raises(ConfigError, match=f"does not support .*{why}"):
-        check_groups(groups(*specs))
+def test_groups_need_a_version_that_can_report_a_failed_load() -> None:
+    check_groups_version("0.26.0", is_plain=True)
+    check_groups_version("0.30.1", is_plain=False)
+    with pytest.raises(ConfigError, match=r"It needs vLLM 0\.30 or later"):
+        check_groups_version("0.29.2", is_plain=False)

@@ -19,7 +19,7 @@ from penstock.transfer.io import Mover, MoveResult
 from penstock.types import Direction, Outcome, Slot, Tier, Transfer, TransferId, Verdict
 
 OK, MISSING, FAILED = Verdict.OK, Verdict.MISSING, Verdict.FAILED
-NOTHING = Results(set(), set())
+NOTHING = Results(set(), set(), set())
 ARENA = ArenaHandle("", 8, 8, 8)
 _ids = count(1)
 _steps = count(1)
@@ -102,7 +102,7 @@ def test_a_request_is_ready_once_all_its_blocks_have_arrived(desk: Desk) -> None
     orders = Orders(0, loads=[Load("r", second)], complete={"r": ()})
     assert desk.step(orders) == NOTHING
     desk.settle(first, second)
-    assert desk.step(Orders(0)) == Results({"r"}, set())
+    assert desk.step(Orders(0)) == Results({"r"}, set(), set())
     assert desk.step(Orders(0)) == NOTHING, "vLLM must not hear twice"
     reports = desk.worker.take_reports()
     assert {one.transfer_id: one.verdicts for one in reports.outcomes} == {
@@ -117,7 +117,7 @@ def test_a_request_waits_for_what_its_load_still_has_to_bring(desk: Desk) -> Non
     desk.step(Orders(0, loads=[Load("r", order)]))
     desk.settle(order)
     assert desk.step(Orders(0)) == NOTHING, "more is to come from the disk"
-    assert desk.step(Orders(0, complete={"r": (Slot(8), Slot(9))})) == Results({"r"}, {8, 9})
+    assert desk.step(Orders(0, complete={"r": (Slot(8), Slot(9))})) == Results({"r"}, {8, 9}, {"r"})
 
 
 def test_blocks_that_did_not_arrive_are_told_with_the_request(desk: Desk) -> None:
@@ -130,11 +130,11 @@ def test_blocks_that_did_not_arrive_are_told_with_the_request(desk: Desk) -> Non
     )
     desk.step(orders)
     desk.settle(mine, other)
-    assert desk.step(Orders(0)) == Results({"r", "other"}, {4, 9})
+    assert desk.step(Orders(0)) == Results({"r", "other"}, {4, 9}, {"r"})
 
 
 def test_a_request_of_which_nothing_could_be_brought_is_ready_at_once(desk: Desk) -> None:
-    assert desk.step(Orders(0, complete={"r": (Slot(1),)})) == Results({"r"}, {1})
+    assert desk.step(Orders(0, complete={"r": (Slot(1),)})) == Results({"r"}, {1}, {"r"})
 
 
 def test_a_request_may_be_loaded_for_again(desk: Desk) -> None:
@@ -142,7 +142,7 @@ def test_a_request_may_be_loaded_for_again(desk: Desk) -> None:
         order = load(block)
         desk.step(Orders(0, loads=[Load("r", order)], complete={"r": ()}))
         desk.settle(order)
-        assert desk.step(Orders(0)) == Results({"r"}, set())
+        assert desk.step(Orders(0)) == Results({"r"}, set(), set())
 
 
 def test_the_fence_comes_after_the_saves_before_and_before_all_else(desk: Desk) -> None:
@@ -201,7 +201,7 @@ def test_a_worker_that_cannot_copy_loses_its_blocks_and_holds_nobody_up(
         complete={"r": ()},
         saves_after=[last],
     )
-    assert run(worker, orders) == Results({"r"}, {3, 4})
+    assert run(worker, orders) == Results({"r"}, {3, 4}, {"r"})
     reports = worker.take_reports()
     assert {one.transfer_id: one.verdicts for one in reports.outcomes} == {
         brought.id: (FAILED, FAILED),
@@ -233,7 +233,7 @@ def test_what_was_begun_and_counts_as_lost_writes_nothing_once_vllm_is_told() ->
     assert not found, "vLLM computes block 3 while a copy writes to it"
     mover.gates[Direction.LOAD].set()
     step.join(TIMEOUT_SECONDS)
-    assert found == [Results({"r"}, {3})]
+    assert found == [Results({"r"}, {3}, {"r"})]
     worker.close()
 
 
@@ -242,7 +242,7 @@ def test_an_outcome_that_makes_no_sense_loses_the_blocks(desk: Desk) -> None:
     desk.copier.poll = lambda: [Outcome(order.id, (OK,), 0.0)]  # type: ignore[method-assign]
     desk.open()
     assert desk.step(Orders(0, loads=[Load("r", order)], complete={"r": ()})) == Results(
-        {"r"}, {3, 4}
+        {"r"}, {3, 4}, {"r"}
     )
 
 
@@ -256,13 +256,13 @@ def test_at_the_last_all_that_may_wait_are_told(desk: Desk) -> None:
     desk.step(Orders(0))
     orders = Orders(-1, complete={"half": (Slot(1), Slot(2)), "new": (Slot(3),)})
     orders.is_last_resort = True
-    assert desk.step(orders) == Results({"half", "new"}, {1, 2, 3})
+    assert desk.step(orders) == Results({"half", "new"}, {1, 2, 3}, {"half", "new"})
 
 
 def test_at_the_last_a_worker_that_never_heard_where_dram_is_tells_all_that_wait() -> None:
     worker = GuardedWorker(refused)
     orders = Orders(-1, complete={"r": (Slot(1),)}, is_last_resort=True)
-    assert run(worker, orders) == Results({"r"}, {1})
+    assert run(worker, orders) == Results({"r"}, {1}, {"r"})
     assert run(worker, orders) == NOTHING
 
 
@@ -272,7 +272,7 @@ def test_at_the_last_vllm_does_not_hear_twice(desk: Desk) -> None:
     order = load(1)
     desk.step(Orders(0, loads=[Load("r", order)], complete={"r": ()}))
     desk.settle(order)
-    assert desk.step(Orders(0)) == Results({"r"}, set())
+    assert desk.step(Orders(0)) == Results({"r"}, set(), set())
     for _ in range(20):
         desk.step(Orders(0))
     for _ in range(2):
@@ -287,14 +287,14 @@ def test_at_the_last_a_request_that_was_ready_once_before_is_told(
     first, second = load(1), load(2)
     desk.step(Orders(0, loads=[Load("r", first)], complete={"r": ()}))
     desk.settle(first)
-    assert desk.step(Orders(0)) == Results({"r"}, set())
+    assert desk.step(Orders(0)) == Results({"r"}, set(), set())
     heard = ["r"]  # it runs, is preempted, and waits again
     if is_told:
         desk.step(Orders(0, loads=[Load("r", second)], confirmed=heard))
         desk.settle(second)
         heard = []
     last = Orders(-1, complete={"r": (Slot(2), Slot(3))}, is_last_resort=True, confirmed=heard)
-    assert desk.step(last) == Results({"r"}, {2, 3})
+    assert desk.step(last) == Results({"r"}, {2, 3}, {"r"})
 
 
 # An error of ours.
@@ -316,7 +316,7 @@ def test_a_worker_that_gives_up_waits_for_copies_that_run(desk: Desk) -> None:
     assert not found, "vLLM computes block 3 while a copy writes to it"
     desk.open()
     step.join(TIMEOUT_SECONDS)
-    assert found == [Results({"r"}, {3})]
+    assert found == [Results({"r"}, {3}, {"r"})]
 
 
 HOOKS = ("submit", "poll", "fence", "start_timer", "stop_timer", "take_times")
@@ -363,14 +363,14 @@ def test_after_an_error_anywhere_all_that_was_ordered_is_lost_and_nobody_waits(h
     assert found.ready >= {"r", "gone"}
     assert found.bad_blocks >= {2, 5}
     if hook != "submit":  # which only loses what it was asked for
-        assert found == Results({"r", "gone", "early"}, {2, 5, 9})
+        assert found == Results({"r", "gone", "early"}, {2, 5, 9}, {"r", "gone", "early"})
         assert copier.is_closed
     reports = {one.transfer_id: one for one in worker.take_reports().outcomes}
     assert set(reports) - {early.id} == {before.id, brought.id, after.id}
     assert all(set(report.verdicts) == {FAILED} for report in reports.values())
     another = load(3)
     assert run(worker, Orders(3, loads=[Load("s", another)], complete={"s": ()})) == Results(
-        {"s"}, {3}
+        {"s"}, {3}, {"s"}
     )
     assert [one.transfer_id for one in worker.take_reports().outcomes] == [another.id]
     worker.close()

@@ -44,15 +44,15 @@ from tools import TIMEOUT_SECONDS, folder_cap_for
 from penstock.build import build_delegated
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
 from penstock.connectors.vllm.orders import Orders, Reports
-from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide
-from penstock.connectors.vllm.scheduler_guard import GuardedScheduler, StepPlan
+from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide, StepPlan
+from penstock.connectors.vllm.scheduler_guard import GuardedScheduler
 from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.events import Event, Lost, Moved, Observer, Stored
 from penstock.keys import KeyChain
 from penstock.stores import folder, slab
 from penstock.stores.host import HostArena
 from penstock.transfer.copiers import ThreadCopier
-from penstock.transfer.paged import Part
+from penstock.transfer.paged import Part, equal_parts
 from penstock.transfer.seals import Seals
 from penstock.types import BlockSpec, Slot, Tier
 
@@ -141,9 +141,10 @@ class Vllm:
         )
         self.scheduler = GuardedScheduler(self.side, BLOCK_TOKENS)
         self.devices = [Device(num_blocks, rank) for rank in range(num_workers)]
+        parts = equal_parts(PART_BYTES, num_workers)
         self.movers = [
-            SlowMover(Part(device.paged, self.host, rank, num_workers), self.seals, seed + rank)
-            for rank, device in enumerate(self.devices)
+            SlowMover(Part(device.paged, self.host, place), self.seals, seed + rank)
+            for rank, (device, place) in enumerate(zip(self.devices, parts, strict=True))
         ]
         self.copiers = [ThreadCopier(mover, copy_threads) for mover in self.movers]
         self.workers = [GuardedWorker(lambda _, copier=copier: copier) for copier in self.copiers]
@@ -326,7 +327,7 @@ class Vllm:
             fresh += added
             budget -= count
             computed = request.num_computed_tokens
-            scheduled.append(Scheduled(request.request_id, added, computed, has_all=False))
+            scheduled.append(Scheduled(request.request_id, [added], computed, has_all=False))
             works.append(Work(request, request.block_ids, computed, count, drafts))
         if not preempted_now:
             self._admit(budget, works, scheduled, fresh)
@@ -391,7 +392,7 @@ class Vllm:
             added = self.pool.take(max(0, num_new))
             request.block_ids = (local or request.block_ids) + added
             fresh += added
-            self.scheduler.allocated(request, request.block_ids, num_external)
+            self.scheduler.allocated(request, [request.block_ids], num_external)
             if num_external:
                 self.seen["hits"] += 1
                 end = -(-computed // BLOCK_TOKENS)
@@ -406,7 +407,7 @@ class Vllm:
             self.running.append(request)
             budget -= count
             scheduled.append(
-                Scheduled(request.request_id, list(request.block_ids), computed, has_all=True)
+                Scheduled(request.request_id, [list(request.block_ids)], computed, has_all=True)
             )
             works.append(Work(request, request.block_ids, computed, count))
             self._name(request, computed + count)

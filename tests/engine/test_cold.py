@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
+from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load, idle
 from tools import flip_bit
 
 from penstock.config import Config, DiskConfig, HostConfig
@@ -137,6 +137,7 @@ def test_one_sequence_may_be_larger_than_the_device(engines: Engines, loaded: Lo
     assert watch.max_cold >= 45
     assert engine.scheduler.num_preemptions == 0
     # It comes back: nearly all of it is read where it lies.
+    always_load(engine)
     again = engine.add("again", question, GREEDY)
     while engine.has_work:
         engine.step()

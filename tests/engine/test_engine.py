@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import BLOCK_BYTES, BLOCK_TOKENS
+from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load
 from tools import flip_bit
 
 from penstock.config import Config, DiskConfig, HostConfig
@@ -131,6 +131,7 @@ def test_a_pool_too_small_for_all_loads_what_it_preempted(
     engines: Engines, answers: list[list[int]]
 ) -> None:
     engine = engines(16, tiers=tiers(256))
+    always_load(engine)
     requests = [engine.add(str(n), ids, GREEDY) for n, ids in enumerate(prompts(8))]
     while engine.has_work:
         engine.step()
@@ -399,6 +400,7 @@ def test_a_prompt_found_whole_computes_one_token_and_writes_none(
 ) -> None:
     engine = Engine(loaded, EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS), tiers(64))
     assert engine.offloader is not None
+    always_load(engine)
     prompt = prompts(1)[0][: 3 * BLOCK_TOKENS]
     first = _answer(engine, "first", prompt)
     assert len(prompt) == 3 * BLOCK_TOKENS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine.test_engine import prompts, run
-from tiny import BLOCK_BYTES, BLOCK_TOKENS
+from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load
 
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.engine import Engine
@@ -95,6 +95,7 @@ def test_a_prefetch_brings_a_session_up_before_its_next_request(engines: Engines
         engine.step()
         engine.offloader.pause(0.001)
     assert num_in(engine, Tier.HOST, PROMPT) == 10
+    always_load(engine)
     request = engine.add("next", PROMPT, params())
     while engine.has_work:
         engine.step()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import always_load
 
 import penstock.engine.engine as engine_module
 from penstock import LLM, SamplingParams
@@ -64,6 +65,7 @@ def test_a_returning_prompt_is_loaded_and_answered_the_same(llm: LLM) -> None:
     assert offloader.drain(30)
     llm.engine.step()
     llm.engine.pool.forget()
+    always_load(llm.engine)
     (dram,) = llm.generate(STORY, GREEDY)
     llm.engine.pool.forget()
     offloader.empty_host()

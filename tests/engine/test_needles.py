@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tiny import always_load
+
 from penstock import LLM, SamplingParams
 
 NEEDLES = {
@@ -36,6 +38,7 @@ def test_needles_are_found_alike_with_everything_offloaded(tmp_path: Path) -> No
     with LLM("smollm2-135m", disk_path=str(tmp_path / "kv"), disk_size=1, **sizes) as llm:
         engine = llm.engine
         assert engine.offloader is not None
+        always_load(engine)
         text = haystack(engine.loaded.tokenizer, 4000)
         talks = [
             [{"role": "user", "content": f"Read this.\n{text}\n\n{question}"}]

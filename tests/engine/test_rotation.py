@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
+from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load, idle
 
 from penstock.config import Config, HostConfig
+from penstock.costs.choose import LoadChoice
 from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import KvResidency, SamplingParams
@@ -21,6 +22,7 @@ from penstock.engine.rotation import Rotation
 from penstock.errors import ConfigError
 from penstock.events import Event, TurnEnded
 from penstock.keys import KeyChain, Namespace
+from penstock.types import Match
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 AT_ONCE = 1e-6  # a turn that is over as soon as it can be
@@ -48,6 +50,7 @@ def engines(loaded: LoadedModel) -> Iterator[Engines]:
         config = EngineConfig(num_blocks * BLOCK_BYTES, BLOCK_TOKENS, 64, residency=residency)
         tiers = Config(HostConfig(size_bytes=num_host * BLOCK_BYTES)) if num_host else None
         made.append(Engine(loaded, config, tiers, **options))
+        always_load(made[-1])
         return made[-1]
 
     yield make
@@ -79,13 +82,20 @@ def under_way(requests: list[Request]) -> int:
     return sum(r.first_token_time is not None and r.finish_reason is None for r in requests)
 
 
-def serve(engine: Engine, requests: list[Request]) -> int:
+def step(engine: Engine) -> None:
+    """A step after all copies have ended: how many turns end does not depend on their speed."""
+    if engine.offloader is not None:
+        assert engine.offloader.drain(30)
+    engine.step()
+
+
+def serve(engine: Engine, requests: list[Request], step: Callable[[Engine], Any] = step) -> int:
     """To the end; returns how many had begun to answer at once, at most."""
     most = 0
     for _ in range(100_000):
         if not engine.has_work:
             break
-        engine.step()
+        step(engine)
         most = max(most, under_way(requests))
     assert all(request.finish_reason is not None for request in requests), "one never ended"
     idle(engine)
@@ -115,20 +125,40 @@ def test_all_of_them_answer_in_turns(
     assert sum(isinstance(event, TurnEnded) for event in events) == num_turns
 
 
+@pytest.mark.parametrize("copies", ["have ended", "run beside"])
 @every_kind
 def test_what_rests_is_kept_where_others_need_room(
-    engines: Engines, answers: list[list[int]], residency: ResidencyConfig
+    engines: Engines, answers: list[list[int]], residency: ResidencyConfig, copies: str
 ) -> None:
     """DRAM has room for them and for nothing else, and nobody computes anything twice."""
     needed = sum((len(prompt) + 40) // BLOCK_TOKENS + 1 for prompt in prompts())
     engine = engines(24, residency, num_host=needed)
     requests = add_all(engine)
-    serve(engine, requests)
+    serve(engine, requests, step if copies == "have ended" else Engine.step)
     assert [request.output_ids for request in requests] == answers
-    assert engine.scheduler.num_turns > 0
+    if copies == "have ended":  # a turn does not end before what it computed is saved
+        assert engine.scheduler.num_turns > 0
     for request in requests:  # but for the block that was not complete
         bound = request.num_preemptions * BLOCK_TOKENS
         assert request.num_recomputed_tokens <= bound
+
+
+@every_kind
+def test_who_returns_may_load_or_compute(
+    engines: Engines, answers: list[list[int]], residency: ResidencyConfig
+) -> None:
+    """The engine chooses by what it has measured: after a stall, computing seems faster."""
+    rng = random.Random(7)
+
+    def choose(match: Match, num_past: int) -> LoadChoice:
+        num_lead, end = sorted(rng.choices([0, match.num_blocks // 2, match.num_blocks], k=2))
+        return LoadChoice(num_lead, num_two_ended=end - num_lead)
+
+    engine = engines(24, residency)
+    engine.scheduler._choose = choose
+    requests = add_all(engine)
+    serve(engine, requests, Engine.step)
+    assert [request.output_ids for request in requests] == answers
 
 
 @pytest.mark.parametrize("num_host", [0, 4, 20])
@@ -137,7 +167,7 @@ def test_where_nothing_can_be_kept_nobody_rests_in_vain(
 ) -> None:
     engine = engines(24, TURNS["hot"], num_host)
     requests = add_all(engine)
-    serve(engine, requests)
+    serve(engine, requests, Engine.step)
     assert [request.output_ids for request in requests] == answers
     if not num_host:
         assert engine.scheduler.num_turns == 0
@@ -151,7 +181,7 @@ def test_who_rests_may_be_given_up(
     requests = add_all(engine)
     given_up: list[str] = []
     while engine.has_work:
-        engine.step()
+        step(engine)
         resting = [request for request in requests if request.resting]
         if resting and len(given_up) < 4:
             given_up.append(resting[0].id)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import BLOCK_BYTES, BLOCK_TOKENS
+from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load
 
 from penstock.config import ENV_REMOTE_SECRET, Config, HostConfig, RemoteConfig
 from penstock.engine.engine import Engine
@@ -114,6 +114,7 @@ def test_one_loads_what_another_computed(engines: Engines, plain: Any) -> None:
     a, b = engines(), engines()
     assert run(a, prompts) == expected
     drained(a)
+    always_load(b)
     seen = watch(b)
     assert run(b, prompts) == expected
     drained(b)
@@ -123,6 +124,7 @@ def test_one_loads_what_another_computed(engines: Engines, plain: Any) -> None:
 def test_what_fell_out_of_dram_comes_back_from_there(engines: Engines, plain: Any) -> None:
     prompts = some_prompts(8)
     engine = engines(num_host=32, num_blocks=64)
+    always_load(engine)
     assert run(engine, prompts) == plain(prompts)
     drained(engine)
     seen = watch(engine)
@@ -232,6 +234,7 @@ def test_encrypted_blocks_that_were_saved_again_are_their_tenants(
     drained(a)
     a.close()
     b = engines(encrypt=True)
+    always_load(b)
     seen = watch(b)
     requests = [
         b.add(str(number), prompt, GREEDY, tenant="north") for number, prompt in enumerate(prompts)

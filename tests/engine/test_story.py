@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import BLOCK_BYTES, BLOCK_TOKENS
+from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load
 from tools import flip_bit
 
 from penstock.config import Config, DiskConfig, HostConfig
@@ -86,6 +86,7 @@ def test_a_prompt_nobody_knows(stages: Any) -> None:
 
 def test_a_prompt_that_is_loaded(stages: Any) -> None:
     stage = stages(16, dram(64))
+    always_load(stage.engine)
     prompt = ids(8 * BLOCK_TOKENS + 3)
     stage.ask("one", prompt)
     stage.ask("other", ids(13 * BLOCK_TOKENS, seed=2))  # takes most of the device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -313,13 +314,64 @@ def test_a_disk_slower_than_computing_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("deepseek-v3", "MLA"), ("gemma-3-27b", "52 of its 62 layers")]
+    ("name", "words"),
+    [
+        ("deepseek-v3", "MLA"),
+        ("gemma-3-27b", "sliding window layers"),
+        ("qwen3-next-80b-a3b", "gated delta net state layers"),
+    ],
 )
-def test_models_that_are_refused_get_figures_and_no_settings(name: str, words: str) -> None:
-    made = plan(name, "h200", 28_000, 10, num_gpus=8)
-    assert made.verdict.kind is PlanKind.NOT_SUPPORTED
-    assert words in made.verdict.reasons[0]
-    assert made.settings.serve is made.settings.vllm is None
+def test_models_with_several_kinds_of_layers_run_in_vllm_only(name: str, words: str) -> None:
+    made = plan(name, "h200", 131_072, 2000, num_gpus=8, host_bytes=1024 * GiB)
+    assert made.verdict.kind.runs
+    assert made.settings.vllm is not None
+    assert made.settings.serve is None
+    assert "every token" in made.settings.serve_note
+    cold = [way for way in made.ways if way.mode is Mode.COLD]
+    assert cold
+    assert all(words in way.obstacle for way in cold)
+
+
+def test_windows_and_states_on_the_gpu_and_in_dram() -> None:
+    shape = PRESETS["gemma-3-27b"]
+    window = 52 * 2 * 16 * 128 * 2 * 1024
+    demand = Demand(32_768, 40, 10, shared_tokens=4096, num_turns=5)
+    found = fit(shape, 0, Hardware(H200, host_bytes=64 * GiB), demand)
+    assert found.session_bytes == 81_920 * 32_768 + window
+    assert found.shared_bytes == 81_920 * 4096
+    assert found.checkpoint_bytes == window
+    assert found.offloaded_bytes == 81_920 * 32_768 + 5 * window
+    assert found.offloaded_own_bytes == 81_920 * (32_768 - 4096) + 5 * window
+    wanted = 40 * found.offloaded_own_bytes + found.shared_bytes + window  # and a checkpoint of it
+    assert found.recommended_host_bytes == math.ceil(wanted * 1.1 / GiB) * GiB
+    on_device = (found.pool_bytes - found.shared_bytes) / found.own_bytes
+    in_dram = 64 * GiB / found.offloaded_own_bytes
+    assert found.sessions_with_host == int(on_device + in_dram)
+    # A plain model has one size everywhere.
+    plain = fit(PRESETS["llama-3.1-8b"], 0, Hardware(H200), demand)
+    assert plain.offloaded_bytes == plain.session_bytes
+    assert plain.checkpoint_bytes == 0
+
+
+def test_latents_are_kept_once_in_dram() -> None:
+    found = fit(PRESETS["deepseek-v3"], 0, Hardware(H200, 8), Demand(32_768, 8, 8))
+    assert found.session_bytes == 8 * 70_272 * 32_768
+    assert found.offloaded_bytes == 70_272 * 32_768
+
+
+def test_states_make_short_loads_slower_than_computing() -> None:
+    """A load of a few tokens brings 37.7 MiB of states."""
+    made = plan("qwen3-next-80b-a3b", "h200", 32_768, 10, num_gpus=2)
+    link, prefill = made.rates.links[Tier.HOST].rate, made.rates.prefill
+    assert prefill is not None
+    shape, least = made.model.shape, made.break_evens[Tier.HOST]
+    assert least is not None
+
+    def loads_in(tokens: int) -> float:
+        return link.seconds(shape.kv_bytes(tokens, num_gpus=made.layout.gpus_each))
+
+    assert loads_in(least) <= prefill.seconds(least)
+    assert loads_in(least - 1) > prefill.seconds(least - 1)
 
 
 def test_copies_of_a_model_have_weights_pools_and_links_of_their_own() -> None:

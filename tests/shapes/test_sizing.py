@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,16 +72,6 @@ DEEPSEEK_V3: dict[str, Any] = {
 }
 
 Write = Callable[[Any], Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def write_json(config: Any) -> Path:
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(config))
-        return path
-
-    return write_json
 
 
 def refusal(path: Path) -> str:
@@ -233,10 +222,14 @@ def test_unknown_dtype(write: Write) -> None:
 
 def test_layers_without_kv_are_not_counted_as_if_they_had_it(write: Write) -> None:
     layers = ["full_attention", "sliding_attention"] * 16
-    assert shape_from_config(write({**LLAMA_8B, "layer_types": layers})).num_layers == 32
-    for kind in ("linear_attention", "mamba"):
-        message = refusal(write({**LLAMA_8B, "layer_types": [*layers[:-1], kind]}))
+    config = {**LLAMA_8B, "layer_types": layers, "sliding_window": 4096}
+    shape = shape_from_config(write(config))
+    assert (shape.num_layers, shape.num_full_layers, shape.num_window_layers) == (32, 16, 16)
+    for kind in ("linear_attention", "mamba", "retention"):
+        message = refusal(write({**config, "layer_types": [*layers[:-1], kind]}))
         assert kind in message
+    assert "no sliding_window" in refusal(write({**LLAMA_8B, "layer_types": layers}))
+    assert "lists 31 layers" in refusal(write({**config, "layer_types": layers[1:]}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "weights", "[" * 100_000, '{"a": ' + "9" * 5000 + "}"])

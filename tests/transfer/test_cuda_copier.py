@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 from penstock.stores.host import HostArena  # noqa: E402
 from penstock.transfer.cuda_copier import CudaCopier  # noqa: E402
-from penstock.transfer.paged import PagedMemory, PageStretch, Part  # noqa: E402
+from penstock.transfer.paged import PagedMemory, PageStretch, Part  # noqa: E402, equal_parts
 from penstock.transfer.seals import Seals  # noqa: E402
 from penstock.types import (  # noqa: E402
     BlockKey,
@@ -42,7 +42,7 @@ class Rig:
         spec = BlockSpec(bytes(32), memory.block_bytes * num_workers, 16)
         self.host = HostArena(spec, 512 * spec.stride_bytes, shared=True)
         self.seals = Seals(self.host, memory=self.host.seals)
-        part = Part(memory, self.host, rank, num_workers)
+        part = Part(memory, self.host, equal_parts(memory.block_bytes, num_workers)[rank])
         self.copier = CudaCopier(part, self.host, self.seals, GPU)
 
     def run(self, transfer: Transfer) -> Outcome:

@@ -14,7 +14,14 @@ from tools import content, key_of, spec
 
 from penstock.errors import ConfigError
 from penstock.stores.host import HostArena
-from penstock.transfer.paged import PagedMemory, PagedMover, PageStretch, Part
+from penstock.transfer.paged import (
+    PagedMemory,
+    PagedMover,
+    PageStretch,
+    Part,
+    PartPlace,
+    equal_parts,
+)
 from penstock.transfer.seals import Seals
 from penstock.types import BlockKey, Slot, Tier, Transfer, TransferId, Verdict
 
@@ -107,8 +114,8 @@ def test_what_is_gathered_is_scattered_again_and_nothing_else_is_touched(
     host.buffer[:] = b"\xbb" * len(host.buffer)
     seals = Seals(host)
     movers = [
-        PagedMover(Part(device.paged, host, rank, num_workers), seals)
-        for rank, device in enumerate(devices)
+        PagedMover(Part(device.paged, host, place), seals)
+        for device, place in zip(devices, equal_parts(part_bytes, num_workers), strict=True)
     ]
     keys = [key_of((seed, index)) for index in range(3)]
     blocks, places = rng.sample(range(num_blocks), 3), rng.sample(range(num_slots), 3)
@@ -151,7 +158,7 @@ def test_a_slot_whose_seal_is_another_or_none_is_missing_and_its_neighbours_are_
     block = spec(96)
     host = HostArena(block, 8 * block.stride_bytes)
     seals = Seals(host)
-    mover = PagedMover(Part(device.paged, host, 0, 1), seals)
+    mover = PagedMover(Part(device.paged, host, PartPlace(0, 96)), seals)
     keys = [key_of(index) for index in range(4)]
     mover.move(save(keys, range(4), range(4)))
     order = load(keys, range(4), range(4, 8))
@@ -164,12 +171,30 @@ def test_a_slot_whose_seal_is_another_or_none_is_missing_and_its_neighbours_are_
     assert mover.move(order).verdicts == wanted
 
 
-@pytest.mark.parametrize(("rank", "num_workers"), [(0, 2), (1, 3), (0, 1)])
-def test_parts_that_do_not_make_up_a_block_are_refused(rank: int, num_workers: int) -> None:
+@pytest.mark.parametrize("place", [PartPlace(0, 100), PartPlace(8, 96), PartPlace(0, 48)])
+def test_parts_that_do_not_lie_within_a_block_are_refused(place: PartPlace) -> None:
     host = HostArena(spec(100), 4 * spec(100).stride_bytes)
-    parts = rf"100 bytes, but the device has {num_workers} parts of 96 "
-    with pytest.raises(ConfigError, match=parts):
-        Part(Device([(0, 96)], 2).paged, host, rank, num_workers)
+    with pytest.raises(ConfigError, match="100 bytes .* but its device has 96"):
+        Part(Device([(0, 96)], 2).paged, host, place)
+
+
+def test_of_workers_with_the_same_bytes_one_writes_and_all_read() -> None:
+    devices = [Device([(0, 64)], 4) for _ in range(2)]
+    host = HostArena(spec(64), 4 * spec(64).stride_bytes)
+    seals = Seals(host)
+    places = [PartPlace(0, 64), PartPlace(0, 64, writes=False)]
+    movers = [
+        PagedMover(Part(device.paged, host, place), seals)
+        for device, place in zip(devices, places, strict=True)
+    ]
+    keys = [key_of(1)]
+    for mover in movers:
+        assert mover.move(save(keys, [0], [0])).verdicts == [Verdict.OK]
+    assert bytes(host.view(Slot(0))[:64]) == devices[0].read(0)
+    seals.seal(keys, [Slot(0)])
+    for mover, device in zip(movers, devices, strict=True):
+        assert mover.move(load(keys, [0], [3])).verdicts == [Verdict.OK]
+        assert device.read(3) == devices[0].read(0)
 
 
 def bytes_of(memory: PagedMemory, block: int) -> list[int]:

@@ -20,10 +20,11 @@ from penstock.connectors.vllm.tracked import (
     Tracked,
     TrackedRequests,
 )
+from penstock.events import Event, Removed
 from penstock.groups.boundaries import Boundaries, Reason
 from penstock.groups.kinds import Group, Kind
 from penstock.offload import Offloader
-from penstock.types import BlockKey, Done, Slot, TicketId
+from penstock.types import BlockKey, Done, Slot, TicketId, Tier
 
 States = Mapping[tuple[int, int], int]
 """Blocks in which vLLM offers a state, by group and boundary."""
@@ -116,6 +117,12 @@ class RequestCheckpoints:
                 self.boundaries.hit(key)
             return
 
+    def __call__(self, event: Event) -> None:
+        """An observer: checkpoints that leave DRAM make room for others."""
+        if isinstance(event, Removed) and event.tier is Tier.HOST:
+            for key in event.keys:
+                self.boundaries.gone(key)
+
     def _due(self, tracked: Tracked, known: int) -> list[int]:
         """The boundaries between those checked before and the tokens known now."""
         align = self.requests.groups.align_tokens
@@ -171,6 +178,7 @@ class RequestCheckpoints:
         if old is not None:
             kept = set(new.keys)
             self.offloader.demote([key for key in old.keys if key not in kept])
+            self.boundaries.gone(old.keys[-1])
 
     def _blocks(
         self,

@@ -36,6 +36,7 @@ from penstock.connectors.vllm.groups import (
 from penstock.connectors.vllm.identity import Naming, model_namespace
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.orders import Orders, Reports, Shard, parts_bytes, place_parts
+from penstock.connectors.vllm.places import find_files
 from penstock.connectors.vllm.prometheus import PenstockPromMetrics, PenstockStats
 from penstock.connectors.vllm.promises import Results
 from penstock.connectors.vllm.published import extra_keys, published
@@ -45,7 +46,7 @@ from penstock.connectors.vllm.settings import VllmSettings
 from penstock.connectors.vllm.stats import EventLog
 from penstock.connectors.vllm.support import check_config, check_groups_version, check_version
 from penstock.connectors.vllm.tracked import Tables
-from penstock.connectors.vllm.turn_tokens import turn_tokens
+from penstock.connectors.vllm.turn_tokens import border_ids
 from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.errors import ConfigError
 from penstock.events import Observer
@@ -224,7 +225,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             parts=parts,
             groups=groups,
             ways=self._ways(shards),
-            turn_tokens=turn_tokens(self._vllm_config.model_config),
+            turn_tokens=self._turn_tokens(),
             may_load=self._kv_transfer_config.is_kv_consumer,
             may_save=self._kv_transfer_config.is_kv_producer,
             always_load=self._settings.always_load,
@@ -243,6 +244,12 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             " or ".join(map(str, sorted({group.block_tokens for group in groups}))),
             format_bytes(block_bytes),
         )
+
+    def _turn_tokens(self) -> frozenset[int]:
+        model = self._vllm_config.model_config
+        name = str(getattr(model, "tokenizer", None) or model.model)
+        folder = find_files(name, None, "tokenizer_config.json", None)
+        return frozenset() if folder is None or self._groups.all_full else border_ids(folder)
 
     def _ways(self, shards: Sequence[Shard]) -> Ways:
         config, groups = self._vllm_config, self._groups

@@ -138,6 +138,8 @@ class SchedulerSide:
             has_drafts=ways.has_drafts,
             turns=lambda tracked: turn_borders(tracked.request.prompt_token_ids or (), turn_tokens),
         )
+        if not groups.all_full:
+            offloader.observe(self._checkpoints)
         self._lookups = RequestLookups(
             offloader,
             requests,
