@@ -52,10 +52,13 @@ class Vllm:
             del given["block_size"]
         self.llm = LLM(seed=0, disable_log_stats=False, **given)
 
-    def ask(self, prompts: list[Tokens], num: int = 8, **params: Any) -> list[Any]:
+    def ask(
+        self, prompts: list[Tokens], num: int = 8, *, salt: str = "", **params: Any
+    ) -> list[Any]:
         from vllm import SamplingParams
 
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        salted = {"cache_salt": salt} if salt else {}
+        asked = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
         params = {"temperature": 0, "max_tokens": num, "ignore_eos": True} | params
         return list(self.llm.generate(asked, SamplingParams(**params), use_tqdm=False))
 
