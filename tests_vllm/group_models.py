@@ -50,8 +50,6 @@ class Model:
 
     # vLLM's own hit and its own cold run give the same log probabilities, but for rounding.
     local_is_cold: bool = True
-    # vLLM offers a connector the states of prompts only, so no second turn can hit an answer's.
-    hits_answers: bool = True
     # A hit that leaves more than one token to compute is wrong in vLLM itself.
     only_whole_hits: bool = False
     # vLLM hits as much itself as Penstock does. With EAGLE it gives its last block up, and with
@@ -228,7 +226,6 @@ MODELS = {
             ),
             block_tokens=128,
             options=_STEP_PER_BLOCK,
-            hits_answers=False,
             small_pool=15,
         ),
         Model(
@@ -246,7 +243,6 @@ MODELS = {
             ),
             block_tokens=128,
             options=_STEP_PER_BLOCK,
-            hits_answers=False,
             small_pool=9,
         ),
         Model(
@@ -265,7 +261,6 @@ MODELS = {
             ),
             block_tokens=128,
             options=_STEP_PER_BLOCK,
-            hits_answers=False,
             small_pool=12,
         ),
         Model(
@@ -289,7 +284,6 @@ MODELS = {
                 "block_use_swiglu": True,
             },
             local_is_cold=False,
-            hits_answers=False,
             small_pool=20,
         ),
         Model(
