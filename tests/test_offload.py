@@ -442,3 +442,44 @@ def test_what_is_read_in_place_and_damaged_is_told(
     assert lost == Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, Verdict.CORRUPT, 1)
     assert "HOST: 1 block was found damaged" in caplog.text
     rig.offloader.unpin([pin for pin in again if pin is not None])
+
+
+def test_saves_without_write_down_stay_in_dram_and_can_be_discarded(
+    rigs: Rigs, tmp_path: Path
+) -> None:
+    rig = rigs(tmp_path, num_host=16)
+    keys = keys_of(4)
+    ticket = rig.offloader.save(keys, [Slot(number) for number in range(4)], write_down=False)
+    rig.offloader.wait([ticket], TIMEOUT_SECONDS)
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    assert rig.offloader.match(keys).num_from(Tier.HOST) == 4
+    pins = rig.offloader.pin(keys[:1])
+    assert rig.offloader.discard([*keys, key_of(99)]) == 4
+    assert rig.offloader.match(keys).num_blocks == 0
+    rig.offloader.unpin([slot for slot in pins if slot is not None])
+    rig.offloader.check()
+
+
+def test_in_quarantine_nothing_is_offered_or_written_down(rigs: Rigs, tmp_path: Path) -> None:
+    rig = rigs(tmp_path, num_host=16)
+    keys = keys_of(12)
+    rig.save(keys[:8])
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    rig.offloader.empty_host()
+    loading = rig.offloader.load(keys[:4], [Slot(number) for number in range(4)])
+    rig.offloader.quarantine()
+    rig.offloader.wait([loading], TIMEOUT_SECONDS)
+    assert rig.offloader.match(keys).num_blocks == 0
+    assert rig.offloader.lookup(keys) is None
+    assert rig.offloader.prefetch(keys) == 0
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    rig.offloader.step()
+    assert not any(map(rig.offloader.is_in_host, keys)), "a block that was fetched is in DRAM"
+    # A running sequence may still use DRAM.
+    rig.save(keys[8:])
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    assert all(map(rig.offloader.is_in_host, keys[8:]))
+    rig.offloader.check()
+    rig.close()
+    again = rigs(tmp_path, num_host=16)
+    assert again.offloader.match(keys).num_blocks == 8

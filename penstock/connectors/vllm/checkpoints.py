@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.tracked import (
     NULL_BLOCK,
     Checkpoint,
@@ -36,6 +37,7 @@ class RequestCheckpoints:
     requests: TrackedRequests
     boundaries: Boundaries
     may_save: bool
+    audits: RequestAudits
     # With drafts, vLLM's tables do not show which state is in which block: only offers do.
     has_drafts: bool = False
     turns: Callable[[Tracked], Sequence[int]] = lambda _: ()
@@ -50,7 +52,7 @@ class RequestCheckpoints:
                 num_prompt=tracked.request.num_prompt_tokens,
                 turns=self.turns(tracked),
                 junction=tracked.junction,
-                hinted=(),
+                hinted=() if tracked.audited_tokens is None else (tracked.audited_tokens,),
             )
         return tracked.boundaries
 
@@ -156,6 +158,9 @@ class RequestCheckpoints:
             slots += found
         if not keys:
             return
+        self.audits.computed(tracked, keys, slots)
+        if any(map(self.audits.keeps_from_tiers, keys)):
+            return  # it is stored already
         reason = (tracked.boundaries or {}).get(boundary)
         is_of_answer = reason is None
         ticket = self.offloader.save(
@@ -176,8 +181,7 @@ class RequestCheckpoints:
         old, tracked.last_checkpoint = tracked.last_checkpoint, new
         self._last_of[ticket] = tracked.request.request_id
         if old is not None:
-            kept = set(new.keys)
-            self.offloader.demote([key for key in old.keys if key not in kept])
+            self.offloader.supersede(old.keys)
             self.boundaries.gone(old.keys[-1])
 
     def _blocks(

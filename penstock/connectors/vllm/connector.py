@@ -26,6 +26,8 @@ from vllm.logger import init_logger
 from penstock.build import build_delegated
 from penstock.clock import SystemClock
 from penstock.config import Config
+from penstock.connectors.vllm.audit_layout import audit_layouts
+from penstock.connectors.vllm.auditing import open_auditor
 from penstock.connectors.vllm.device import WorkerDevice
 from penstock.connectors.vllm.groups import (
     describe_groups,
@@ -211,14 +213,15 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._news is not None:
             observers.append(self._news)
         config = self._own_disk(self._config)
+        tiers = build_delegated(
+            config,
+            spec,
+            len(shards),
+            shared=any(shard.process != os.getpid() for shard in shards),
+            observers=observers,
+        )
         side = SchedulerSide(
-            build_delegated(
-                config,
-                spec,
-                len(shards),
-                shared=any(shard.process != os.getpid() for shard in shards),
-                observers=observers,
-            ),
+            tiers,
             namespace,
             SystemClock(),
             block_bytes=block_bytes,
@@ -232,6 +235,15 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             observers=observers,
             news=self._news,
             naming=Naming.of(self._vllm_config),
+            auditor=open_auditor(
+                tiers.offloader,
+                config,
+                namespace,
+                audit_layouts(shards, parts, groups),
+                share=self._settings.audit_share,
+                block_bytes=block_bytes,
+                observers=observers,
+            ),
         )
         plain_tokens = groups.align_tokens if groups.is_plain else None
         self._scheduler = GuardedScheduler(side, plain_tokens)

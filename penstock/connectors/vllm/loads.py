@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import Clock
+from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.dispatch import Dispatch
 from penstock.connectors.vllm.tracked import (
     NULL_BLOCK,
@@ -32,6 +33,7 @@ class RequestLoads:
     dispatch: Dispatch
     clock: Clock
     block_bytes: int
+    audits: RequestAudits
 
     def start(self, tracked: Tracked, offer: Offer, num_tokens: int, tables: Tables) -> None:
         """Load the first `num_tokens` of an offer into the request's blocks."""
@@ -66,6 +68,7 @@ class RequestLoads:
             tracked.request.request_id,
             ticket,
             offer.start,
+            end,
             tuple(slots),
             len(slots),
             max(counts),
@@ -84,6 +87,7 @@ class RequestLoads:
         if tracked.loading is loading:
             tracked.loading = None
         if not bad:
+            self.audits.loaded(tracked, loading, done)
             return
         tracked.barred_until = self.clock.now() + _BARRED_SECONDS
         if self.requests.groups.is_plain:

@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from penstock.audits.auditor import Auditor
 from penstock.books.sessions import Sessions
 from penstock.build import Delegated
 from penstock.clock import Clock
+from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.checkpoints import RequestCheckpoints, States
 from penstock.connectors.vllm.dispatch import Dispatch
 from penstock.connectors.vllm.identity import Naming
@@ -107,6 +109,7 @@ class SchedulerSide:
         observers: Iterable[Observer] = (),
         news: BlockNews | None = None,
         naming: Naming | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
         self._offloader = offloader = tiers.offloader
         self._engine = tiers.engine
@@ -118,6 +121,9 @@ class SchedulerSide:
         self._groups = groups
         self._requests = requests = TrackedRequests(
             namespace, naming or Naming(), self._sessions, groups, block_bytes
+        )
+        self._audits = audits = RequestAudits(
+            auditor, requests, reads_back=not ways.writes_reused_blocks_early
         )
         self._dispatch = Dispatch(
             tiers.engine, tiers.arena, parts, ends_saves=ways.writes_reused_blocks_early
@@ -135,6 +141,7 @@ class SchedulerSide:
                 every_tokens=_CHECKPOINT_EVERY_TOKENS,
             ),
             may_save,
+            audits,
             has_drafts=ways.has_drafts,
             turns=lambda tracked: turn_borders(tracked.request.prompt_token_ids or (), turn_tokens),
         )
@@ -150,10 +157,11 @@ class SchedulerSide:
             list(observers),
             self._settle,
             self._checkpoints.planned,
+            audits,
             whole_prompts_only=ways.hits_whole_prompts_only,
         )
-        self._loads = RequestLoads(offloader, requests, self._dispatch, clock, block_bytes)
-        self._saves = RequestSaves(offloader, requests, may_save, news)
+        self._loads = RequestLoads(offloader, requests, self._dispatch, clock, block_bytes, audits)
+        self._saves = RequestSaves(offloader, requests, may_save, news, audits)
         self._lock = threading.RLock()
         self._ticker = Ticker(self._tick)
 
@@ -243,6 +251,7 @@ class SchedulerSide:
                     self._checkpoints.save_last(tracked, tables)
                 self._dispatch.gather(before=True)
             self._checkpoints.finished(tracked)
+            self._audits.left(tracked)
             self._requests.apply_hints(tracked)
             self._wake_ticker()
             if not tracked.tokens_from:
@@ -278,6 +287,7 @@ class SchedulerSide:
         """Finish the writes to lower tiers. False if one of them hung."""
         self._ticker.stop(wait=True)
         with self._lock:
+            self._audits.reset()
             self._engine.give_up()
             # Workers may still write to the DRAM slots of saves that were given up. No load or
             # prefetch may wait for that room: its block would be overwritten, and kept.
@@ -334,10 +344,14 @@ class SchedulerSide:
             return
         if not self._ways.writes_reused_blocks_early:
             self._saves.save_rest(tracked)
+        self._audits.left(tracked)
         tracked.forget_blocks()
 
     def _settle(self) -> None:
+        self._audits.poll()
         for done in self._offloader.step():
+            if self._audits.settle(done):
+                continue
             if done.direction is Direction.LOAD:
                 self._loads.ended(done)
             else:
@@ -345,10 +359,14 @@ class SchedulerSide:
                 self._checkpoints.ended(done)
 
     def _wake_ticker(self) -> None:
-        if self._offloader.is_moving:
+        if self._is_moving:
             self._ticker.wake()
+
+    @property
+    def _is_moving(self) -> bool:
+        return self._offloader.is_moving or self._audits.is_busy
 
     def _tick(self) -> bool:
         with self._lock:
             self._settle()
-            return self._offloader.is_moving
+            return self._is_moving
