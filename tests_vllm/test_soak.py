@@ -61,7 +61,7 @@ def run(vllm: Vllm, requests: list[tuple[Tokens, int]], faults: Faults | None) -
                 answers[int(name)] = list(output.outputs[0].token_ids)
         if faults is None:
             continue
-        if rng.random() < 0.02 and live:
+        if rng.random() < 0.02 and live and len(aborted) < NUM_REQUESTS // 8:
             name = rng.choice(sorted(live))
             engine.abort_request([name])
             aborted.add(name)
