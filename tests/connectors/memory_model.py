@@ -129,14 +129,16 @@ class Truth:
             if key not in self._digests:
                 self.wrong.append("a block is kept under a key that stands for nothing")
                 continue
-            digests = self._digests[key]
-            wanted = b"".join(block_bytes_of(digests, rank) for rank in range(num_workers))
+            wanted = b"".join(self._part(key, rank) for rank in range(num_workers))
             slot = _slot_of(key, host)
             if slot is None or host.view(slot)[: host.block_bytes] == wanted:
                 continue
             # It may have been given up and filled with another in the meantime.
             if _slot_of(key, host) == slot:
                 self.wrong.append(f"wrong bytes are kept in slot {slot}")
+
+    def _part(self, key: BlockKey, rank: int) -> bytes:
+        return block_bytes_of(self._digests[key], rank)
 
 
 def _slot_of(key: BlockKey, host: HostArena) -> Slot | None:
