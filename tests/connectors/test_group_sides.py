@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 from connectors.group_memory_model import GROUP_PART_BYTES
 from connectors.group_model import GroupVllm
+from connectors.memory_model import Silent
 from connectors.users_model import live
 
 from penstock.connectors.vllm import lookups
+from penstock.connectors.vllm.checkpoints import RequestCheckpoints
+from penstock.connectors.vllm.dispatch import Dispatch
+from penstock.connectors.vllm.loads import RequestLoads
 from penstock.groups.kinds import Group, Groups, Kind
+from penstock.types import Slot
 
 Models = Callable[..., GroupVllm]
 
@@ -41,21 +46,23 @@ MIXES = {
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
     """Makes models; each is closed at the end, and must close cleanly."""
     monkeypatch.setattr(lookups, "_ENOUGH_BYTES", 4 * GROUP_PART_BYTES)
-    made: list[GroupVllm] = []
+    made: list[tuple[GroupVllm, bool]] = []
 
-    def make(mix: str, *, disk: bool = False, **options: Any) -> GroupVllm:
+    def make(mix: str, *, disk: bool = False, is_sound: bool = True, **options: Any) -> GroupVllm:
         directory = tmp_path / f"kv {len(made)}" if disk else None
-        made.append(GroupVllm(directory, MIXES[mix], **{"num_host": 40, **options}))
-        return made[-1]
+        model = GroupVllm(directory, MIXES[mix], **{"num_host": 40, **options})
+        made.append((model, is_sound))
+        return model
 
     yield make
-    for model in made:
+    for model, is_sound in made:
         model.close()
-        model.audit()
+        if is_sound:
+            model.audit()
 
 
-EXPECTED = ("blocks saved", "fences", "preempted", "aborted", "loads", "blocks checked")
-HARD = ("failed loads", "aborted while loading", "blocks from disk")
+EXPECTED = ("blocks saved", "preempted", "aborted", "loads", "blocks checked")
+HARD = ("fences", "failed loads", "aborted while loading", "blocks from disk")
 
 
 @pytest.mark.parametrize(
@@ -79,3 +86,154 @@ def test_whatever_happens_no_wrong_block_is_kept_loaded_or_computed_from(
         seen += vllm.seen
     missing = [name for name in (*EXPECTED, *expected) if not seen[name]]
     assert not missing, f"the test hardly tests: {sorted(seen.items())}"
+
+
+# Hits do happen.
+
+PARTIAL = [mix for mix, groups in MIXES.items() if not groups.all_full]
+WITH_FULL = [mix for mix in PARTIAL if MIXES[mix].full]
+
+
+def num_loaded(vllm: GroupVllm, request: Any) -> int:
+    answer = vllm.answers[request.request_id] or {"penstock": {"loaded_tokens": {}}}
+    return sum(answer["penstock"]["loaded_tokens"].values())
+
+
+def forget_device(vllm: GroupVllm) -> None:
+    vllm.flush()
+    assert vllm.reset(with_connector=False)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_second_turn_hits_what_the_first_has_generated(
+    models: Models, mix: str, overlaps: bool
+) -> None:
+    vllm = models(mix, overlaps=overlaps, num_host=80)
+    align = vllm.groups.align_tokens
+    first = vllm.add(range(10), 2 * align + 5)
+    forget_device(vllm)
+    second = vllm.add([*first.all_token_ids, 1, 2, 3], 4)
+    vllm.run()
+    # The KV of the last token was never computed.
+    assert num_loaded(vllm, second) == (first.num_tokens - 1) // align * align
+    assert num_loaded(vllm, second) > 10
+
+
+@pytest.mark.parametrize("mix", WITH_FULL)
+def test_the_third_prompt_with_a_shared_prefix_hits_all_of_it(models: Models, mix: str) -> None:
+    vllm = models(mix, num_host=80)
+    shared = range(24)
+    vllm.add([*shared, *range(30, 43)], 1)
+    # The device keeps the first prompt, or vLLM would not know where the second one's state is
+    # worth keeping.
+    vllm.flush()
+    vllm.add([*shared, *range(50, 63)], 1)
+    forget_device(vllm)
+    third = vllm.add([*shared, *range(70, 83)], 1)
+    vllm.run()
+    assert num_loaded(vllm, third) == 24
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_preempted_request_loads_what_it_had_computed(models: Models, mix: str) -> None:
+    vllm = models(mix, num_host=80, is_caching=False)
+    align = vllm.groups.align_tokens
+    request = vllm.add(range(10), 3 * align)
+    while request.num_output < 2 * align + 2:
+        vllm.step()
+    for copier in vllm.copiers:
+        copier.fence(list(vllm.engine._sent))  # they are reported by the next step
+    vllm.preempts_next = True
+    vllm.run()
+    assert vllm.seen["loads after a preemption"] == 1
+    assert num_loaded(vllm, request) > 10
+
+
+# The model notices what it is meant to notice.
+
+
+def use_stale_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are saved from the tables that a request had before it was preempted."""
+    kept: dict[str, list[list[int]]] = {}
+    save = RequestCheckpoints.save_computed
+
+    def save_computed(self: Any, tracked: Any, before: int, tables: Any, states: Any) -> None:
+        def stale(request_id: str) -> list[list[int]]:
+            old = kept.setdefault(request_id, [[] for _ in self.requests.groups])
+            for mine, now in zip(old, tables(request_id), strict=True):
+                mine += now[len(mine) :]
+            return old
+
+        save(self, tracked, before, stale, {})
+
+    monkeypatch.setattr(RequestCheckpoints, "save_computed", save_computed)
+
+
+def ignore_nulls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocks(
+        self: Any, group: Group, boundary: int, needed: range, table: Any, *_: Any
+    ) -> list[Slot]:
+        return [Slot(block) for block in table[needed.start : needed.stop]]
+
+    monkeypatch.setattr(RequestCheckpoints, "_blocks", blocks)
+
+
+def save_the_running_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = RequestCheckpoints._blocks
+
+    def blocks(self: Any, group: Group, *args: Any) -> list[Slot] | None:
+        found = find(self, group, *args)
+        table = args[2]
+        return [Slot(table[-1])] if found and group.kind is STATE else found
+
+    monkeypatch.setattr(RequestCheckpoints, "_blocks", blocks)
+
+
+def save_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves start before the step that computes their blocks."""
+    gather = Dispatch.gather
+    monkeypatch.setattr(Dispatch, "gather", lambda self, before: gather(self, before=True))
+
+
+def never_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dispatch, "fence", lambda self, blocks: None)
+
+
+def load_into_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads go to the blocks of another group."""
+    start = RequestLoads.start
+
+    def turned(self: Any, tracked: Any, offer: Any, num_tokens: int, tables: Any) -> None:
+        start(self, tracked, offer, num_tokens, [tables[-1], *tables[:-1]])
+
+    monkeypatch.setattr(RequestLoads, "start", turned)
+
+
+@pytest.mark.parametrize(
+    ("plant", "mix"),
+    [
+        (use_stale_tables, "full and window"),
+        (use_stale_tables, "full and state"),
+        (ignore_nulls, "full and window"),
+        (ignore_nulls, "window"),
+        (save_the_running_state, "full and state"),
+        (save_too_early, "full and window"),
+        (save_too_early, "full and state"),
+        (never_fence, "full and window"),
+        (load_into_neighbours, "two full"),
+    ],
+)
+def test_the_model_notices_a_planted_fault(
+    models: Models, monkeypatch: pytest.MonkeyPatch, plant: Callable[..., None], mix: str
+) -> None:
+    plant(monkeypatch)
+
+    def run() -> None:
+        for seed in range(8):
+            vllm = models(mix, disk=True, seed=seed, is_sound=False, overlaps=True)
+            live(vllm, seed, 200)
+            vllm.audit()
+
+    with pytest.raises(Silent):
+        run()
