@@ -80,8 +80,15 @@ class RequestCheckpoints:
         if current is None:
             return
         exact = () if self.has_drafts else (before, tracked.num_computed)
+        planned = tracked.boundaries or {}
         for boundary in due:
-            self._save(tracked, boundary, current, states, exact)
+            if boundary in planned:
+                self._save(tracked, boundary, current, states, exact)
+        # A prompt that is computed again after a preemption passes many boundaries of its answer
+        # in one step. Only the last one that can be saved is worth it.
+        for boundary in reversed(due):
+            if boundary not in planned and self._save(tracked, boundary, current, states, exact):
+                return
 
     def save_last(self, tracked: Tracked, tables: Tables) -> None:
         """A request ends: its tokens are all known now, and so is its last boundary."""
@@ -140,7 +147,8 @@ class RequestCheckpoints:
         tables: Tables,
         states: States,
         exact: Sequence[int],
-    ) -> None:
+    ) -> bool:
+        """Save the checkpoint at a boundary. False if it is not on the device."""
         keys: list[BlockKey] = []
         slots: list[Slot] = []
         starts: dict[int, BlockKey | None] = {}
@@ -150,12 +158,12 @@ class RequestCheckpoints:
             blocks = group.needed(boundary)
             found = self._blocks(group, boundary, blocks, tables[place], states, exact)
             if found is None:
-                return  # a checkpoint without one of its blocks is worthless
+                return False  # a checkpoint without one of its blocks is worthless
             starts[len(keys)] = None
             keys += tracked.keys_of(group, blocks)
             slots += found
         if not keys:
-            return
+            return True
         reason = (tracked.boundaries or {}).get(boundary)
         is_of_answer = reason is None
         ticket = self.offloader.save(
@@ -171,6 +179,7 @@ class RequestCheckpoints:
         self.boundaries.saved(keys[-1], reason or Reason.ANSWER_END, num_bytes)
         if is_of_answer:
             self._replace_last(tracked, Checkpoint(boundary, tuple(keys)), ticket)
+        return True
 
     def _replace_last(self, tracked: Tracked, new: Checkpoint, ticket: TicketId) -> None:
         old, tracked.last_checkpoint = tracked.last_checkpoint, new
@@ -178,7 +187,8 @@ class RequestCheckpoints:
         if old is not None:
             kept = set(new.keys)
             self.offloader.demote([key for key in old.keys if key not in kept])
-            self.boundaries.gone(old.keys[-1])
+            if old.keys[-1] not in kept:  # it may be the same one, after a preemption
+                self.boundaries.gone(old.keys[-1])
 
     def _blocks(
         self,
