@@ -185,6 +185,29 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
+class Audited:
+    """A request was audited. `check`: computed or read_back (see `audits.auditor`)."""
+
+    check: str
+    num_blocks: int  # compared
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFailed:
+    """An audit found KV that is wrong. `place`: the layer and head with the largest difference."""
+
+    check: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Stored KV is not used any more, because of an audit by this process or an earlier one."""
+
+    path: str  # the file to delete, once the cause is removed; empty if there is none
+
+
+@dataclass(frozen=True, slots=True)
 class Sequences:
     """How many sequences the engine has in each phase. Sent when it changes."""
 
@@ -356,6 +379,9 @@ Event = (
     | Recovered
     | TicketDone
     | Decided
+    | Audited
+    | AuditFailed
+    | Quarantined
     | Sequences
     | Preempted
     | TurnEnded

@@ -98,6 +98,8 @@ class Offloader:
         self._meters: dict[Tier, LinkMeter] = {}
         self._kept: list[Done] = []  # ended during `drain` or `recover`, for the next `step`
         self._prefetches = Prefetches(stack)
+        self._is_quarantined = False
+        self._unwanted: set[BlockKey] = set()  # on their way into HOST at a quarantine
         self._closed = False
 
     def observe(self, observer: Observer) -> None:
@@ -106,12 +108,16 @@ class Offloader:
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """Find how many leading blocks could be loaded, from where, how fast. Changes nothing."""
+        if self._is_quarantined:
+            return Match(len(keys))
         match = self._stack.match(keys)
         seconds = load_seconds(match.runs, self._block_bytes, self.rates)
         return match if seconds is None else replace(match, load_seconds=seconds)
 
     def where(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
         """The fastest tier from which each block could be loaded now, or None. Changes nothing."""
+        if self._is_quarantined:
+            return [None] * len(keys)
         return self._stack.where(keys)
 
     @property
@@ -156,6 +162,8 @@ class Offloader:
         latest when the lookup deadline passes.
         """
         self._require_open()
+        if self._is_quarantined:
+            return None
         lookup_id = self._stack.lookups.ask(keys, self._clock.now())
         for question in self._stack.lookups.take_questions():
             self._engine.ask(question)
@@ -168,6 +176,8 @@ class Offloader:
 
     def used(self, keys: Sequence[BlockKey], *, tenant: str = "") -> None:
         """Note that blocks were found on the device, so that lower tiers keep them too."""
+        if self._is_quarantined:
+            return
         self._stack.used(keys, self._clock.now(), tenant)
 
     def offer(
@@ -182,7 +192,8 @@ class Offloader:
         Blocks that are not in HOST, or still on their way into it, are skipped. For `parents` see
         `save`.
         """
-        self._stack.offer(keys, self._clock.now(), tenant, parents)
+        if not self._is_quarantined:
+            self._stack.offer(keys, self._clock.now(), tenant, parents)
 
     def note(self, match: Match) -> None:
         """Count a match in the metrics. Call it once per request, after acting on the match."""
@@ -226,7 +237,7 @@ class Offloader:
         whole: bool = False,
         write_down: bool = True,
     ) -> TicketId:
-        """Copy device slots into HOST, and from there to the lower tiers.
+        """Copy device slots into HOST, and from there to the lower tiers if `write_down`.
 
         Blocks that find no room in HOST get the verdict DROPPED. All blocks belong to `tenant`:
         their keys must include it, and it pays for them where tenants have a budget.
@@ -239,6 +250,7 @@ class Offloader:
         names one. Without `write_down` they stay in HOST until they are loaded or offered.
         """
         self._require_open()
+        write_down = write_down and not self._is_quarantined
         ticket = self._stack.save(
             keys,
             source,
@@ -298,6 +310,32 @@ class Offloader:
         """
         self._stack.checkpoints.supersede(keys)
 
+    def discard(self, keys: Sequence[BlockKey]) -> int:
+        """Drop blocks from HOST that are there; returns how many. Lower tiers keep theirs."""
+        found = [key for key in keys if self._stack.host.is_ready(key)]
+        self._stack.ledgers.drop(Tier.HOST, found)
+        return len(found)
+
+    def quarantine(self) -> None:
+        """Offer no stored block any more, because an audit has found a wrong one.
+
+        Loads end, matches find nothing, and nothing is written to lower tiers. A client that keeps
+        part of its running sequences in HOST can still save there, and pin these blocks.
+        """
+        self._is_quarantined = True
+        self._prefetches.clear()
+        for ticket in self._stack.tickets:
+            if ticket.direction is Direction.LOAD:
+                self._stack.cancel(ticket.id, self._clock.now())
+        # What is in HOST must not be found in place of what is computed from now on.
+        self._stack.empty_host()
+        self._unwanted = self._stack.host.filling_keys()
+        self._submit()
+
+    @property
+    def is_quarantined(self) -> bool:
+        return self._is_quarantined
+
     def prefetch(
         self,
         keys: Sequence[BlockKey],
@@ -311,6 +349,8 @@ class Offloader:
         With `retain_seconds` the blocks that arrive are retained under `name`. There is no `Done`.
         """
         self._require_open()
+        if self._is_quarantined:
+            return 0
         now = self._clock.now()
         num_blocks = self._prefetches.ask(
             keys,
@@ -437,6 +477,9 @@ class Offloader:
         self._settle()
         self._stack.tick(self._clock.now())
         self._recover()
+        if self._unwanted:
+            self.discard(list(self._unwanted))
+            self._unwanted = set(filter(self._stack.host.is_filling, self._unwanted))
         self._submit()
         dones = [self._pin_check.verify_done(done) for done in self._client_dones()]
         self._report_lost_pins()

@@ -18,7 +18,7 @@ BOOKS = {"books", "costs", "policies", "groups"}
 FLOORS = [
     BASE,
     BOOKS | {"stores", "shapes"},
-    {"transfer", "metrics"},
+    {"transfer", "metrics", "audits"},
     {"offload", "build"},
     {"engine", "connectors", "sim", "plan", "watch"},
     {"server", "commands"},
@@ -35,7 +35,13 @@ ALLOWED = {
         "engine",
         "connectors/vllm/device",
     },
-    "numpy": {"plan/probe/memory", "engine", "transfer/cuda", "transfer/cuda_copier"},
+    "numpy": {
+        "audits/compare",
+        "plan/probe/memory",
+        "engine",
+        "transfer/cuda",
+        "transfer/cuda_copier",
+    },
     "triton": {"transfer/cuda_stage", "engine"},
     "transformers": {"engine"},
     "numba": {"engine"},

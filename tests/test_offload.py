@@ -50,6 +50,41 @@ def test_saved_and_loaded_is_the_same_from_dram_from_disk_and_after_a_restart(
     assert set(done.sources) == {Tier.DISK}
 
 
+def test_a_checkpoint_is_saved_whole_offered_later_and_leaves_whole(
+    rigs: Rigs, tmp_path: Path
+) -> None:
+    rig = rigs(tmp_path, num_host=16, num_device=32)
+    keys, offloader = keys_of(32), rig.offloader
+    slots = [Slot(index) for index in range(32)]
+    for key, slot in zip(keys, slots, strict=True):
+        rig.device.view(slot)[: rig.spec.block_bytes] = content(key)
+    (done,) = offloader.wait([offloader.save(keys[:17], slots[:17], whole=True)])
+    assert done.verdicts == (Verdict.DROPPED,) * 17
+    first, second = keys[:6], keys[4:12]  # two windows that overlap
+    for keys_of_one, places in ((first, slots[:6]), (second, slots[4:12])):
+        ticket = offloader.save(keys_of_one, places, whole=True, write_down=False)
+        (done,) = offloader.wait([ticket])
+        assert done.ok
+        offloader.keep_together(keys_of_one)
+    rig.settle()
+    assert offloader.where(keys[:13]) == [Tier.HOST] * 12 + [None]
+    offloader.empty_host()
+    assert offloader.where(keys[:12]) == [None] * 12, "nothing was written down"
+    (done,) = offloader.wait([offloader.save(keys[:12], slots[:12], whole=True)])
+    assert done.ok
+    rig.settle()
+    offloader.keep_together(first)
+    offloader.keep_together(second)
+    offloader.supersede(first)
+    offloader.wait([offloader.save(keys[20:28], slots[20:28], whole=True, write_down=False)])
+    assert offloader.where(keys[:12]) == [Tier.DISK] * 4 + [Tier.HOST] * 8
+    offloader.offer(keys[20:24], parents=dict.fromkeys(range(4)))
+    rig.settle()
+    offloader.empty_host()
+    assert offloader.where(keys[20:28]) == [Tier.DISK] * 4 + [None] * 4
+    assert rig.load(keys[:12]) == [Verdict.OK] * 12
+
+
 @pytest.mark.parametrize("block_bytes", [100, 4096, 9001, 368_640])
 def test_any_block_size_will_do(rigs: Rigs, tmp_path: Path, block_bytes: int) -> None:
     rig = rigs(tmp_path, block_spec=spec(block_bytes), num_host=4, num_disk=16, num_device=8)
@@ -442,3 +477,44 @@ def test_what_is_read_in_place_and_damaged_is_told(
     assert lost == Lost(Tier.HOST, Tier.DEVICE, Direction.LOAD, Verdict.CORRUPT, 1)
     assert "HOST: 1 block was found damaged" in caplog.text
     rig.offloader.unpin([pin for pin in again if pin is not None])
+
+
+def test_saves_without_write_down_stay_in_dram_and_can_be_discarded(
+    rigs: Rigs, tmp_path: Path
+) -> None:
+    rig = rigs(tmp_path, num_host=16)
+    keys = keys_of(4)
+    ticket = rig.offloader.save(keys, [Slot(number) for number in range(4)], write_down=False)
+    rig.offloader.wait([ticket], TIMEOUT_SECONDS)
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    assert rig.offloader.match(keys).num_from(Tier.HOST) == 4
+    pins = rig.offloader.pin(keys[:1])
+    assert rig.offloader.discard([*keys, key_of(99)]) == 4
+    assert rig.offloader.match(keys).num_blocks == 0
+    rig.offloader.unpin([slot for slot in pins if slot is not None])
+    rig.offloader.check()
+
+
+def test_in_quarantine_nothing_is_offered_or_written_down(rigs: Rigs, tmp_path: Path) -> None:
+    rig = rigs(tmp_path, num_host=16)
+    keys = keys_of(12)
+    rig.save(keys[:8])
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    rig.offloader.empty_host()
+    loading = rig.offloader.load(keys[:4], [Slot(number) for number in range(4)])
+    rig.offloader.quarantine()
+    rig.offloader.wait([loading], TIMEOUT_SECONDS)
+    assert rig.offloader.match(keys).num_blocks == 0
+    assert rig.offloader.lookup(keys) is None
+    assert rig.offloader.prefetch(keys) == 0
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    rig.offloader.step()
+    assert not any(map(rig.offloader.is_in_host, keys)), "a block that was fetched is in DRAM"
+    # A running sequence may still use DRAM.
+    rig.save(keys[8:])
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    assert all(map(rig.offloader.is_in_host, keys[8:]))
+    rig.offloader.check()
+    rig.close()
+    again = rigs(tmp_path, num_host=16)
+    assert again.offloader.match(keys).num_blocks == 8

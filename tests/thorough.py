@@ -30,6 +30,17 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     # Soaks and crashes.
     "engine/test_needles.py": ("*",),
     "engine/test_soak.py": ("*",),
+    "engine/test_audit_soak.py": ("*",),
+    "engine/test_audit.py": (
+        "test_nothing_is_found*dtype1*",
+        "test_nothing_is_found*batches[12]*",
+        "test_kv_of_another_model*scaled*",
+        "test_blocks_that_were_stored*[!d]",
+        "test_blocks_that_are_not_restored*[!r]",
+        "test_in_quarantine*",
+        "test_a_failure_in_the_middle*",
+        "test_aborts*",
+    ),
     "test_crash.py": ("*roomy*",),
     # Every model architecture in Triton's interpreter; Llama is in `make test`.
     "engine/test_runner.py": (

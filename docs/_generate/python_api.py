@@ -59,6 +59,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Metrics": {"penstock.metrics": ("Metrics",)},
     "Planning": {
         "penstock.shapes.catalog": ("find_gpu", "find_model"),
+        "penstock.shapes.sizing": ("find_shape",),
         "penstock.plan.fit": ("Demand", "Hardware"),
         "penstock.plan.planner": ("PlannedModel", "Plan", "make_plan"),
         "penstock.watch.samples": ("read_samples",),

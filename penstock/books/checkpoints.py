@@ -45,7 +45,7 @@ class Checkpoints:
         self._max_members = _MAX_CHECKPOINTS_PER_BLOCK * num_slots
         self._num_members = 0  # the sum over all checkpoints
         self._checkpoints: OrderedDict[tuple[BlockKey, ...], _Checkpoint] = OrderedDict()
-        self._of: dict[BlockKey, dict[_Checkpoint, None]] = {}  # by block
+        self._of: dict[BlockKey, list[_Checkpoint]] = {}  # by block
         # To be demoted in DISK on arrival. `Retention` does the same for HOST.
         self._late: set[BlockKey] = set()
         ledgers.on_stored.append(self._stored)
@@ -65,7 +65,7 @@ class Checkpoints:
             self._checkpoints[name] = checkpoint
             self._num_members += len(name)
             for key in name:
-                self._of.setdefault(key, {})[checkpoint] = None
+                self._of.setdefault(key, []).append(checkpoint)
         checkpoint.broken.clear()  # what is missing is expected to arrive
         self._checkpoints.move_to_end(name)
         while self._num_members > self._max_members:
@@ -154,6 +154,6 @@ class Checkpoints:
         del self._checkpoints[checkpoint.keys]
         self._num_members -= len(checkpoint.keys)
         for key in checkpoint.keys:
-            del self._of[key][checkpoint]
+            self._of[key].remove(checkpoint)
             if not self._of[key]:
                 del self._of[key]

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from penstock.audits.quarantine import quarantine_files
 from penstock.commands import Tick, disk_audit, print_fields, print_json, progress_bar
 from penstock.commands.damage_table import print_damages
 from penstock.commands.disk_audit import DiskAudit, DiskDamage
@@ -37,6 +38,7 @@ def show(place: str, *, blocks: bool, as_json: bool) -> None:
             "format_version": FORMAT_VERSION,
             "writer": writer,
             "disk_bytes": num_disk_bytes,
+            "quarantines": [str(path) for path in quarantine_files(directory)],
             "namespaces": listed,
         }
         print_json(facts)
@@ -45,6 +47,7 @@ def show(place: str, *, blocks: bool, as_json: bool) -> None:
         ("namespaces", f"{len(shelves):,}"),
         ("on disk", format_bytes(num_disk_bytes)),
         ("writer", writer or "none"),
+        *(("quarantine", str(path)) for path in quarantine_files(directory)),
     ]
     print_fields(str(directory), rows)
     for shelf, found in zip(shelves, listed, strict=True):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: penstock doctor vllm --kv-offloading-size 32 --disk-path /var/cache/penstock\n\n"
+    "Example: penstock doctor vllm --model openai/gpt-oss-120b\n\n"
     'Example: penstock doctor vllm --kv-transfer-config "$(cat kv-transfer-config.json)"'
 )
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
@@ -50,6 +51,14 @@ def _doctor(context: typer.Context) -> None:
 
 @app.command("vllm", epilog=EXAMPLE)
 def check_vllm_installation(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Also check this model, and show what will be kept of it: a known model (see "
+            "`penstock plan --list`), a config.json, or its folder.",
+        ),
+    ] = None,
     kv_offloading_size: KvOffloadingSize = None,
     disk_path: DiskPath = None,
     disk_size: DiskSize = None,
@@ -90,15 +99,20 @@ def check_vllm_installation(
         examined = examine_transfer_config(kv_transfer_config)
     with progress_bar() as tick:
         checks = _check_all(examined, names, tick)
+    facts = None
+    if model is not None:
+        from penstock.commands.model_checks import examine_model
+
+        more, facts = examine_model(model)
+        checks += more
     num_failed = sum(check.status is Status.FAILED for check in checks)
     if as_json:
-        print_json(
-            {
-                "ok": num_failed == 0,
-                "python": sys.executable,
-                "checks": [check._asdict() for check in checks],
-            }
-        )
+        data = {
+            "ok": num_failed == 0,
+            "python": sys.executable,
+            "checks": [check._asdict() for check in checks],
+        }
+        print_json(data if facts is None else data | {"model": facts})
     else:
         _draw(checks, num_failed)
     if num_failed:

@@ -28,7 +28,10 @@ from penstock.config.options import EngineOptions, Option, tiers_config
 
 # The options of each help panel, in the order of --help.
 _PANELS: dict[str, tuple[str, ...]] = {
-    "KV tiers": ("kv_offloading_size", "disk_path", "disk_size", "remote", "config", "set"),
+    "KV tiers": (
+        *("kv_offloading_size", "disk_path", "disk_size", "remote", "audit_share"),
+        *("config", "set"),
+    ),
     "Engine": (
         *("device_kv_gib", "gpu_memory_utilization", "dtype", "device", "block_tokens"),
         *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "max_waiting"),

@@ -19,7 +19,8 @@ EXAMPLE = (
     "Example: penstock sim trace.jsonl --device-gib 40 --host-gib 64,256 --disk-gib 1000 "
     "--policy lru,s3fifo\n\n"
     "Example: penstock sim --generate chat --device-gib 20 --host-gib 64 --sweep --plot o.html\n\n"
-    "Example: penstock sim trace.jsonl --host-blocks 1000,4000,16000 --json"
+    "Example: penstock sim trace.jsonl --host-blocks 1000,4000,16000 --json\n\n"
+    "Example: penstock sim --generate chat --host-gib 64 --window 1024 --window-groups 5"
 )
 
 
@@ -73,6 +74,38 @@ def sim(
         str,
         typer.Option(metavar="MODEL", help="A known model, a config.json, or its folder."),
     ] = "llama-3.1-8b",
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="TOKENS",
+            help="Replay hit rates of a model with sliding windows of this size.",
+        ),
+    ] = None,
+    window_groups: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="With --window: groups of windows for each group of full attention.",
+        ),
+    ] = 5,
+    state_groups: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Groups of states, such as Mamba's, for each group of full attention.",
+        ),
+    ] = 0,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Consider a checkpoint of windows and states every so many tokens.",
+        ),
+    ] = None,
     gpu: Annotated[str, typer.Option(metavar="GPU", help="A known GPU; sets the rates.")] = "h200",
     gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs per instance.")] = 1,
     prefill_tokens_per_second: Annotated[
@@ -135,12 +168,43 @@ def sim(
         max_num_seqs=max_running,
         max_waiting=max_waiting,
     )
+    if window is not None or state_groups:
+        if room.is_timed or plot is not None:
+            raise ConfigError(
+                "--window and --state-groups are replayed without time and drawn in a table: give "
+                "--host-gib or --host-blocks, and neither a device pool nor --plot"
+            )
+    elif checkpoint_every is not None:
+        raise ConfigError(
+            "--checkpoint-every is given, but the model has full attention alone, which needs no "
+            "checkpoints: add --window or --state-groups"
+        )
     if plot is not None and not plot.absolute().parent.is_dir():
         raise ConfigError(f"--plot {plot}: its folder does not exist; create it or choose another")
     policies = [name.strip() for name in policy.split(",")]
     # Check all arguments before reading or simulating anything.
     hardware.check(policies, speed)
     found = _traces(traces or [], generate, requests, seed, format, block_tokens)
+    if window is not None or state_groups:
+        from penstock.commands.sim_groups import draw_groups, replay_all
+
+        with progress_bar() as tick:
+            told = replay_all(
+                found,
+                room,
+                policies,
+                hardware,
+                window=window,
+                num_windows=window_groups,
+                num_states=state_groups,
+                every_tokens=checkpoint_every,
+                tick=tick,
+            )
+        if as_json:
+            print_json(told)
+        else:
+            draw_groups(told)
+        return
     points, sizes = plan_points(found, room, policies, hardware, speed)
     with progress_bar() as tick:
         swept = run_sweep(found, points, num_processes=jobs or num_cores(), tick=tick)

@@ -46,7 +46,7 @@ class Check(NamedTuple):
 def check_vllm(*, allow_untested: bool) -> Check:
     """Check that a tested version is installed; or, with `allow_untested`, any version."""
     name = "vLLM"
-    found = _find_vllm()
+    found = installed_vllm()
     if found is None:
         span = f"vllm>={_release(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}"
         message = (
@@ -69,7 +69,8 @@ def check_vllm(*, allow_untested: bool) -> Check:
     return Check(name, Status.OK, f"{distribution} {version} (tested: {span})")
 
 
-def _find_vllm() -> tuple[str, str] | None:
+def installed_vllm() -> tuple[str, str] | None:
+    """The name and version of the installed distribution; None if there is none."""
     for name in _DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
             return name, metadata.version(name)

@@ -54,6 +54,7 @@ def vllm_config(
     config: ConfigFile = None,
     settings: Settings = None,
     always_load: Annotated[bool, _option("always_load")] = False,
+    audit_share: Annotated[float, _option("audit_share")] = 0.0,
     allow_untested_vllm: Annotated[bool, _option("allow_untested_vllm")] = False,
     no_check: Annotated[
         bool,
@@ -81,6 +82,7 @@ def vllm_config(
         config,
         settings or (),
         always_load=always_load,
+        audit_share=audit_share,
         allow_untested_vllm=allow_untested_vllm,
     )
     # Imported here because `penstock doctor` must work if its dependencies are missing.
@@ -132,6 +134,7 @@ def read_settings(
     settings: Iterable[str],
     *,
     always_load: bool = False,
+    audit_share: float = 0.0,
     allow_untested_vllm: bool = False,
 ) -> VllmSettings:
     """Return the settings from the options above, with absolute paths. Raises ConfigError."""
@@ -148,6 +151,7 @@ def read_settings(
             config=None if config is None else _absolute(str(config)),
             set=overrides or None,
             always_load=always_load,
+            audit_share=audit_share,
             allow_untested_vllm=allow_untested_vllm,
         )
 

@@ -175,6 +175,15 @@ class EngineOptions:
         low=0.001,
     )
 
+    audit_share: float = option(
+        0.0,
+        "Share of requests that are computed although their KV is stored, to verify the stored KV; "
+        "0.001 is enough. 0: none.",
+        "SHARE",
+        low=0,
+        high=1,
+    )
+
     def __post_init__(self) -> None:
         if self.kv_offloading_backend != "native":
             raise ConfigError(

@@ -8,7 +8,7 @@ found until its slot is needed, least recently released first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.errors import BookError
 from penstock.types import BlockKey, Slot
@@ -88,6 +88,12 @@ class BlockPool:
             self._free.append(slot)
         self._idle.clear()
 
+    def distrust(self) -> None:
+        """Drop the content of all idle blocks, and let nobody share those that are held."""
+        self.forget()
+        self._key_of.clear()
+        self._slot_of.clear()
+
     def check(self) -> None:
         free, idle = set(self._free), set(self._idle)
         held = {Slot(slot) for slot, holds in enumerate(self._num_holds) if holds}
@@ -118,6 +124,20 @@ class CompletedBlocks:
     @property
     def slots(self) -> list[Slot]:
         return list(self._slots.values())
+
+    def without(self, is_unwanted: Callable[[BlockKey], bool]) -> CompletedBlocks:
+        """The same blocks but some, which are not to be saved."""
+        if not any(map(is_unwanted, self._slots)):
+            return self
+        kept = CompletedBlocks(self._pool)
+        before: BlockKey | None = None
+        for position, (key, slot) in enumerate(self._slots.items()):
+            parent = self.parents.get(position, before)
+            before = key
+            if not is_unwanted(key):
+                kept.parents[len(kept._slots)] = parent
+                kept._slots[key] = slot
+        return kept
 
     def add(self, parent: BlockKey | None, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Name one sequence's new blocks, which follow `parent`."""

@@ -118,6 +118,8 @@ class Engine(EngineParts):
     @property
     def is_moving(self) -> bool:
         """Whether KV is moving between tiers. If so, `step` must be called."""
+        if self.audits is not None and self.audits.is_busy:
+            return True
         return self.offloader is not None and self.offloader.is_moving
 
     def add(
@@ -275,6 +277,8 @@ class Engine(EngineParts):
             request = self.scheduler.settle(done)
             if request is not None:
                 self._story.loaded(request, done)
+        if self.audits is not None:
+            self.audits.poll()
 
     def _keep_moving(self) -> None:
         """Move blocks on between tiers during a step, which may be longer than many transfers."""

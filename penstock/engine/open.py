@@ -73,6 +73,7 @@ def open_engine(
         options.max_num_seqs,
         options.max_waiting,
         residency,
+        options.audit_share,
     )
     tell("allocating memory for KV")
     try:

@@ -8,19 +8,28 @@ from __future__ import annotations
 import gc
 import importlib.util
 import logging
+import os
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from penstock.audits.auditor import AuditLimits, Auditor, advice
+from penstock.audits.findings import AuditSubject
+from penstock.audits.quarantine import Quarantine
+from penstock.audits.sample import AuditSample
+from penstock.audits.tolerance import Tolerance
 from penstock.books.sessions import Sessions
 from penstock.build import build_offloader
 from penstock.config import Config
 from penstock.config.options import EngineOptions
 from penstock.costs.choose import LoadChoice, LoadOrCompute
 from penstock.engine.admission import Admission
+from penstock.engine.auditing import EngineAudits
 from penstock.engine.blocks import BlockPool
+from penstock.engine.calibration import computed_twice, engine_layout
 from penstock.engine.faults import TierHangs
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
@@ -31,7 +40,7 @@ from penstock.engine.runner import Runner, TorchRunner
 from penstock.engine.sampler import SamplerRow, begin_sampling
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import ConfigError
-from penstock.events import Observer
+from penstock.events import Observer, Quarantined, tell
 from penstock.keys import KeyChain, Namespace
 from penstock.offload import Offloader
 from penstock.shapes.sizing import suggest_block_tokens
@@ -59,6 +68,7 @@ class EngineConfig:
     max_num_seqs: int = _DEFAULTS.max_num_seqs
     max_waiting: int = _DEFAULTS.max_waiting  # requests not started; more raise Busy
     residency: ResidencyConfig = field(default_factory=ResidencyConfig)
+    audit_share: float = 0.0  # of requests that would be loaded: computed instead, and compared
 
 
 class EngineParts:
@@ -70,6 +80,7 @@ class EngineParts:
     pool: BlockPool
     admission: Admission
     scheduler: Scheduler
+    audits: EngineAudits | None  # None if nothing is audited
 
     def __init__(
         self,
@@ -108,6 +119,9 @@ class EngineParts:
         )
         self._config, self._tiers, self._observers = config, tiers, observers
         self._num_blocks = num_blocks
+        self._quarantine = self._make_quarantine()
+        self._is_quarantined = self._quarantine is not None and self._quarantine.find() is not None
+        self.audits = None
         self._open_tiers()
         try:
             self.runner, self._residency_config = self._make_runner(config)
@@ -116,6 +130,13 @@ class EngineParts:
                 self.offloader.close()
             raise
         self._costs = LoadOrCompute(block_bytes, self.block_tokens)
+        self._layout = engine_layout(loaded, self.block_tokens)
+        self._tolerance = Tolerance(self._layout)
+        try:
+            self._calibrate()
+        except BaseException:
+            EngineParts.close(self)
+            raise
         self._make_books()
 
     def check(self) -> None:
@@ -126,6 +147,8 @@ class EngineParts:
             self.sessions.check()
 
     def close(self) -> None:
+        if self.audits is not None:
+            self.audits.reset()
         try:
             if "runner" in self.__dict__:
                 self.runner.close()
@@ -144,6 +167,79 @@ class EngineParts:
                 self._tiers, spec, self.device, observers=self._observers, device_mover=mover
             )
         self.sessions = None if self.offloader is None else Sessions(self.offloader)
+        if self.offloader is not None and self._is_quarantined:
+            self._keep_quarantine(self.offloader)
+
+    def _make_quarantine(self) -> Quarantine | None:
+        if self._tiers is None:
+            return None
+        spec, disk = self.namespace.block_spec(self._block_bytes), self._tiers.disk.path
+        folder = None if disk is None else Path(disk)
+        has_remote = self._tiers.remote.url is not None
+        persists = folder is not None or has_remote
+        return Quarantine(spec.namespace, folder, persists=persists)
+
+    def _keep_quarantine(self, offloader: Offloader) -> None:
+        """Load nothing, because an audit of this process or an earlier one has failed."""
+        path = None if self._quarantine is None else self._quarantine.find()
+        if path is not None:
+            log.error(
+                "stored KV of %s is in quarantine, because an audit found wrong KV: nothing is "
+                "loaded or stored, and all requests are computed. %s",
+                self.loaded.name,
+                advice(path),
+            )
+        offloader.quarantine()
+        tell(self._observers, [Quarantined("" if path is None else str(path))])
+
+    def _calibrate(self) -> None:
+        """Find out how much KV differs if it is computed in another batch shape."""
+        if not self._is_auditing:
+            return
+        differences = computed_twice(
+            self.runner,
+            self.device,
+            self.loaded,
+            self._layout,
+            self.namespace,
+            self._config.max_num_batched_tokens,
+        )
+        if differences:
+            self._tolerance.calibrate(differences)
+            log.info("audits: the tolerance is %.2g to %.2g", *self._tolerance.span)
+
+    @property
+    def _is_auditing(self) -> bool:
+        has_tiers = self.offloader is not None
+        return has_tiers and self._config.audit_share > 0 and not self._is_quarantined
+
+    def _make_audits(self) -> EngineAudits | None:
+        if self.audits is not None:
+            self.audits.reset()
+        offloader, quarantine = self.offloader, self._quarantine
+        if not self._is_auditing or offloader is None or quarantine is None:
+            return None
+        assert offloader.host is not None
+        auditor = Auditor(
+            offloader,
+            offloader.host.view,
+            [self._layout],
+            [self._tolerance],
+            sample=AuditSample(self._config.audit_share, os.urandom(16)),
+            limits=AuditLimits.within(offloader.num_host_blocks, self._block_bytes),
+            subject=AuditSubject(
+                self.loaded.name, self.namespace.physical().digest().hex(), self.block_tokens
+            ),
+            quarantine=quarantine,
+            observers=self._observers,
+            on_failure=self._distrust,
+        )
+        return EngineAudits(auditor, self.pool)
+
+    def _distrust(self) -> None:
+        """An audit has failed: compute all running requests again, and load nothing."""
+        self._is_quarantined = True
+        self.scheduler.distrust()
 
     def _make_books(self) -> None:
         """Make the device's books: every block is free, and no request is known."""
@@ -152,6 +248,7 @@ class EngineParts:
         if self.offloader is not None and residency.cold:
             num_cold = self.offloader.num_host_blocks
         self.pool = BlockPool(num_blocks)
+        self.audits = self._make_audits()
         self.admission = Admission(
             self.block_tokens,
             num_blocks,
@@ -176,6 +273,7 @@ class EngineParts:
             residency=ResidencyPolicy(residency, self.block_tokens, self._block_bytes, num_blocks),
             cold_reads=ColdReadBudget(residency.max_cold_bytes_per_step, self._block_bytes),
             rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
+            audits=self.audits,
         )
 
     def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
@@ -228,6 +326,8 @@ class EngineParts:
 
     def _is_quiet(self) -> bool:
         """Whether no copy touches the device and the books of the tiers add up."""
+        if self.audits is not None:
+            self.audits.reset()
         if self.offloader is None:
             return True
         try:
@@ -241,6 +341,8 @@ class EngineParts:
 
     def _reopen(self) -> None:
         """Close tiers and runner, and open new ones. Blocks on disk are found again."""
+        if self.audits is not None:
+            self.audits.reset()
         runner = self.__dict__.pop("runner", None)
         if runner is not None:
             runner.close()

@@ -168,6 +168,12 @@ class Placement(DeviceRoom[Request]):
             return True
         return False
 
+    def distrust(self) -> None:
+        """Use no block that is returning from HOST now."""
+        for ticket, targets in self._returning.items():
+            self._saving[ticket] = [slot for _, slot in targets.values()]  # only to be released
+        self._returning = {}
+
     # Migration.
 
     def balance(self) -> None:

@@ -45,6 +45,8 @@ class Request:
     num_present: int = 0  # leading tokens that have KV: num_computed, or one more (see Chunk)
     num_named: int = 0  # leading blocks that the pool knows by their key
     ticket: TicketId | None = None
+    # Blocks that would have been loaded, but are computed for an audit. None: not decided yet.
+    num_audited: int | None = None
     two_ended_end: int = 0  # where its two-ended load ends, in blocks (see `two_ended_loads`)
     lookup: LookupId | None = None  # in the remote tier
     finish_reason: str | None = None

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission
 from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
+from penstock.engine.auditing import EngineAudits
 from penstock.engine.blocks import BlockPool, CompletedBlocks
 from penstock.engine.fairness import FairQueue
 from penstock.engine.placement import Placement
@@ -74,6 +75,7 @@ class Scheduler:
         residency: ResidencyPolicy | None = None,
         cold_reads: ColdReadBudget | None = None,
         rotation: Rotation | None = None,
+        audits: EngineAudits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
@@ -87,6 +89,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # most urgent first
         self._running: list[Request] = []
         self._loading: dict[TicketId, Request] = {}
+        self._distrusted: set[TicketId] = set()  # loads whose blocks must not be used
         self.placement = Placement(pool, residency, tiers)
         self.placement.follow(self._running)
         self._two_ended_loads = TwoEndedLoads(
@@ -94,6 +97,7 @@ class Scheduler:
         )
         self._cold_reads = cold_reads
         self._rotation = rotation or Rotation(None)
+        self._audits = audits
         self._clock = clock
         self._short: Request | None = None  # found no room in the last step
         self._refused = _Refusal(None, 0, 0.0)
@@ -121,7 +125,9 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.has_work or self.placement.is_moving or len(self._two_ended_loads))
+        is_auditing = self._audits is not None and self._audits.is_moving
+        is_moving = self.placement.is_moving or len(self._two_ended_loads) or is_auditing
+        return not (self.has_work or is_moving)
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `Admission.check`."""
@@ -212,17 +218,21 @@ class Scheduler:
             request.num_recomputed_tokens += max(0, again)
             request.max_computed = max(request.max_computed, request.num_computed)
             start, end = request.num_named, request.num_computed // self._block_tokens
-            complete.setdefault(request.tenant, CompletedBlocks(self._pool)).add(
-                request.chain.key_before(start),
-                request.chain.keys[start:end],
-                request.table.slots(start, end),
-            )
+            keys, slots = request.chain.keys[start:end], request.table.slots(start, end)
+            completed = complete.setdefault(request.tenant, CompletedBlocks(self._pool))
+            completed.add(request.chain.key_before(start), keys, slots)
             request.num_named = end
+            if self._audits is not None:
+                self._audits.computed(request, keys, slots)
         for tenant, blocks in complete.items():
+            if self._audits is not None:
+                blocks = blocks.without(self._audits.keeps_from_tiers)
             self.placement.save(blocks.keys, blocks.slots, tenant=tenant, parents=blocks.parents)
 
     def settle(self, done: Done) -> Request | None:
         """Finish a load or a save. Returns the request that was waiting for the load, if any."""
+        if self._audits is not None and self._audits.settle(done):
+            return None
         if self.placement.settle(done) or self._two_ended_loads.settle(done):
             return None
         request = self._loading.pop(done.ticket)
@@ -232,6 +242,13 @@ class Scheduler:
         if request.phase is RequestPhase.FINISHED:  # aborted during the load
             self.placement.release_load(into, pins)
             self._drop_blocks(request)
+            return None
+        if done.ticket in self._distrusted:
+            self._distrusted.remove(done.ticket)
+            self.placement.release_load(into, pins)
+            self._drop_blocks(request)
+            request.num_preemptions += 1
+            self._enqueue(request)
             return None
         num_arrived = done.num_leading_ok
         places = []
@@ -244,6 +261,9 @@ class Scheduler:
         request.table.extend_places(places)
         self.placement.release_load(into[num_arrived:], pins[num_arrived:])
         arrived = len(request.table)
+        if self._audits is not None:
+            start = arrived - num_arrived
+            self._audits.loaded(request, start, into[:num_arrived], done.sources[:num_arrived])
         request.num_named = arrived
         self._set_present(request, arrived * self._block_tokens)
         request.max_computed = max(request.max_computed, request.num_computed)
@@ -254,6 +274,14 @@ class Scheduler:
             request.lost.update(verdict for verdict in done.verdicts if verdict is not Verdict.OK)
         self._run(request, arrived)
         return request
+
+    def distrust(self) -> None:
+        """Compute everything again: KV that was loaded turned out to be wrong."""
+        for request in list(self._running):
+            self._preempt(request)
+        self._distrusted.update(self._loading)
+        self.placement.distrust()
+        self._pool.distrust()
 
     def take_events(self) -> list[Event]:
         """The events since the last call."""
@@ -323,6 +351,9 @@ class Scheduler:
             return None
         keys = request.chain.keys[: len(request.tokens) // self._block_tokens]
         request.table.extend(self._pool.share(keys))
+        choose = self._choose
+        if self._audits is not None:
+            choose = self._audits.choosing(request, choose)
         plan = plan_admission(
             request,
             keys,
@@ -332,7 +363,7 @@ class Scheduler:
             block_tokens=self._block_tokens,
             room=self.placement,
             tiers=self._tiers,
-            choose=self._choose,
+            choose=choose,
         )
         if plan is None:
             self._refuse(request)
@@ -368,6 +399,8 @@ class Scheduler:
             request.ticket = plan.load(self._tiers, parent, tenant=request.tenant)
             self._loading[request.ticket] = request
         else:
+            if self._audits is not None:
+                self._audits.start(request, num_shared)
             self._run(request, num_shared)
             # Keep only the slots of the first chunk: a two-ended load fills those after it.
             num_tokens = min(request.num_uncomputed, budget)
@@ -390,6 +423,10 @@ class Scheduler:
         num_computed = request.num_computed
         if self._two_ended_loads.try_to_join(request):
             request.num_named = len(request.table)
+            if self._audits is not None:
+                start = num_computed // self._block_tokens
+                slots = request.table.slots(start, request.num_named)
+                self._audits.loaded(request, start, slots, ())
             self._set_present(request, request.num_named * self._block_tokens)
             request.max_computed = max(request.max_computed, request.num_computed)
             if not request.num_preemptions:
@@ -454,6 +491,8 @@ class Scheduler:
 
     def _drop_blocks(self, request: Request) -> None:
         self._two_ended_loads.leave(request)
+        if self._audits is not None:
+            self._audits.left(request)
         self.placement.drop(request)
         request.num_computed = request.num_named = request.num_present = 0
 

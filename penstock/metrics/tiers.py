@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from penstock.events import (
     Asked,
+    Audited,
+    AuditFailed,
     Damaged,
     Decided,
     Event,
@@ -11,6 +13,7 @@ from penstock.events import (
     Lost,
     Moved,
     Prefetched,
+    Quarantined,
     Recovered,
     Removed,
     Retained,
@@ -116,6 +119,20 @@ class TierMetrics:
             "penstock_saved_seconds",
             "Seconds that loading was estimated to save over computing.",
         )
+        self._audited = make.counter(
+            "penstock_audited_requests",
+            "Requests whose KV was compared with what is stored, by check.",
+            ("check",),
+        )
+        self._audited_blocks = make.counter(
+            "penstock_audited_blocks", "Blocks that audits compared, by check.", ("check",)
+        )
+        self._audit_failures = make.counter(
+            "penstock_audit_failures", "Audits that found wrong KV, by check.", ("check",)
+        )
+        self._quarantined = make.gauge(
+            "penstock_quarantined", "1 if stored KV is not used because an audit failed."
+        )
 
         # Create the series that alerts use now: one that begins with its first event shows no
         # increase(), so the first corrupt block would be missed.
@@ -127,6 +144,9 @@ class TierMetrics:
                     self._faults.labels(tier.label, direction.value)
         for choice in ("load", "part", "compute"):
             self._decisions.labels(choice)
+        for check in ("computed", "read_back"):
+            for counter in (self._audited, self._audited_blocks, self._audit_failures):
+                counter.labels(check)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -178,6 +198,13 @@ class TierMetrics:
                 self._resting.labels(tier.label, direction.value).set(0)
             case Recovered(tier, num_scanned, num_slots):
                 self._scanned.labels(tier.label).set(num_scanned / max(1, num_slots))
+            case Audited(check, num_blocks):
+                self._audited.labels(check).inc()
+                self._audited_blocks.labels(check).inc(num_blocks)
+            case AuditFailed(check):
+                self._audit_failures.labels(check).inc()
+            case Quarantined():
+                self._quarantined.set(1)
             case Decided(load_seconds=load_seconds, compute_seconds=compute_seconds):
                 self._decisions.labels(event.choice).inc()
                 if event.num_loaded and load_seconds is not None and compute_seconds is not None:

@@ -28,7 +28,12 @@ class PlanKind(StrEnum):
 
     @property
     def tiers(self) -> bool:
-        return self in (PlanKind.FOR_REUSE, PlanKind.NEVER_COLD, PlanKind.TURNS, PlanKind.TAIL_PIN)
+        return self in (
+            PlanKind.FOR_REUSE,
+            PlanKind.NEVER_COLD,
+            PlanKind.TURNS,
+            PlanKind.TAIL_PIN,
+        )
 
     @property
     def runs(self) -> bool:
@@ -44,7 +49,9 @@ TITLES = {
     PlanKind.FOR_REUSE: "Offload for reuse: DRAM keeps prompts that come again",
     PlanKind.NEVER_COLD: "Offload whole sessions: active ones on the GPU, idle ones in DRAM",
     PlanKind.TURNS: "Offload whole sessions: they take turns on the GPU",
-    PlanKind.TAIL_PIN: "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU",
+    PlanKind.TAIL_PIN: (
+        "Offload with tail-pin: the middle of each session in DRAM, its ends on the GPU"
+    ),
 }
 
 

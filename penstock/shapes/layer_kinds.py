@@ -126,13 +126,14 @@ def _patterned(fields: ConfigFields) -> list[Layer]:
 
 def _kda_layers(fields: ConfigFields, kda: dict[str, Any], num: int) -> list[Layer]:
     states, attention = kda.get("kda_layers"), kda.get("full_attn_layers")
-    lists = isinstance(states, list) and isinstance(attention, list)
-    if not lists or sorted([*states, *attention]) != list(range(1, num + 1)):
-        raise fields.wrong(
-            "linear_attn_config", f"expected each of {num} layers in kda_layers or full_attn_layers"
-        )
     full, state = Layer(LayerKind.FULL, "attention"), Layer(LayerKind.STATE, "kda")
-    return [full if index in attention else state for index in range(1, num + 1)]
+    if isinstance(states, list) and isinstance(attention, list):
+        layers = [full if index in attention else state for index in range(1, num + 1)]
+        if all((index in states) is (layer is state) for index, layer in enumerate(layers, 1)):
+            return layers
+    raise fields.wrong(
+        "linear_attn_config", f"expected each of {num} layers in kda_layers or full_attn_layers"
+    )
 
 
 def _attention(fields: ConfigFields) -> list[Layer]:

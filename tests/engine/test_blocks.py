@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.blocks import BlockPool
+from penstock.engine.blocks import BlockPool, CompletedBlocks
 from penstock.errors import BookError
 from penstock.types import BlockKey, Slot
 
@@ -165,3 +165,29 @@ def test_a_block_that_is_counted_nowhere_is_found() -> None:
     pool._free.pop()
     with pytest.raises(BookError, match="neither free nor idle nor held"):
         pool.check()
+
+
+def test_after_distrust_nothing_is_shared_and_nothing_is_lost() -> None:
+    pool = BlockPool(4)
+    held, idle = named(pool, 1, 2), named(pool, 3)
+    pool.release(idle)
+    pool.distrust()
+    assert pool.share([key(1)]) == []
+    assert pool.share([key(3)]) == []
+    pool.check()
+    pool.release(held)
+    pool.check()
+    assert pool.num_available == 4
+
+
+def test_blocks_can_be_left_out_of_a_save() -> None:
+    pool = BlockPool(4)
+    blocks = CompletedBlocks(pool)
+    slots = pool.take(4)
+    assert slots is not None
+    blocks.add(key(9), [key(1), key(2), key(3), key(4)], slots)
+    assert blocks.without(lambda _: False) is blocks
+    kept = blocks.without(lambda each: each in (key(1), key(3)))
+    assert kept.keys == [key(2), key(4)]
+    assert kept.slots == [slots[1], slots[3]]
+    assert kept.parents == {0: key(1), 1: key(3)}

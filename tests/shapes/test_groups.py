@@ -242,6 +242,14 @@ def test_wrong_hybrids(write: Callable[[Any], Path], change: dict[str, Any], wor
     assert words in str(caught.value)
 
 
+def test_kda_layers_must_be_complete(write: Callable[[Any], Path]) -> None:
+    config = json.loads((CONFIGS / "kimi-linear-48b-a3b.json").read_text())
+    for wrong in ([1, 2], None, ["one"]):
+        kda = {**config["linear_attn_config"], "kda_layers": wrong}
+        with pytest.raises(ConfigError, match="expected each of 27 layers"):
+            shape_from_config(write({**config, "linear_attn_config": kda}))
+
+
 def test_too_many_layers(write: Callable[[Any], Path]) -> None:
     config = json.loads((CONFIGS / "glm-4.5.json").read_text())
     with pytest.raises(ConfigError, match="at most 10,000"):

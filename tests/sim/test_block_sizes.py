@@ -8,7 +8,7 @@ from penstock.sim.settings import Room, SimulatedHardware, plan_points
 from penstock.sim.simulator import simulate
 from penstock.sim.trace import Trace, TraceRequest
 from penstock.sim.workloads import generate
-from penstock.types import BlockKey
+from penstock.types import BlockKey, Direction
 
 SIZES = {"device": "20", "host": "64", "disk": "100"}
 NO_BLOCKS = dict.fromkeys(SIZES)
@@ -76,7 +76,7 @@ def test_loads_and_saves_move_their_own_bytes() -> None:
     size = trace.block_tokens * hardware.shape.bytes_per_token
     sizes = BlockSizes(3 * size, size)
     found = simulate(trace, hardware.instance(trace.block_tokens, "lru", 500, 5000, 0, sizes))
-    carried = {str(lane): each for lane, each in found.links.items()}
-    for lane, each in carried.items():
-        per_block = 3 * size if "load" in lane.lower() else size
-        assert each.num_bytes == each.num_blocks * per_block
+    assert {direction for _, direction in found.carried} == set(Direction)
+    for (_, direction), each in found.carried.items():
+        assert each.num_blocks
+        assert each.num_bytes == each.num_blocks * size * (3 if direction is Direction.LOAD else 1)

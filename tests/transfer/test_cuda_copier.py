@@ -13,7 +13,12 @@ if not torch.cuda.is_available():
 
 from penstock.stores.host import HostArena  # noqa: E402
 from penstock.transfer.cuda_copier import CudaCopier  # noqa: E402
-from penstock.transfer.paged import PagedMemory, PageStretch, Part  # noqa: E402, equal_parts
+from penstock.transfer.paged import (  # noqa: E402
+    PagedMemory,
+    PageStretch,
+    Part,
+    equal_parts,
+)
 from penstock.transfer.seals import Seals  # noqa: E402
 from penstock.types import (  # noqa: E402
     BlockKey,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.tracked import (
     NULL_BLOCK,
     Checkpoint,
@@ -36,6 +37,7 @@ class RequestCheckpoints:
     requests: TrackedRequests
     boundaries: Boundaries
     may_save: bool
+    audits: RequestAudits
     # With drafts, vLLM's tables do not show which state is in which block: only offers do.
     has_drafts: bool = False
     turns: Callable[[Tracked], Sequence[int]] = lambda _: ()
@@ -50,7 +52,7 @@ class RequestCheckpoints:
                 num_prompt=tracked.request.num_prompt_tokens,
                 turns=self.turns(tracked),
                 junction=tracked.junction,
-                hinted=(),
+                hinted=() if tracked.audited_tokens is None else (tracked.audited_tokens,),
             )
         return tracked.boundaries
 
@@ -118,11 +120,14 @@ class RequestCheckpoints:
 
     def used(self, tracked: Tracked, num_tokens: int) -> None:
         """A hit of so many tokens is loaded: learn that its checkpoint was worth its bytes."""
-        for group in self.requests.groups.partial:
-            blocks = group.needed(num_tokens)
-            for key in tracked.keys_of(group, blocks)[-1:]:
-                self.boundaries.hit(key)
-            return
+        keys = [
+            key
+            for group in self.requests.groups.partial
+            for key in tracked.keys_of(group, group.needed(num_tokens))
+        ]
+        if keys:
+            self.boundaries.hit(keys[-1])
+            self.offloader.keep_together(keys)  # after a restart nobody else has said so
 
     def __call__(self, event: Event) -> None:
         """An observer: checkpoints that leave DRAM make room for others."""
@@ -151,7 +156,6 @@ class RequestCheckpoints:
         """Save the checkpoint at a boundary. False if it is not on the device."""
         keys: list[BlockKey] = []
         slots: list[Slot] = []
-        starts: dict[int, BlockKey | None] = {}
         for place, group in enumerate(self.requests.groups):
             if group.is_full:
                 continue
@@ -159,18 +163,19 @@ class RequestCheckpoints:
             found = self._blocks(group, boundary, blocks, tables[place], states, exact)
             if found is None:
                 return False  # a checkpoint without one of its blocks is worthless
-            starts[len(keys)] = None
             keys += tracked.keys_of(group, blocks)
             slots += found
         if not keys:
             return True
+        self.audits.computed(tracked, keys, slots)
+        if any(map(self.audits.keeps_from_tiers, keys)):
+            return True  # it is stored already
         reason = (tracked.boundaries or {}).get(boundary)
         is_of_answer = reason is None
         ticket = self.offloader.save(
             keys,
             slots,
             tenant=tracked.tenant,
-            parents=starts,
             whole=True,
             write_down=not is_of_answer,
         )
@@ -184,11 +189,9 @@ class RequestCheckpoints:
     def _replace_last(self, tracked: Tracked, new: Checkpoint, ticket: TicketId) -> None:
         old, tracked.last_checkpoint = tracked.last_checkpoint, new
         self._last_of[ticket] = tracked.request.request_id
-        if old is not None:
-            kept = set(new.keys)
-            self.offloader.demote([key for key in old.keys if key not in kept])
-            if old.keys[-1] not in kept:  # it may be the same one, after a preemption
-                self.boundaries.gone(old.keys[-1])
+        if old is not None and old.keys != new.keys:  # the same one comes again after a preemption
+            self.offloader.supersede(old.keys)
+            self.boundaries.gone(old.keys[-1])
 
     def _blocks(
         self,
@@ -212,4 +215,5 @@ class RequestCheckpoints:
         return None if NULL_BLOCK in found else found
 
     def _offer(self, keys: Sequence[BlockKey], tenant: str) -> None:
-        self.offloader.offer(keys, tenant=tenant)
+        no_parents = dict.fromkeys(range(len(keys)))
+        self.offloader.offer(keys, tenant=tenant, parents=no_parents)

@@ -26,6 +26,8 @@ from vllm.logger import init_logger
 from penstock.build import build_delegated
 from penstock.clock import SystemClock
 from penstock.config import Config
+from penstock.connectors.vllm.audit_layout import audit_layouts
+from penstock.connectors.vllm.auditing import open_auditor
 from penstock.connectors.vllm.device import WorkerDevice
 from penstock.connectors.vllm.groups import (
     describe_groups,
@@ -132,6 +134,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_config(vllm_config)
         self._groups = read_groups(kv_cache_config, vllm_config)
         check_groups_version(vllm.__version__, is_plain=self._groups.is_plain)
+        # With several groups, block ids do not tell vLLM which request failed. With MLA on a CPU
+        # it computes wrongly if a part of a prompt is there and more than one token is not.
+        on_cpu = vllm_config.device_config.device_type == "cpu"
+        self._fails_whole = not self._groups.is_plain or (on_cpu and is_latent(kv_cache_config))
         self._scheduler: GuardedScheduler | None = None
         self._worker: GuardedWorker | None = None
         self._device: WorkerDevice | None = None
@@ -211,14 +217,15 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._news is not None:
             observers.append(self._news)
         config = self._own_disk(self._config)
+        tiers = build_delegated(
+            config,
+            spec,
+            len(shards),
+            shared=any(shard.process != os.getpid() for shard in shards),
+            observers=observers,
+        )
         side = SchedulerSide(
-            build_delegated(
-                config,
-                spec,
-                len(shards),
-                shared=any(shard.process != os.getpid() for shard in shards),
-                observers=observers,
-            ),
+            tiers,
             namespace,
             SystemClock(),
             block_bytes=block_bytes,
@@ -232,9 +239,18 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             observers=observers,
             news=self._news,
             naming=Naming.of(self._vllm_config),
+            auditor=open_auditor(
+                tiers.offloader,
+                config,
+                namespace,
+                audit_layouts(shards, parts, groups),
+                share=self._settings.audit_share,
+                block_bytes=block_bytes,
+                observers=observers,
+            ),
         )
-        plain_tokens = groups.align_tokens if groups.is_plain else None
-        self._scheduler = GuardedScheduler(side, plain_tokens)
+        block_tokens = None if self._fails_whole else groups.align_tokens
+        self._scheduler = GuardedScheduler(side, block_tokens)
         log.info(
             "Penstock stores KV in %s of DRAM%s. A block has %s tokens and %s.",
             format_bytes(config.host.size_bytes),
@@ -261,6 +277,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             has_drafts=config.speculative_config is not None,
             writes_reused_blocks_early=is_newer and moves,
             hits_whole_prompts_only=on_cpu and is_latent(self._kv_cache_config),
+            fails_whole=self._fails_whole,
         )
 
     def _own_disk(self, config: Config) -> Config:
@@ -398,14 +415,13 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)  # from vLLM 0.30 on
-        if not self._groups.is_plain:
+        if self._fails_whole:
             results.failed_recving = self._results.failed
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self._results = self._results.bad_blocks, Results(set(), set(), set())
-        # With several groups, block ids say nothing: the load fails as a whole.
-        return bad if self._groups.is_plain else set()
+        return set() if self._fails_whole else bad
 
     def build_connector_worker_meta(self) -> PenstockWorkerMetadata | None:
         if self._worker is None:

@@ -15,9 +15,10 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
 )
 
+from penstock.connectors.vllm.audit_layout import layer_bytes
 from penstock.connectors.vllm.groups import is_latent, is_one_plain_spec, page_bytes
 from penstock.connectors.vllm.layout import Cache, read_layout, read_union
-from penstock.connectors.vllm.orders import Orders, Shard
+from penstock.connectors.vllm.orders import LayerBytes, Orders, Shard
 from penstock.stores.host import HostArena
 from penstock.transfer.copiers import Copier, ThreadCopier
 from penstock.transfer.cuda_copier import CudaCopier, make_stages
@@ -35,6 +36,7 @@ class WorkerDevice:
     num_ranks: int
     stage: int
     replicas: int  # this many consecutive ranks hold the same bytes
+    layers: tuple[LayerBytes, ...] = ()  # what the bytes mean, for audits
     stages: Any = None  # buffers on a GPU
 
     @classmethod
@@ -48,7 +50,8 @@ class WorkerDevice:
         else:
             memory, layout = read_union(caches, num_blocks, page_bytes(kv_cache_config))
         device = next(iter(kv_caches.values())).device
-        return cls._of(memory, layout, tuple(kv_caches), device, kv_cache_config)
+        found = cls._of(memory, layout, tuple(kv_caches), device, kv_cache_config)
+        return replace(found, layers=layer_bytes(caches, memory, kv_cache_config))
 
     @classmethod
     def of_blocks(cls, kv_cache: Any, kv_cache_config: Any) -> WorkerDevice:
@@ -111,6 +114,7 @@ class WorkerDevice:
             self.stage,
             self.device.type,
             self.replicas,
+            self.layers,
         )
 
     def open(self, orders: Orders, num_threads: int) -> Copier:

@@ -76,23 +76,25 @@ def model_namespace(
 
 def _layout(shards: Sequence[Shard]) -> str:
     """The layouts of all stages of the pipeline. Within a stage all workers must have the same."""
-    stages: dict[int, str] = {}
+    stages: dict[int, set[tuple[str, int]]] = {}
     for shard in shards:
-        same = stages.setdefault(shard.stage, shard.layout)
-        sizes = {other.block_bytes for other in shards if other.stage == shard.stage}
-        if same != shard.layout or len(sizes) != 1:
-            raise ConfigError(
-                "the workers store KV in different layouts, but Penstock needs the same one in "
-                f"all: {' / '.join(sorted({same, shard.layout}))}"
-            )
+        stages.setdefault(shard.stage, set()).add((shard.layout, shard.block_bytes))
+    if not stages or any(len(found) > 1 for found in stages.values()):
+        layouts = sorted({shard.layout for shard in shards})
+        raise ConfigError(
+            "the workers store KV in different layouts, but Penstock needs the same one in all: "
+            + " / ".join(layouts)
+        )
     if len(stages) == 1:
         return shards[0].layout
-    return " / ".join(f"stage {stage}: {layout}" for stage, layout in sorted(stages.items()))
+    return " / ".join(
+        f"stage {stage}: {layout}" for stage, found in sorted(stages.items()) for layout, _ in found
+    )
 
 
 def drafter_name(vllm_config: Any) -> str:
     """The fingerprint of a drafter's own weights: its layers have KV beside the model's."""
-    speculative = vllm_config.speculative_config
+    speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or getattr(speculative, "method", "") == "ngram":
         return ""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import Clock
+from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.dispatch import Dispatch
 from penstock.connectors.vllm.tracked import (
     NULL_BLOCK,
@@ -32,6 +33,8 @@ class RequestLoads:
     dispatch: Dispatch
     clock: Clock
     block_bytes: int
+    audits: RequestAudits
+    fails_whole: bool
 
     def start(self, tracked: Tracked, offer: Offer, num_tokens: int, tables: Tables) -> None:
         """Load the first `num_tokens` of an offer into the request's blocks."""
@@ -42,7 +45,10 @@ class RequestLoads:
         slots: list[Slot] = []
         parents: dict[int, BlockKey | None] = {}
         for place, group, blocks in pieces:
-            parents[len(keys)] = tracked.parent_key(group, blocks.start)
+            if group.is_full:
+                parents[len(keys)] = tracked.parent_key(group, blocks.start)
+            else:  # a checkpoint's blocks are evicted together, not from their end
+                parents.update(dict.fromkeys(range(len(keys), len(keys) + len(blocks))))
             keys += tracked.keys_of(group, blocks)
             slots += map(Slot, tables[place][blocks.start : blocks.stop])
             if group.is_full:  # the tiers have these blocks already
@@ -66,6 +72,7 @@ class RequestLoads:
             tracked.request.request_id,
             ticket,
             offer.start,
+            end,
             tuple(slots),
             len(slots),
             max(counts),
@@ -84,15 +91,16 @@ class RequestLoads:
         if tracked.loading is loading:
             tracked.loading = None
         if not bad:
+            self.audits.loaded(tracked, loading, done)
             return
         tracked.barred_until = self.clock.now() + _BARRED_SECONDS
-        if self.requests.groups.is_plain:
+        if not self.fails_whole:
             block_tokens = self.requests.groups.align_tokens
             num_sound = loading.start // block_tokens + bad[0]
             tracked.num_saved[0] = min(tracked.num_saved[0], num_sound)
             arrived = Counter(tier for tier in done.sources[: bad[0]] if tier is not None)
             tracked.tokens_from = {tier: n * block_tokens for tier, n in arrived.items()}
-        else:  # vLLM starts again, with other blocks
+        else:  # its request starts again, with other blocks
             tracked.forget_blocks()
             tracked.tokens_from = {}
 

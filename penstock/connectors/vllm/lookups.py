@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from penstock.clock import Clock
+from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.load_choice import LoadChooser
 from penstock.connectors.vllm.tracked import Offer, Tracked, TrackedRequests
 from penstock.costs.choose import Hit
@@ -36,6 +37,7 @@ class RequestLookups:
     observers: Sequence[Observer]
     settle: Callable[[], None]  # take in what the tiers have finished
     planned: Callable[[Tracked, int], Iterable[int]]  # where checkpoints of a prompt are kept
+    audits: RequestAudits
     whole_prompts_only: bool = False  # load all of a prompt or nothing
     _num_bytes_begun: int = 0  # of loads that start with the next step
     _will_compute: bool = False  # whether the next step computes something for a new request
@@ -59,6 +61,9 @@ class RequestLookups:
         if self._is_time_to_start or self._is_waiting_for_remote(tracked, num_computed):
             return None
         offer = self._offer(tracked, num_computed)
+        if self.audits.draws(tracked, offer):
+            self._will_compute = True
+            return 0
         self._will_compute |= offer.num_tokens == 0
         return offer.num_tokens
 
@@ -66,6 +71,7 @@ class RequestLookups:
         """The offer that vLLM has allocated blocks for. None if it loads nothing."""
         offer, tracked.offer = tracked.offer, None
         if offer is not None:
+            self.audits.start(tracked, offer)
             if tracked.num_found is None:
                 tracked.num_found = offer.start + offer.num_found
             self.offloader.note(offer.match)

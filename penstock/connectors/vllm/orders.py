@@ -60,6 +60,19 @@ class Reports:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """One layer's numbers in a worker's part of a block. Strides are in numbers; empty: dense."""
+
+    group: int
+    name: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """How one worker's device stores KV, as found when vLLM registered its caches."""
 
@@ -71,6 +84,7 @@ class Shard:
     stage: int = 0  # of the pipeline
     device: str = ""  # cpu, cuda, ...
     replicas: int = 1  # this many consecutive ranks hold the same bytes
+    layers: tuple[LayerBytes, ...] = ()  # for audits
 
 
 def place_parts(shards: Sequence[Shard]) -> tuple[PartPlace, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.tracked import Tracked, TrackedRequests
 from penstock.groups.kinds import Group
@@ -19,6 +20,7 @@ class RequestSaves:
     requests: TrackedRequests
     may_save: bool
     news: BlockNews | None
+    audits: RequestAudits
 
     def save_computed(self, tracked: Tracked) -> None:
         """Save the blocks that are complete after the step being ordered."""
@@ -44,11 +46,15 @@ class RequestSaves:
     def _save_blocks(self, tracked: Tracked, place: int, group: Group, end: int) -> None:
         start, tracked.num_saved[place] = tracked.num_saved[place], end
         keys = tracked.keys_of(group, range(start, end))
+        slots = [Slot(block) for block in tracked.tables[place][start:end]]
+        parents = {0: tracked.parent_key(group, start)}
         if self.news is not None:
             self.news.name(keys, start, tracked.request, group)
-        self.offloader.save(
-            keys,
-            [Slot(block) for block in tracked.tables[place][start:end]],
-            tenant=tracked.tenant,
-            parents={0: tracked.parent_key(group, start)},
-        )
+        if self.audits.is_busy:
+            self.audits.computed(tracked, keys, slots)
+            pairs = zip(keys, slots, [parents[0], *keys], strict=False)
+            saved = [each for each in pairs if not self.audits.keeps_from_tiers(each[0])]
+            parents = {at: parent for at, (_, _, parent) in enumerate(saved)}
+            keys, slots = [key for key, _, _ in saved], [slot for _, slot, _ in saved]
+        if keys:
+            self.offloader.save(keys, slots, tenant=tracked.tenant, parents=parents)

@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from penstock.audits.auditor import Auditor
 from penstock.books.sessions import Sessions
 from penstock.build import Delegated
 from penstock.clock import Clock
+from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.checkpoints import RequestCheckpoints, States
 from penstock.connectors.vllm.dispatch import Dispatch
 from penstock.connectors.vllm.identity import Naming
@@ -59,6 +61,8 @@ class Ways(NamedTuple):
     writes_reused_blocks_early: bool = False
     # MLA on a CPU: after a hit, vLLM computes more than one further token wrongly.
     hits_whole_prompts_only: bool = False
+    # A load succeeds as a whole, or its request starts again.
+    fails_whole: bool = False
 
 
 _USUAL_WAYS = Ways()
@@ -107,6 +111,7 @@ class SchedulerSide:
         observers: Iterable[Observer] = (),
         news: BlockNews | None = None,
         naming: Naming | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
         self._offloader = offloader = tiers.offloader
         self._engine = tiers.engine
@@ -118,6 +123,9 @@ class SchedulerSide:
         self._groups = groups
         self._requests = requests = TrackedRequests(
             namespace, naming or Naming(), self._sessions, groups, block_bytes
+        )
+        self._audits = audits = RequestAudits(
+            auditor, requests, reads_back=not ways.writes_reused_blocks_early
         )
         self._dispatch = Dispatch(
             tiers.engine, tiers.arena, parts, ends_saves=ways.writes_reused_blocks_early
@@ -135,6 +143,7 @@ class SchedulerSide:
                 every_tokens=_CHECKPOINT_EVERY_TOKENS,
             ),
             may_save,
+            audits,
             has_drafts=ways.has_drafts,
             turns=lambda tracked: turn_borders(tracked.request.prompt_token_ids or (), turn_tokens),
         )
@@ -150,10 +159,19 @@ class SchedulerSide:
             list(observers),
             self._settle,
             self._checkpoints.planned,
+            audits,
             whole_prompts_only=ways.hits_whole_prompts_only,
         )
-        self._loads = RequestLoads(offloader, requests, self._dispatch, clock, block_bytes)
-        self._saves = RequestSaves(offloader, requests, may_save, news)
+        self._loads = RequestLoads(
+            offloader,
+            requests,
+            self._dispatch,
+            clock,
+            block_bytes,
+            audits,
+            fails_whole=ways.fails_whole or not groups.is_plain,
+        )
+        self._saves = RequestSaves(offloader, requests, may_save, news, audits)
         self._lock = threading.RLock()
         self._ticker = Ticker(self._tick)
 
@@ -243,6 +261,7 @@ class SchedulerSide:
                     self._checkpoints.save_last(tracked, tables)
                 self._dispatch.gather(before=True)
             self._checkpoints.finished(tracked)
+            self._audits.left(tracked)
             self._requests.apply_hints(tracked)
             self._wake_ticker()
             if not tracked.tokens_from:
@@ -278,6 +297,7 @@ class SchedulerSide:
         """Finish the writes to lower tiers. False if one of them hung."""
         self._ticker.stop(wait=True)
         with self._lock:
+            self._audits.reset()
             self._engine.give_up()
             # Workers may still write to the DRAM slots of saves that were given up. No load or
             # prefetch may wait for that room: its block would be overwritten, and kept.
@@ -321,6 +341,10 @@ class SchedulerSide:
                 tracked.tables[place] += blocks
         if tracked is not None:
             tracked.num_computed = scheduled.num_computed
+            if scheduled.has_all and self._ways.hits_whole_prompts_only:
+                num_left = tracked.request.num_tokens - scheduled.num_computed
+                if scheduled.num_computed and num_left > 1:
+                    tracked.keys = None  # what is computed from here on may be wrong
             if scheduled.has_all and not self._groups.all_full:
                 self._checkpoints.admitted(tracked, scheduled.num_computed)
 
@@ -334,10 +358,14 @@ class SchedulerSide:
             return
         if not self._ways.writes_reused_blocks_early:
             self._saves.save_rest(tracked)
+        self._audits.left(tracked)
         tracked.forget_blocks()
 
     def _settle(self) -> None:
+        self._audits.poll()
         for done in self._offloader.step():
+            if self._audits.settle(done):
+                continue
             if done.direction is Direction.LOAD:
                 self._loads.ended(done)
             else:
@@ -345,10 +373,14 @@ class SchedulerSide:
                 self._checkpoints.ended(done)
 
     def _wake_ticker(self) -> None:
-        if self._offloader.is_moving:
+        if self._is_moving:
             self._ticker.wake()
+
+    @property
+    def _is_moving(self) -> bool:
+        return self._offloader.is_moving or self._audits.is_busy
 
     def _tick(self) -> bool:
         with self._lock:
             self._settle()
-            return self._offloader.is_moving
+            return self._is_moving

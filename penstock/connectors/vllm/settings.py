@@ -50,6 +50,14 @@ class VllmSettings:
         None, "Single settings by name. They override all other sources.", shown=False
     )
     always_load: bool = option(False, "Load cached KV even if recomputing it would be faster.")
+    audit_share: float = option(
+        0.0,
+        "Share of requests that are computed although their KV is stored, to verify the stored KV; "
+        "0.001 is enough. 0: none.",
+        "SHARE",
+        low=0,
+        high=1,
+    )
     allow_untested_vllm: bool = option(
         False, "Allow vLLM versions that Penstock has not been tested with."
     )

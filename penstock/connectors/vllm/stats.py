@@ -7,12 +7,15 @@ from typing import Any
 
 from penstock.events import (
     Asked,
+    Audited,
+    AuditFailed,
     Decided,
     Event,
     LookedUp,
     Lost,
     Moved,
     Prefetched,
+    Quarantined,
     Recovered,
     Removed,
     Retained,
@@ -49,6 +52,8 @@ class EventLog:
             case Retained():
                 self._retained = event
             case Recovered() | Decided() | Asked() | Prefetched():
+                self._others.append(event)
+            case Audited() | AuditFailed() | Quarantined():
                 self._others.append(event)
 
     def take(self) -> list[Plain]:
@@ -116,6 +121,12 @@ def to_plain(event: Event) -> Plain:
             return ["recovered", tier, num_scanned, num_slots, num_blocks]
         case Decided(num_matched, num_loaded, load_seconds, compute_seconds):
             return ["decided", num_matched, num_loaded, load_seconds, compute_seconds]
+        case Audited(check, num_blocks):
+            return ["audited", check, num_blocks]
+        case AuditFailed(check, place):
+            return ["audit failed", check, place]
+        case Quarantined(path):
+            return ["quarantined", path]
     raise TypeError(f"{event!r} has no plain form")
 
 
@@ -163,4 +174,7 @@ _READERS: dict[str, Callable[..., Event]] = {
     "revived": lambda tier, way: TierRevived(Tier(tier), Direction(way)),
     "recovered": lambda tier, *rest: Recovered(Tier(tier), *rest),
     "decided": Decided,
+    "audited": Audited,
+    "audit failed": AuditFailed,
+    "quarantined": Quarantined,
 }

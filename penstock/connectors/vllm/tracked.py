@@ -50,6 +50,7 @@ class Loading:
     request_id: str
     ticket: TicketId
     start: int  # tokens before it
+    end: int  # tokens with it
     slots: tuple[Slot, ...]
     num_unordered: int
     slowest: Tier
@@ -83,6 +84,8 @@ class Tracked:
     lookup: LookupId | None = None  # a question to the remote tier, not answered yet
     barred_until: float = 0.0  # after a failed load: compute, which cannot fail the same way
     tokens_from: dict[Tier, int] = field(default_factory=dict)
+    is_audited: bool | None = None  # None: not decided yet
+    audited_tokens: int | None = None  # where the hit would have ended
 
     @property
     def tenant(self) -> str:

@@ -1,0 +1,101 @@
+"""What the bytes of a block mean in vLLM, so that an audit can name the layer and the head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.audits.layout import DIM, HEAD, ITEM_BYTES, TOKEN, BlockLayout, Stretch
+from penstock.connectors.vllm.groups import kept_ids
+from penstock.connectors.vllm.layout import Cache
+from penstock.connectors.vllm.orders import LayerBytes, Shard
+from penstock.groups.kinds import Groups
+from penstock.transfer.paged import PagedMemory, PartPlace
+
+
+def layer_bytes(
+    caches: Mapping[str, Cache], memory: PagedMemory, kv_cache_config: Any
+) -> tuple[LayerBytes, ...]:
+    """The bytes of each layer in a worker's part of a block."""
+    found: list[LayerBytes] = []
+    for index in kept_ids(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[index]
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            cache = caches.get(name)
+            offset = None if cache is None else _offset(cache.address, memory)
+            if cache is None or offset is None:
+                continue
+            spec = by_layer.get(name, group.kv_cache_spec)
+            if hasattr(spec, "shapes"):
+                found += _states(index, name, offset, spec)
+            else:
+                found.append(_attention(index, name, offset, cache, memory.num_blocks, spec))
+    return tuple(found)
+
+
+def audit_layouts(
+    shards: Sequence[Shard], parts: Sequence[PartPlace], groups: Groups
+) -> list[BlockLayout]:
+    """The layout of each group's blocks, with the parts of all workers that write."""
+    layouts = []
+    for group in groups:
+        stretches = [
+            Stretch(
+                _label(layer.name, shard, len(shards)),
+                part.offset + layer.offset,
+                layer.dtype,
+                layer.shape,
+                layer.axes,
+                layer.strides,
+            )
+            for shard, part in zip(shards, parts, strict=True)
+            if part.writes
+            for layer in shard.layers
+            if layer.group == group.index
+        ]
+        layouts.append(BlockLayout(tuple(stretches)))
+    return layouts
+
+
+def _label(name: str, shard: Shard, num_workers: int) -> str:
+    return name if num_workers == 1 else f"{name} (stage {shard.stage}, rank {shard.rank})"
+
+
+def _offset(address: int, memory: PagedMemory) -> int | None:
+    """Where a layer's block begins within a worker's part."""
+    before = 0
+    for stretch in memory.stretches:
+        if stretch.address <= address < stretch.address + stretch.num_bytes:
+            return before + address - stretch.address
+        before += stretch.num_bytes
+    return None
+
+
+def _attention(
+    group: int, name: str, offset: int, cache: Cache, num_blocks: int, spec: Any
+) -> LayerBytes:
+    shape = (cache.shape[0] // num_blocks, *cache.shape[1:])
+    heads = getattr(spec, "num_kv_heads", 0)
+    axes: tuple[str, ...] = ("",) * len(shape)
+    if len(shape) == 4 and shape[1] == heads:  # [blocks, heads, tokens, K and V]
+        axes = ("", HEAD, TOKEN, DIM)
+    if cache.dtype in ITEM_BYTES:
+        return LayerBytes(group, name, offset, cache.dtype, shape, cache.strides, axes)
+    last = sum((size - 1) * step for size, step in zip(shape, cache.strides, strict=True))
+    return LayerBytes(group, name, offset, cache.dtype, ((last + 1) * cache.element_bytes,))
+
+
+def _states(group: int, name: str, offset: int, spec: Any) -> list[LayerBytes]:
+    """The states of a layer, one after the other."""
+    found = []
+    for number, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
+        words = str(dtype).removeprefix("torch.")
+        size = int(dtype.itemsize)
+        shape = tuple(shape)
+        if words not in ITEM_BYTES:
+            shape = (math.prod(shape) * size,)
+        found.append(LayerBytes(group, f"{name} state {number}", offset, words, shape))
+        offset += math.prod(shape) * (size if words in ITEM_BYTES else 1)
+    return found

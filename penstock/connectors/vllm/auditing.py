@@ -1,0 +1,164 @@
+"""The audit in vLLM: which requests are audited, and which of their blocks are compared.
+
+vLLM computes an audited request as if nothing had been found. Its blocks are copied by the step
+that completes them, like all saves, and no step can overwrite them before that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from penstock.audits.auditor import AuditBlock, AuditLimits, Auditor, advice
+from penstock.audits.findings import AuditSubject
+from penstock.audits.layout import BlockLayout
+from penstock.audits.quarantine import Quarantine
+from penstock.audits.sample import AuditSample
+from penstock.audits.tolerance import Tolerance
+from penstock.config import Config
+from penstock.connectors.vllm.tracked import Loading, Offer, Tracked, TrackedRequests
+from penstock.events import Observer
+from penstock.keys import Namespace
+from penstock.offload import Offloader
+from penstock.types import BlockKey, Done, Slot
+
+log = logging.getLogger(__name__)
+
+
+def open_auditor(
+    offloader: Offloader,
+    config: Config,
+    namespace: Namespace,
+    layouts: Sequence[BlockLayout],
+    *,
+    share: float,
+    block_bytes: int,
+    observers: Iterable[Observer] = (),
+) -> Auditor | None:
+    """The auditor, or None if nothing is audited. Imposes a quarantine that still stands."""
+    digest = namespace.physical().digest()
+    disk = None if config.disk.path is None else Path(config.disk.path)
+    has_lower = disk is not None or config.remote.url is not None
+    quarantine = Quarantine(digest, disk, persists=has_lower)
+    if (path := quarantine.find()) is not None:
+        log.error("Stored KV is in quarantine: an audit has failed. %s", advice(path))
+        offloader.quarantine()
+        return None
+    if share <= 0 or offloader.host is None:
+        return None
+    return Auditor(
+        offloader,
+        offloader.host.view,
+        layouts,
+        [Tolerance(layout) for layout in layouts],
+        sample=AuditSample(share, os.urandom(16)),
+        limits=AuditLimits.within(offloader.num_host_blocks, block_bytes),
+        subject=AuditSubject(namespace.model, digest.hex(), namespace.block_tokens),
+        quarantine=quarantine,
+        observers=observers,
+        on_failure=_warn_of_own_cache,
+    )
+
+
+def _warn_of_own_cache() -> None:
+    log.error(
+        "vLLM's own prefix cache may still hold KV that was loaded before the audit failed. Empty "
+        "it (POST /reset_prefix_cache), or restart vLLM."
+    )
+
+
+class RequestAudits:
+    """What the scheduler's side asks and tells. Without an auditor, nothing is audited."""
+
+    def __init__(
+        self, auditor: Auditor | None, requests: TrackedRequests, *, reads_back: bool = True
+    ) -> None:
+        """`reads_back`: whether blocks stay as they were loaded until the next step begins."""
+        self._auditor = auditor
+        self._requests = requests
+        self._reads_back = reads_back
+
+    @property
+    def is_busy(self) -> bool:
+        return self._auditor is not None and self._auditor.is_busy
+
+    def draws(self, tracked: Tracked, offer: Offer) -> bool:
+        """Whether vLLM is to compute what it is offered. Decided once for each request."""
+        if self._auditor is None or not offer.num_tokens or tracked.keys is None:
+            return False
+        if tracked.is_audited is None:
+            first = self._blocks(tracked, offer)[0].key
+            # A preempted request resumes: computing it again would be a long wait.
+            is_new = not getattr(tracked.request, "num_preemptions", 0)
+            tracked.is_audited = is_new and self._auditor.draws(first)
+        return tracked.is_audited
+
+    def start(self, tracked: Tracked, offer: Offer) -> None:
+        """vLLM begins to compute a request that is audited."""
+        if self._auditor is None or not tracked.is_audited or not offer.num_tokens:
+            return
+        request_id = tracked.request.request_id
+        tracked.audited_tokens = offer.start + offer.num_tokens
+        self._auditor.begin(request_id, self._blocks(tracked, offer), tenant=tracked.tenant)
+
+    def computed(self, tracked: Tracked, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """The step being ordered completes these blocks."""
+        if self._auditor is not None and self._auditor.awaits(tracked.request.request_id):
+            self._auditor.save(tracked.request.request_id, keys, slots)
+
+    def keeps_from_tiers(self, key: BlockKey) -> bool:
+        """Whether a computed block must not take the place of the stored one yet."""
+        return self.is_busy and self._auditor is not None and self._auditor.is_under_audit(key)
+
+    def loaded(self, tracked: Tracked, loading: Loading, done: Done) -> None:
+        """A load has ended, and all of its blocks arrived: read some of them back."""
+        if self._auditor is None or not self._reads_back or tracked.keys is None:
+            return
+        blocks = [
+            block
+            for place, group, indices in self._requests.pieces(loading.end, loading.start)
+            for block in self._audit_blocks(tracked, place, indices)
+        ]
+        if [block.key for block in blocks] == list(done.keys):
+            self._auditor.read_back(blocks, loading.slots, done.sources, tenant=tracked.tenant)
+
+    def left(self, tracked: Tracked) -> None:
+        """A request has ended, or vLLM has taken its blocks back."""
+        if self._auditor is not None and tracked.is_audited:
+            tracked.is_audited = False  # if it resumes, it is loaded
+            self._auditor.left(tracked.request.request_id)
+
+    def settle(self, done: Done) -> bool:
+        """Finish an audit's load or save. False if it was neither."""
+        return self._auditor is not None and self._auditor.settle(done)
+
+    def poll(self) -> None:
+        """Act on what was compared."""
+        if self._auditor is not None:
+            self._auditor.poll()
+
+    def reset(self) -> None:
+        """Forget all audits. Afterwards no thread reads DRAM."""
+        if self._auditor is not None:
+            self._auditor.reset()
+
+    def _blocks(self, tracked: Tracked, offer: Offer) -> list[AuditBlock]:
+        end = offer.start + offer.num_tokens
+        return [
+            block
+            for place, _, indices in self._requests.pieces(end, offer.start)
+            for block in self._audit_blocks(tracked, place, indices)
+        ]
+
+    def _audit_blocks(self, tracked: Tracked, place: int, indices: range) -> list[AuditBlock]:
+        group = self._requests.groups.groups[place]
+        keys = tracked.keys_of(group, indices)
+        before: list[BlockKey | None] = [tracked.parent_key(group, indices.start), *keys[:-1]]
+        if not group.is_full:
+            before = [None] * len(keys)
+        return [
+            AuditBlock(key, index, parent, place)
+            for key, index, parent in zip(keys, indices, before, strict=True)
+        ]
