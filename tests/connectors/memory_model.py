@@ -129,14 +129,22 @@ class Truth:
             if key not in self._digests:
                 self.wrong.append("a block is kept under a key that stands for nothing")
                 continue
-            digests = self._digests[key]
-            wanted = b"".join(block_bytes_of(digests, rank) for rank in range(num_workers))
+            wanted = b"".join(self._part(key, rank) for rank in range(num_workers))
             slot = _slot_of(key, host)
             if slot is None or host.view(slot)[: host.block_bytes] == wanted:
                 continue
-            # It may have been given up and filled with another in the meantime.
-            if _slot_of(key, host) == slot:
-                self.wrong.append(f"wrong bytes are kept in slot {slot}")
+            # It may have been given up in the meantime, and filled with another or anew.
+            found = bytes(host.view(slot)[: host.block_bytes])
+            if _slot_of(key, host) == slot and found != wanted:
+                wrong = [at for at, byte in enumerate(found) if byte != wanted[at]]
+                kind = "overwritten" if found[wrong[0]] == SCRIBBLE[0] else "other"
+                self.wrong.append(
+                    f"wrong bytes are kept in slot {slot}: {len(wrong)} of {len(found)} {kind} "
+                    f"bytes, the first at {wrong[0]}"
+                )
+
+    def _part(self, key: BlockKey, rank: int) -> bytes:
+        return block_bytes_of(self._digests[key], rank)
 
 
 def _slot_of(key: BlockKey, host: HostArena) -> Slot | None:

@@ -83,6 +83,11 @@ class Step:
 class Vllm:
     """Scheduler, workers and both sides of the connector, in one thread."""
 
+    # What `group_model` has otherwise.
+    part_bytes = PART_BYTES  # of a block in one worker
+    plain_tokens: int | None = BLOCK_TOKENS  # of a block, if there is one group of full attention
+    namespace = NAMESPACE
+
     def __init__(
         self,
         directory: Path | None,
@@ -106,15 +111,15 @@ class Vllm:
         self.seen: Counter[str] = Counter()
         self.clock = AdvancedClock()
         self.truth = Truth() if truth is None else truth
-        self.namespace = NAMESPACE
+        self.physical = self.namespace.physical().digest()
         self._epoch = 0
         self._overlaps = overlaps
         self._num_drafts = num_drafts
         self._budget = budget
         self._max_running = max_running
         self.directory = directory
-        block_bytes = num_workers * PART_BYTES
-        spec = BlockSpec(NAMESPACE.physical().digest(), block_bytes, BLOCK_TOKENS)
+        block_bytes = num_workers * self.part_bytes
+        spec = BlockSpec(self.physical, block_bytes, self.namespace.block_tokens)
         disk = DiskConfig()
         if directory is not None:
             disk = DiskConfig(str(directory), folder_cap_for(spec, num_disk), threads=2)
@@ -133,22 +138,22 @@ class Vllm:
         self.seals = Seals(self.host, memory=self.host.seals)
         self.side = SchedulerSide(
             built,
-            NAMESPACE,
+            self.namespace,
             self.clock,
             block_bytes=block_bytes,
             observers=all_observers,
             **{"always_load": True, **side},
         )
-        self.scheduler = GuardedScheduler(self.side, BLOCK_TOKENS)
-        self.devices = [Device(num_blocks, rank) for rank in range(num_workers)]
-        parts = equal_parts(PART_BYTES, num_workers)
+        self.scheduler = GuardedScheduler(self.side, self.plain_tokens)
+        self.devices = [self._make_device(num_blocks, rank) for rank in range(num_workers)]
+        parts = equal_parts(self.part_bytes, num_workers)
         self.movers = [
             SlowMover(Part(device.paged, self.host, place), self.seals, seed + rank)
             for rank, (device, place) in enumerate(zip(self.devices, parts, strict=True))
         ]
         self.copiers = [ThreadCopier(mover, copy_threads) for mover in self.movers]
         self.workers = [GuardedWorker(lambda _, copier=copier: copier) for copier in self.copiers]
-        self.pool = Pool(num_blocks, self.rng, is_caching=is_caching)
+        self.pool = self._make_pool(num_blocks, is_caching=is_caching)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -161,6 +166,15 @@ class Vllm:
         self._failed: set[str] = set()  # of these, with bad blocks
         self._num_ready: Counter[str] = Counter()
         self._under_way: deque[Step] = deque()
+
+    def _make_device(self, num_blocks: int, rank: int) -> Any:
+        return Device(num_blocks, rank)
+
+    def _make_pool(self, num_blocks: int, *, is_caching: bool) -> Any:
+        return Pool(num_blocks, self.rng, is_caching=is_caching)
+
+    def _make_request(self, *args: Any, **fields: Any) -> Any:
+        return Request(*args, **fields)
 
     def _observe(self, event: Event) -> None:
         match event:
@@ -177,8 +191,8 @@ class Vllm:
 
     # What users do.
 
-    def add(self, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Request:
-        request = Request(f"request {len(self.answers)}", prompt, max_tokens, **fields)
+    def add(self, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Any:
+        request = self._make_request(f"request {len(self.answers)}", prompt, max_tokens, **fields)
         self.answers[request.request_id] = None
         self.requests[request.request_id] = request
         self._begin(request)
@@ -191,7 +205,7 @@ class Vllm:
             self.seen["aborted while loading"] += 1
             self.waiting.remove(request)
             request.status = "ended"
-            self.answers[request.request_id] = self.scheduler.finished(request)
+            self._tell_finished(request)
             return  # its blocks are freed when the load has ended
         if request.status == "running":
             self.running.remove(request)
@@ -205,7 +219,7 @@ class Vllm:
         """As `reset_prefix_cache(reset_running_requests=True)`: False where vLLM refuses."""
         self.catch_up()
         others = (one for one in self.requests.values() if one.status != "running")
-        if any(request.block_ids for request in others):
+        if any(self._holds_blocks(request) for request in others):
             return False
         self.seen["resets"] += 1
         while self.running:
@@ -351,7 +365,7 @@ class Vllm:
         self, budget: int, works: list[Work], scheduled: list[Scheduled], fresh: list[int]
     ) -> None:
         # Those that hold blocks come first, or they would be held for ever.
-        for request in sorted(self.waiting, key=lambda request: not request.block_ids):
+        for request in sorted(self.waiting, key=lambda request: not self._holds_blocks(request)):
             if len(self.running) >= self._max_running:
                 break
             if request.status == "loading":
@@ -445,8 +459,7 @@ class Vllm:
 
     def _preempt(self, request: Request) -> None:
         self.seen["preempted"] += 1
-        self.pool.release(request.block_ids)
-        request.block_ids = []
+        self._release(request)
         request.status = "waiting"
         request.num_computed_tokens = 0
         request.num_stale = request.num_in_flight
@@ -461,8 +474,7 @@ class Vllm:
         if request.request_id in self._failed:
             self._failed.remove(request.request_id)
             if request.num_computed_tokens == 0:
-                self.pool.release(request.block_ids)
-                request.block_ids = []
+                self._release(request)
                 return
             self.seen["resumed with part of a load"] += 1
             self._name(request, request.num_computed_tokens)
@@ -629,12 +641,21 @@ class Vllm:
     def _end(self, request: Request) -> None:
         request.status = "ended"
         self._learn(request)
-        self.answers[request.request_id] = self.scheduler.finished(request)
+        self._tell_finished(request)
         self._free(request)
 
-    def _free(self, request: Request) -> None:
+    def _tell_finished(self, request: Any) -> None:
+        self.answers[request.request_id] = self.scheduler.finished(request)
+
+    def _holds_blocks(self, request: Any) -> bool:
+        return bool(request.block_ids)
+
+    def _release(self, request: Any) -> None:
         self.pool.release(request.block_ids)
         request.block_ids = []
+
+    def _free(self, request: Any) -> None:
+        self._release(request)
         del self.requests[request.request_id]
         self.ended.append(request)
 
@@ -684,4 +705,4 @@ class Vandal:
 
     def _store(self) -> Path:
         assert self._vllm.directory is not None
-        return folder.store_path(self._vllm.directory, NAMESPACE.physical().digest())
+        return folder.store_path(self._vllm.directory, self._vllm.physical)

@@ -82,8 +82,15 @@ class RequestCheckpoints:
         if current is None:
             return
         exact = () if self.has_drafts else (before, tracked.num_computed)
+        planned = tracked.boundaries or {}
         for boundary in due:
-            self._save(tracked, boundary, current, states, exact)
+            if boundary in planned:
+                self._save(tracked, boundary, current, states, exact)
+        # A prompt that is computed again after a preemption passes many boundaries of its answer
+        # in one step. Only the last one that can be saved is worth it.
+        for boundary in reversed(due):
+            if boundary not in planned and self._save(tracked, boundary, current, states, exact):
+                return
 
     def save_last(self, tracked: Tracked, tables: Tables) -> None:
         """A request ends: its tokens are all known now, and so is its last boundary."""
@@ -145,7 +152,8 @@ class RequestCheckpoints:
         tables: Tables,
         states: States,
         exact: Sequence[int],
-    ) -> None:
+    ) -> bool:
+        """Save the checkpoint at a boundary. False if it is not on the device."""
         keys: list[BlockKey] = []
         slots: list[Slot] = []
         for place, group in enumerate(self.requests.groups):
@@ -154,14 +162,14 @@ class RequestCheckpoints:
             blocks = group.needed(boundary)
             found = self._blocks(group, boundary, blocks, tables[place], states, exact)
             if found is None:
-                return  # a checkpoint without one of its blocks is worthless
+                return False  # a checkpoint without one of its blocks is worthless
             keys += tracked.keys_of(group, blocks)
             slots += found
         if not keys:
-            return
+            return True
         self.audits.computed(tracked, keys, slots)
         if any(map(self.audits.keeps_from_tiers, keys)):
-            return  # it is stored already
+            return True  # it is stored already
         reason = (tracked.boundaries or {}).get(boundary)
         is_of_answer = reason is None
         ticket = self.offloader.save(
@@ -176,11 +184,12 @@ class RequestCheckpoints:
         self.boundaries.saved(keys[-1], reason or Reason.ANSWER_END, num_bytes)
         if is_of_answer:
             self._replace_last(tracked, Checkpoint(boundary, tuple(keys)), ticket)
+        return True
 
     def _replace_last(self, tracked: Tracked, new: Checkpoint, ticket: TicketId) -> None:
         old, tracked.last_checkpoint = tracked.last_checkpoint, new
         self._last_of[ticket] = tracked.request.request_id
-        if old is not None:
+        if old is not None and old.keys != new.keys:  # the same one comes again after a preemption
             self.offloader.supersede(old.keys)
             self.boundaries.gone(old.keys[-1])
 
