@@ -134,3 +134,47 @@ def test_a_request_without_hints_has_none(params: Any) -> None:
     assert reader.of(SimpleNamespace()) is NO_HINTS
     given = SimpleNamespace(kv_transfer_params={"penstock": {"session": "a"}})
     assert reader.of(given) == Hints("a")
+
+
+def envelope(*actions: tuple[str, Any]) -> SimpleNamespace:
+    told = [SimpleNamespace(action_type=kind, payload=payload) for kind, payload in actions]
+    return SimpleNamespace(kv_hints=SimpleNamespace(actions=told))
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        ([("penstock", {"session": "a"})], Hints(session="a")),
+        (
+            [("retain", {"session": "a", "retain_seconds": 60})],
+            Hints(session="a", retain_seconds=60),
+        ),
+        ([("prefetch", {"sessions": ["b", "c"]})], Hints(prefetch=("b", "c"))),
+        ([("prefetch", {"session": "b"})], Hints(prefetch=("b",))),
+        ([("demote", {"session": "a"})], Hints(session="a", on_end="demote")),
+        ([("release", {"session": "a"})], Hints(session="a", on_end="release")),
+        ([("penstock", {"session": "a"}), ("route", 7)], Hints(session="a")),
+        ([("route", {"worker": 3})], Hints()),
+        ([], Hints()),
+    ],
+)
+def test_actions_of_vllms_own_hints_are_read(
+    actions: list[tuple[str, Any]], expected: Hints
+) -> None:
+    assert TransferParamHints().of(envelope(*actions)) == expected
+
+
+@pytest.mark.parametrize(
+    "action", [("retain", 7), ("prefetch", {"worker": 3}), ("demote", {"sesion": "a"})]
+)
+def test_an_action_that_cannot_be_read_is_ignored(
+    action: tuple[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert TransferParamHints().of(envelope(action)) == Hints()
+    assert "are ignored" in caplog.text
+
+
+def test_our_own_words_win() -> None:
+    request = envelope(("retain", {"session": "a", "retain_seconds": 60}))
+    request.kv_transfer_params = {"penstock": {"retain_seconds": 5}}
+    assert TransferParamHints().of(request) == Hints(session="a", retain_seconds=5)
