@@ -448,7 +448,6 @@ def pool(request: pytest.FixtureRequest) -> Pool:
     return Pool.of(*mix["groups"], dcp=mix.get("dcp", 1), eagle=mix.get("eagle", ()))
 
 
-
 def test_a_load_into_an_empty_cache_gets_the_blocks_it_needs(pool: Pool) -> None:
     assert pool.groups.align_tokens == pool.align
     num_tokens = 9 * pool.align + 1

@@ -224,7 +224,9 @@ def test_groups_that_are_computed_again_or_not_transferred_are_left_out() -> Non
 
 
 def test_what_is_left_out_is_not_refused() -> None:
-    scratch = make_dataclass("CircularBufferSpec", [("block_size", int), ("prefix_cacheable", bool)])
+    scratch = make_dataclass(
+        "CircularBufferSpec", [("block_size", int), ("prefix_cacheable", bool)]
+    )
     config = config_of(FullAttentionSpec(), scratch(8, False))
     assert read_groups(config, parallel()).is_plain
     assert not is_one_plain_spec(config), "its layers still share memory with the others"

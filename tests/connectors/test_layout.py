@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -293,7 +293,7 @@ def test_a_block_has_every_byte_of_every_layer_exactly_once(data: st.DataObject)
             base = 7 + region * stride * num_blocks
             some = st.lists(st.integers(0, stride), unique=True, min_size=2, max_size=5)
             cuts = sorted(data.draw(some)) if is_packed else [0, stride]
-            for start, end in zip(cuts, cuts[1:], strict=False):
+            for start, end in pairwise(cuts):
                 name = f"{group}.{region}.{start}"
                 used = data.draw(st.integers(1, end - start))
                 caches[name] = page(base + start, stride, used, num_blocks)

@@ -113,7 +113,10 @@ class RequestLookups:
                 num_before = start // self.requests.groups.align_tokens
                 match = self.offloader.match(tracked.prompt_keys()[num_before:])
                 offer = self.chooser.choose(start, match, now)
-                if self.whole_prompts_only and start + offer.num_tokens < tracked.request.num_tokens:
+                if (
+                    self.whole_prompts_only
+                    and start + offer.num_tokens < tracked.request.num_tokens
+                ):
                     offer = replace(offer, num_tokens=0)
             else:
                 hits = self._hits(tracked, start)
