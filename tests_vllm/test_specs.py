@@ -7,6 +7,7 @@ would make the load impossible, and a block that is not loaded would be read as 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from penstock.connectors.vllm.audit_layout import layer_bytes
 from penstock.connectors.vllm.groups import (
     describe_groups,
     is_latent,
@@ -22,6 +24,7 @@ from penstock.connectors.vllm.groups import (
     page_bytes,
     read_groups,
 )
+from penstock.connectors.vllm.layout import Cache, read_union
 from penstock.errors import ConfigError
 from penstock.groups.kinds import Group, Groups, Kind
 
@@ -29,6 +32,7 @@ torch = pytest.importorskip("torch")
 specs = pytest.importorskip("vllm.v1.kv_cache_interface")
 utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
 managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
+Layout = pytest.importorskip("vllm.v1.kv_cache_layout").KVCacheLayout
 if not hasattr(utils, "kv_cache_groups_tp_replicas"):
     pytest.skip("these specs are those of vLLM 0.32", allow_module_level=True)
 
@@ -471,8 +475,132 @@ def test_a_load_after_a_local_hit_gets_the_other_blocks(pool: Pool) -> None:
 
 
 def test_a_load_of_a_whole_prompt_of_full_attention(pool: Pool) -> None:
-    if not pool.groups.all_full:
-        pytest.skip("the last token of windows and states is computed")
+    """Windows and states compute the last token, so their longest load is shorter."""
     num_tokens = 4 * pool.align
-    assert pool.groups.max_hit(num_tokens) == num_tokens
-    assert pool.check(num_tokens, num_tokens) == 0
+    top = pool.groups.max_hit(num_tokens)
+    assert top == (num_tokens if pool.groups.all_full else num_tokens - pool.align)
+    assert pool.check(num_tokens, top) == 0
+
+
+# Where vLLM puts the layers of such models in memory.
+
+
+def tensors_of(config: Any, layout: Any) -> dict[str, Any]:
+    """Each layer's view, as a worker makes it."""
+    size = config.kv_cache_tensors[0].size
+    raw = torch.zeros(size, dtype=torch.int8)
+    by_layer = {}
+    for group in config.kv_cache_groups:
+        for name in group.layer_names:
+            by_layer[name] = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(
+                name, group.kv_cache_spec
+            )
+    found = {}
+    for tensor in config.kv_cache_tensors:
+        views = specs.create_kv_cache_views(
+            raw, by_layer[tensor.layers[0]], config.num_blocks, layout, tensor
+        )
+        found.update(zip(tensor.layers, views, strict=True))
+    return found
+
+
+def laid_out(layout: Any, *groups: tuple[Any, int]) -> Any:
+    """vLLM's own plan of memory for groups with so many layers each."""
+    given = [
+        specs.KVCacheGroupSpec(
+            list(getattr(spec, "kv_cache_specs", [f"{place}.{n}" for n in range(num_layers)])),
+            spec,
+        )
+        for place, (spec, num_layers) in enumerate(groups)
+    ]
+    cache = SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: layout,
+        prefix_cache_retention_interval=None,
+        num_gpu_blocks_override=4,
+    )
+    config = SimpleNamespace(
+        cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None)
+    )
+    return utils.get_kv_cache_config_from_groups(config, given, 1 << 34)
+
+
+def copy_block(memory: Any, source: int, target: int) -> None:
+    for stretch in memory.stretches:
+        ctypes.memmove(
+            stretch.address + target * stretch.stride_bytes,
+            stretch.address + source * stretch.stride_bytes,
+            stretch.num_bytes,
+        )
+
+
+PAGE = 16 * 2 * 64 * 2 * 2  # bytes of `full()`
+IN_MEMORY: dict[str, list[tuple[Any, int]]] = {
+    "windows": [(full(), 2), (window(16, 40), 2), (window(16, 40), 1)],
+    "states": [
+        (full(), 2),
+        (
+            specs.MambaSpec(
+                block_size=16,
+                shapes=((3, 40), (2, 16, 16)),
+                dtypes=(torch.bfloat16, torch.float32),
+                mamba_cache_mode="align",
+                page_size_padded=PAGE,
+            ),
+            2,
+        ),
+    ],
+    "DeepSeek V3.2": [(uniform(a=mla(), i=indexer(), b=mla(), j=indexer()), 4)],
+    "two sizes": [(full(), 3), (window(32, 40), 2)],
+    "padding": [
+        (full(page_size_padded=PAGE + 64), 2),
+        (window(16, 8, page_size_padded=PAGE + 64), 2),
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("groups", IN_MEMORY.values(), ids=IN_MEMORY.keys())
+def test_a_block_is_copied_with_all_that_any_layer_has_in_it(
+    groups: list[tuple[Any, int]], layout: Any
+) -> None:
+    try:
+        config = laid_out(layout, *groups)
+        views = tensors_of(config, layout)
+    except (AssertionError, ValueError):
+        return  # vLLM itself cannot lay out these layers so
+    caches = {name: Cache.of(view) for name, view in views.items()}
+    try:
+        memory, _ = read_union(caches, config.num_blocks, page_bytes(config))
+    except ConfigError:
+        assert not layout.is_block_compact, "a page is one stretch of bytes, so it can be copied"
+        return
+    for group in config.kv_cache_groups:
+        mine = {name: views[name].view(torch.int8) for name in group.layer_names}
+        for view in views.values():
+            view.view(torch.int8).zero_()
+        for number, view in enumerate(mine.values()):
+            view[1] = number + 1
+        copy_block(memory, 1, 3)
+        for number, view in enumerate(mine.values()):
+            assert bool((view[3] == number + 1).all())
+            assert not bool(view[2].any()), "no other block is written"
+            assert not bool(view[0].any())
+    found = {(one.group, one.name): one for one in layer_bytes(caches, memory, config)}
+    assert {name.split(" state")[0] for _, name in found} == set(views)
+
+
+def test_block_compact_layouts_are_tried() -> None:
+    """Otherwise the test above shows nothing."""
+    compact = [layout for layout in Layout if layout.is_block_compact]
+    assert any(layout.is_block_outermost for layout in compact)
+    assert any(not layout.is_block_outermost for layout in compact)
+    for groups in IN_MEMORY.values():
+        assert any(_can_lay_out(layout, groups) for layout in compact)
+
+
+def _can_lay_out(layout: Any, groups: list[tuple[Any, int]]) -> bool:
+    try:
+        tensors_of(laid_out(layout, *groups), layout)
+    except (AssertionError, ValueError):
+        return False
+    return True

@@ -117,7 +117,8 @@ class RequestLookups:
                     self.whole_prompts_only
                     and start + offer.num_tokens < tracked.request.num_tokens
                 ):
-                    offer = replace(offer, num_tokens=0)
+                    none = replace(offer.choice, num_blocks=0)
+                    offer = replace(offer, num_tokens=0, choice=none)
             else:
                 hits = self._hits(tracked, start)
                 num_asked = self._num_asked(tracked, start)
