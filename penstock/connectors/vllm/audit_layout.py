@@ -24,7 +24,7 @@ def layer_bytes(
         by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         for name in group.layer_names:
             cache = caches.get(name)
-            offset = None if cache is None else _offset(cache.address, memory)
+            offset = None if cache is None else memory.offset(cache.address)
             if cache is None or offset is None:
                 continue
             spec = by_layer.get(name, group.kv_cache_spec)
@@ -61,16 +61,6 @@ def audit_layouts(
 
 def _label(name: str, shard: Shard, num_workers: int) -> str:
     return name if num_workers == 1 else f"{name} (stage {shard.stage}, rank {shard.rank})"
-
-
-def _offset(address: int, memory: PagedMemory) -> int | None:
-    """Where a layer's block begins within a worker's part."""
-    before = 0
-    for stretch in memory.stretches:
-        if stretch.address <= address < stretch.address + stretch.num_bytes:
-            return before + address - stretch.address
-        before += stretch.num_bytes
-    return None
 
 
 def _attention(
