@@ -17,6 +17,7 @@ from tools import flip_bit
 from penstock.connectors.vllm import lookups
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.load_choice import LoadChooser
+from penstock.connectors.vllm.scheduler import Ways
 from penstock.connectors.vllm.tracked import Loading
 from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.errors import BookError
@@ -141,6 +142,14 @@ def test_a_prompt_that_is_there_as_a_whole_has_its_last_token_computed_again(
     second = ask(vllm, PROMPT[:20])
     assert loaded(vllm, second) == {"host": 20}
     assert vllm.seen["whole prompts loaded"] == 1
+
+
+def test_where_only_whole_prompts_may_be_loaded_no_part_of_one_is(models: Models) -> None:
+    vllm = models(ways=Ways(hits_whole_prompts_only=True, fails_whole=True))
+    ask(vllm, PROMPT[:20], max_tokens=5)
+    assert loaded(vllm, ask(vllm, PROMPT[:20])) == {"host": 20}
+    assert loaded(vllm, ask(vllm, PROMPT)) == {}, "two tokens would be computed after the hit"
+    assert loaded(vllm, ask(vllm, [*PROMPT[:16], 99, 98, 97, 96])) == {}
 
 
 def test_what_is_on_the_device_is_not_loaded(models: Models) -> None:
