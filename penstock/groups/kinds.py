@@ -74,6 +74,9 @@ class Groups:
     """All groups of a model whose KV is kept."""
 
     groups: tuple[Group, ...]
+    # The block sizes of groups that are not kept, because they are filled anew after every hit.
+    # What they hold may depend on the tokens since the last multiple of all block sizes.
+    others: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -88,7 +91,7 @@ class Groups:
     @property
     def is_plain(self) -> bool:
         """One group of full attention: every number of whole blocks is legal."""
-        return len(self.groups) == 1 and self.groups[0].is_full
+        return len(self.groups) == 1 and self.groups[0].is_full and not self.others
 
     @property
     def all_full(self) -> bool:
@@ -111,13 +114,14 @@ class Groups:
     @property
     def align_tokens(self) -> int:
         """Legal hits are multiples of this many tokens."""
-        return math.lcm(*[group.block_tokens for group in self.groups])
+        return math.lcm(*[group.block_tokens for group in self.groups], *self.others)
 
     def max_hit(self, num_tokens: int) -> int:
         """The longest legal hit of a prompt, if everything is there.
 
         The last token is always computed. With full attention alone that is no matter: its KV is
-        computed again in place. A window or a state would be one token too far.
+        computed again in place. A window or a state would be one token too far, and a group that
+        is not kept would lack the tokens before it.
         """
-        top = num_tokens if self.all_full else num_tokens - 1
+        top = num_tokens if self.all_full and not self.others else num_tokens - 1
         return max(0, top) // self.align_tokens * self.align_tokens

@@ -144,6 +144,14 @@ def test_a_prompt_that_is_there_as_a_whole_has_its_last_token_computed_again(
     assert vllm.seen["whole prompts loaded"] == 1
 
 
+def test_where_only_whole_prompts_may_be_loaded_no_part_of_one_is(models: Models) -> None:
+    vllm = models(ways=Ways(hits_whole_prompts_only=True, fails_whole=True))
+    ask(vllm, PROMPT[:20], max_tokens=5)
+    assert loaded(vllm, ask(vllm, PROMPT[:20])) == {"host": 20}
+    assert loaded(vllm, ask(vllm, PROMPT)) == {}, "two tokens would be computed after the hit"
+    assert loaded(vllm, ask(vllm, [*PROMPT[:16], 99, 98, 97, 96])) == {}
+
+
 def test_what_is_on_the_device_is_not_loaded(models: Models) -> None:
     vllm = models(is_caching=True)
     first = ask(vllm)

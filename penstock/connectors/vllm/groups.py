@@ -36,14 +36,21 @@ def read_groups(kv_cache_config: Any, vllm_config: Any) -> Groups:
     """The groups whose KV is kept. Raises ConfigError for a group that cannot be restored."""
     dcp = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
     found = []
-    for index in kept_ids(kv_cache_config):
+    kept = kept_ids(kv_cache_config)
+    for index in kept:
         group = kv_cache_config.kv_cache_groups[index]
         if getattr(group, "host_resident", False):
             raise refusal("HiSparse, because vLLM itself keeps its KV in DRAM")
         found.append(_group(index, layer_specs(group.kv_cache_spec), dcp))
     if not found:
         raise refusal("a model without a KV cache that can be reused")
-    return Groups(tuple(found))
+    others = [
+        _block_tokens(spec, dcp)
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        if index not in kept
+        for spec in layer_specs(group.kv_cache_spec)
+    ]
+    return Groups(tuple(found), tuple(sorted(set(others))))
 
 
 def kept_ids(kv_cache_config: Any) -> list[int]:
@@ -67,9 +74,12 @@ def page_bytes(kv_cache_config: Any) -> dict[str, int]:
     pages = {}
     for index in kept_ids(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[index]
-        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
-            pages[name] = int(by_layer.get(name, group.kv_cache_spec).page_size_bytes)
+            if by_layer is None:
+                pages[name] = int(group.kv_cache_spec.page_size_bytes)
+            elif name in by_layer:  # the others use the cache of one of these
+                pages[name] = int(by_layer[name].page_size_bytes)
     return pages
 
 
@@ -120,7 +130,7 @@ def _read(index: int, spec: Any, dcp: int) -> Group:
         raise refusal(f"KV caches of type {name}, which it does not know")
     if getattr(spec, "non_causal", False):
         raise refusal("attention that is not causal, because KV then depends on later tokens")
-    block_tokens = spec.block_size * (dcp if getattr(spec, "dcp_sharded", kind is Kind.FULL) else 1)
+    block_tokens = _block_tokens(spec, dcp, is_sharded=kind is Kind.FULL)
     match kind:
         case Kind.WINDOW:
             extra = getattr(spec, "extra_retained_tokens", 0)
@@ -134,6 +144,11 @@ def _read(index: int, spec: Any, dcp: int) -> Group:
                     "enable prefix caching"
                 )
     return Group(index, kind, block_tokens)
+
+
+def _block_tokens(spec: Any, dcp: int, *, is_sharded: bool = False) -> int:
+    """The tokens of a block, over all ranks that share it. `is_sharded`: unless vLLM says."""
+    return int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", is_sharded) else 1)
 
 
 def _describe(spec: Any) -> str:

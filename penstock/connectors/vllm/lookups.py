@@ -109,7 +109,7 @@ class RequestLookups:
         now, offer = self.clock.now(), tracked.offer
         is_old = offer is not None and now - offer.at > _SAME_ANSWER_SECONDS
         if offer is None or offer.start != start or is_old:
-            if self.requests.groups.is_plain:
+            if self.requests.groups.is_plain and not self.whole_prompts_only:
                 num_before = start // self.requests.groups.align_tokens
                 match = self.offloader.match(tracked.prompt_keys()[num_before:])
                 offer = self.chooser.choose(start, match, now)
