@@ -22,26 +22,43 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 BLOCK = 32  # tokens; the smallest that vLLM takes on a CPU
 MODEL = os.environ.get("TEST_MODEL", "")
 
+pytest.register_assert_rewrite("group_checks")
+
 Tokens = list[int]
 
 
 class Vllm:
-    """An engine, and what the tests ask of it."""
+    """An engine, and what the tests ask of it.
 
-    def __init__(self, **given: Any) -> None:
+    Within this process it starts in seconds, once vLLM is imported; but it does nothing then unless
+    it is told to step.
+    """
+
+    def __init__(self, *, in_process: bool = False, **given: Any) -> None:
         from vllm import LLM
 
-        given.setdefault("model", MODEL)
-        given.setdefault("dtype", "float32")
-        given.setdefault("max_model_len", 1024)
-        self.llm = LLM(
-            enforce_eager=True, block_size=BLOCK, seed=0, disable_log_stats=False, **given
-        )
+        self._in_process = in_process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+        if in_process:
+            given.setdefault("distributed_executor_backend", "uni")
+        given = {
+            "model": MODEL,
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "enforce_eager": True,
+            "block_size": BLOCK,
+        } | given
+        if given["block_size"] is None:  # vLLM chooses
+            del given["block_size"]
+        self.llm = LLM(seed=0, disable_log_stats=False, **given)
 
-    def ask(self, prompts: list[Tokens], num: int = 8, **params: Any) -> list[Any]:
+    def ask(
+        self, prompts: list[Tokens], num: int = 8, *, salt: str = "", **params: Any
+    ) -> list[Any]:
         from vllm import SamplingParams
 
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        salted = {"cache_salt": salt} if salt else {}
+        asked = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
         params = {"temperature": 0, "max_tokens": num, "ignore_eos": True} | params
         return list(self.llm.generate(asked, SamplingParams(**params), use_tqdm=False))
 
@@ -59,8 +76,16 @@ class Vllm:
         for _ in range(100):
             if self.llm.reset_prefix_cache(reset_connector=below):
                 return
-            time.sleep(0.1)
+            self.run_for(0.1)
         raise AssertionError("vLLM's prefix cache could not be emptied")
+
+    def run_for(self, seconds: float) -> None:
+        """Let the engine work on what it was given, without waiting for an answer."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            if self._in_process:
+                self.llm.llm_engine.step()
+            time.sleep(0.01)
 
     def check_nothing_is_held(self) -> None:
         """No block of the device belongs to anybody, and vLLM's own figure says so.
@@ -134,6 +159,16 @@ def transfer(module: str = "faulty", policy: str = "recompute", **extra: Any) ->
 
 
 Start = Callable[..., Vllm]
+Started = tuple[str, dict[str, Any], dict[str, str]]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tiny models lie, one folder for all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "models"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -169,6 +204,28 @@ def start() -> Iterator[Start]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def started(name: str) -> Started:
+    """A tiny model's name, more options of LLM(), and variables of the environment."""
+    return name, {}, {}
+
+
+@pytest.fixture(scope="module")
+def case(
+    started: Started, models: Path, faults: Faults, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """A tiny model with Penstock and a disk, as group_checks.py tests it."""
+    from group_checks import Case
+    from group_models import MODELS
+
+    name, more, environment = started
+    faults.set()
+    disk = tmp_path_factory.mktemp("disk") / "kv"
+    case = Case(MODELS[name], models, disk, faults, more, environment)
+    yield case
+    case.close()
 
 
 def tokens(num: int, seed: int) -> Tokens:

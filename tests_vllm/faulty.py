@@ -1,13 +1,14 @@
 """PenstockConnector as it ships, over a disk that does what the tests say.
 
 The tests write what is wrong into a file named by FAULTS, as JSON:
-    {"read_delay": seconds, "read_error": share, "write_error": share, "empty_host": number,
-     "drain": seconds, "error": {"at": "SchedulerSide.lookup", "call": 1, "after": false},
-     "round": number}
-All of vLLM's processes read it before every operation. `empty_host` drops all blocks from DRAM,
-once for every new number, after having waited so long for what is under way to the disk. `error`
-raises once in a round, at the given call of a method, before or after it has done its work; with
-every new round both sides of the connector are made anew.
+    {"read_delay": seconds, "read_error": share, "read_error_at": place, "write_error": share,
+     "empty_host": number, "drain": seconds,
+     "error": {"at": "SchedulerSide.lookup", "call": 1, "after": false}, "round": number}
+All of vLLM's processes read it before every operation. `read_error_at` fails one block of every
+read: 0 is the first one, 0.5 the one in the middle, 1 the last one. `empty_host` drops all blocks
+from DRAM, once for every new number, after having waited so long for what is under way to the disk.
+`error` raises once in a round, at the given call of a method, before or after it has done its work;
+with every new round both sides of the connector are made anew.
 """
 
 from __future__ import annotations
@@ -44,7 +45,17 @@ def read(self: disk.DiskStore, blocks: Any) -> Any:
     time.sleep(wrong.get("read_delay", 0))
     if _rng.random() < wrong.get("read_error", 0):
         return lambda: [StoreError("the disk does not answer")] * len(blocks)
-    return _read(self, blocks)
+    verify = _read(self, blocks)
+    place = wrong.get("read_error_at")
+    if place is None or not blocks:
+        return verify
+
+    def all_but_one() -> Any:
+        answers = list(verify())
+        answers[round(place * (len(blocks) - 1))] = StoreError("the disk does not answer")
+        return answers
+
+    return all_but_one
 
 
 def write(self: disk.DiskStore, blocks: Any, digests: Any) -> Any:
