@@ -35,6 +35,18 @@ def layer_bytes(
     return tuple(found)
 
 
+def whole_bytes(cache: Cache, memory: PagedMemory) -> tuple[LayerBytes, ...]:
+    """For one tensor of all layers: each stretch of a block as numbers without a further order."""
+    found: list[LayerBytes] = []
+    offset = 0
+    size = cache.element_bytes if cache.dtype in ITEM_BYTES else 1
+    for stretch in memory.stretches:
+        numbers = stretch.num_bytes // size
+        found.append(LayerBytes(0, "any", offset, cache.dtype, (numbers,)))
+        offset += stretch.num_bytes
+    return tuple(found)
+
+
 def audit_layouts(
     shards: Sequence[Shard], parts: Sequence[PartPlace], groups: Groups
 ) -> list[BlockLayout]:

@@ -15,7 +15,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
 )
 
-from penstock.connectors.vllm.audit_layout import layer_bytes
+from penstock.connectors.vllm.audit_layout import layer_bytes, whole_bytes
 from penstock.connectors.vllm.groups import is_latent, is_one_plain_spec, page_bytes
 from penstock.connectors.vllm.layout import Cache, read_layout, read_union
 from penstock.connectors.vllm.orders import LayerBytes, Orders, Shard
@@ -67,7 +67,8 @@ class WorkerDevice:
             page_bytes = spec.page_size_bytes * num_layers
             memory, layout = read_layout(whole, num_blocks, page_bytes)
         names = tuple(group.layer_names)
-        return cls._of(memory, layout, names, kv_cache.device, kv_cache_config)
+        found = cls._of(memory, layout, names, kv_cache.device, kv_cache_config)
+        return replace(found, layers=whole_bytes(Cache.of(kv_cache), memory))
 
     @classmethod
     def _of(
