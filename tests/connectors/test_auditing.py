@@ -22,7 +22,7 @@ from penstock.audits.findings import AuditCheck
 from penstock.audits.quarantine import quarantine_files
 from penstock.connectors.vllm.auditing import open_auditor
 from penstock.transfer.io import MoveResult
-from penstock.types import KEY_BYTES, Direction, Slot, Transfer, Verdict
+from penstock.types import KEY_BYTES, Direction, Slot, Tier, Transfer, Verdict
 
 Models = Callable[..., Vllm]
 PROMPT = list(range(1, 23))  # five full blocks, and two tokens
@@ -286,6 +286,24 @@ def test_a_block_stored_wrong_is_found(
     found = auditor(vllm).findings
     assert {(each.check, each.index) for each in found} == {(AuditCheck.COMPUTED, index)}
     assert vllm.seen["failed audits: computed"] == vllm.seen["quarantined"] == 1
+
+
+def test_blocks_of_other_tokens_on_disk_are_found(models: Models) -> None:
+    vllm = models(disk=True)
+    vllm.truth.check = lambda *_: None  # type: ignore[method-assign]
+    for mover in vllm.movers:
+        real = mover._inner.move
+        mover._inner.move = lambda order, real=real: real(  # type: ignore[method-assign]
+            replace(order, source_slots=order.source_slots[::-1])
+        )
+    first = ask(vllm)
+    vllm.offloader.empty_host()
+    for mover in vllm.movers:
+        del mover._inner.move
+    assert ask(vllm).all_token_ids == first.all_token_ids
+    found = auditor(vllm).findings
+    assert {each.index for each in found} == {0, 1, 3, 4}, "the one in the middle is right"
+    assert {each.source for each in found} == {Tier.DISK}
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"overlaps": True}])
