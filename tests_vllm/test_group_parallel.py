@@ -24,7 +24,6 @@ _PIPELINE: dict[str, Any] = {
     params=[
         pytest.param(("gemma3", _TENSOR, {}), id="gemma3-tensor"),
         pytest.param(("deepseek3", _TENSOR, {}), id="deepseek3-tensor"),
-        pytest.param(("gemma3", _PIPELINE, {}), id="gemma3-pipeline"),
         pytest.param(
             ("llama5", _PIPELINE, {"VLLM_PP_LAYER_PARTITION": "3,2"}),
             id="llama-unequal-pipeline",

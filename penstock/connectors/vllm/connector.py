@@ -134,6 +134,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_config(vllm_config)
         self._groups = read_groups(kv_cache_config, vllm_config)
         check_groups_version(vllm.__version__, is_plain=self._groups.is_plain)
+        # With several groups, block ids do not tell vLLM which request failed. With MLA on a CPU
+        # it computes wrongly if a part of a prompt is there and more than one token is not.
+        on_cpu = vllm_config.device_config.device_type == "cpu"
+        self._fails_whole = not self._groups.is_plain or (on_cpu and is_latent(kv_cache_config))
         self._scheduler: GuardedScheduler | None = None
         self._worker: GuardedWorker | None = None
         self._device: WorkerDevice | None = None
@@ -245,8 +249,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 observers=observers,
             ),
         )
-        plain_tokens = groups.align_tokens if groups.is_plain else None
-        self._scheduler = GuardedScheduler(side, plain_tokens)
+        block_tokens = None if self._fails_whole else groups.align_tokens
+        self._scheduler = GuardedScheduler(side, block_tokens)
         log.info(
             "Penstock stores KV in %s of DRAM%s. A block has %s tokens and %s.",
             format_bytes(config.host.size_bytes),
@@ -273,6 +277,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             has_drafts=config.speculative_config is not None,
             writes_reused_blocks_early=is_newer and moves,
             hits_whole_prompts_only=on_cpu and is_latent(self._kv_cache_config),
+            fails_whole=self._fails_whole,
         )
 
     def _own_disk(self, config: Config) -> Config:
@@ -410,14 +415,13 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)  # from vLLM 0.30 on
-        if not self._groups.is_plain:
+        if self._fails_whole:
             results.failed_recving = self._results.failed
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self._results = self._results.bad_blocks, Results(set(), set(), set())
-        # With several groups, block ids say nothing: the load fails as a whole.
-        return bad if self._groups.is_plain else set()
+        return set() if self._fails_whole else bad
 
     def build_connector_worker_meta(self) -> PenstockWorkerMetadata | None:
         if self._worker is None:

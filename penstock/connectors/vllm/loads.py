@@ -34,6 +34,7 @@ class RequestLoads:
     clock: Clock
     block_bytes: int
     audits: RequestAudits
+    fails_whole: bool
 
     def start(self, tracked: Tracked, offer: Offer, num_tokens: int, tables: Tables) -> None:
         """Load the first `num_tokens` of an offer into the request's blocks."""
@@ -93,13 +94,13 @@ class RequestLoads:
             self.audits.loaded(tracked, loading, done)
             return
         tracked.barred_until = self.clock.now() + _BARRED_SECONDS
-        if self.requests.groups.is_plain:
+        if not self.fails_whole:
             block_tokens = self.requests.groups.align_tokens
             num_sound = loading.start // block_tokens + bad[0]
             tracked.num_saved[0] = min(tracked.num_saved[0], num_sound)
             arrived = Counter(tier for tier in done.sources[: bad[0]] if tier is not None)
             tracked.tokens_from = {tier: n * block_tokens for tier, n in arrived.items()}
-        else:  # vLLM starts again, with other blocks
+        else:  # its request starts again, with other blocks
             tracked.forget_blocks()
             tracked.tokens_from = {}
 

@@ -61,6 +61,8 @@ class Ways(NamedTuple):
     writes_reused_blocks_early: bool = False
     # MLA on a CPU: after a hit, vLLM computes more than one further token wrongly.
     hits_whole_prompts_only: bool = False
+    # A load succeeds as a whole, or its request starts again.
+    fails_whole: bool = False
 
 
 _USUAL_WAYS = Ways()
@@ -163,7 +165,15 @@ class SchedulerSide:
             audits,
             whole_prompts_only=ways.hits_whole_prompts_only,
         )
-        self._loads = RequestLoads(offloader, requests, self._dispatch, clock, block_bytes, audits)
+        self._loads = RequestLoads(
+            offloader,
+            requests,
+            self._dispatch,
+            clock,
+            block_bytes,
+            audits,
+            fails_whole=ways.fails_whole or not groups.is_plain,
+        )
         self._saves = RequestSaves(offloader, requests, may_save, news, audits)
         self._lock = threading.RLock()
         self._ticker = Ticker(self._tick)
@@ -335,6 +345,10 @@ class SchedulerSide:
                 tracked.tables[place] += blocks
         if tracked is not None:
             tracked.num_computed = scheduled.num_computed
+            if scheduled.has_all and self._ways.hits_whole_prompts_only:
+                num_left = tracked.request.num_tokens - scheduled.num_computed
+                if scheduled.num_computed and num_left > 1:
+                    tracked.keys = None  # what is computed from here on may be wrong
             if scheduled.has_all and not self._groups.all_full:
                 self._checkpoints.admitted(tracked, scheduled.num_computed)
 
