@@ -275,9 +275,7 @@ def test_without_a_layout_nothing_is_audited(models: Models) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"overlaps": True}])
 @pytest.mark.parametrize("index", [0, 3, 4])
-def test_a_block_stored_wrong_is_found(
-    models: Models, index: int, options: dict[str, Any]
-) -> None:
+def test_a_block_stored_wrong_is_found(models: Models, index: int, options: dict[str, Any]) -> None:
     vllm = models(**options)
     first = ask(vllm)
     spoil(vllm, slots_of(vllm, first)[index])

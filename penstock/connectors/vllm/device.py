@@ -51,7 +51,8 @@ class WorkerDevice:
             memory, layout = read_union(caches, num_blocks, page_bytes(kv_cache_config))
         device = next(iter(kv_caches.values())).device
         found = cls._of(memory, layout, tuple(kv_caches), device, kv_cache_config)
-        return replace(found, layers=layer_bytes(caches, memory, kv_cache_config))
+        on_cpu = device.type == "cpu"
+        return replace(found, layers=layer_bytes(caches, memory, kv_cache_config, on_cpu=on_cpu))
 
     @classmethod
     def of_blocks(cls, kv_cache: Any, kv_cache_config: Any) -> WorkerDevice:
