@@ -249,6 +249,34 @@ def test_a_reset_ends_audits_without_a_result(models: Models) -> None:
     assert vllm.seen["audits: computed"] == 0
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_closing_in_the_middle_of_an_audit(models: Models, num_steps: int) -> None:
+    vllm = models(disk=True, budget=8)
+    ask(vllm)
+    vllm.offloader.empty_host()
+    for mover in vllm.movers:
+        mover.saves_gate.clear()
+    vllm.add(PROMPT, 3)
+    vllm.step()
+    assert vllm.side._audits.is_busy
+    for _ in range(num_steps):
+        vllm.step()
+    vllm.close()
+    assert not vllm.side._audits.is_busy
+
+
+@pytest.mark.parametrize("options", [{}, {"overlaps": True}])
+def test_a_whole_prompt_is_read_back_before_its_last_token_is_computed_again(
+    models: Models, options: dict[str, Any]
+) -> None:
+    vllm = models(**options)
+    ask(vllm, PROMPT[:20])
+    compute_nothing(vllm)
+    assert loaded(vllm, ask(vllm, PROMPT[:20])) == {"host": 20}
+    assert vllm.seen["whole prompts loaded"] == vllm.seen["audits: read_back"] == 1
+    assert auditor(vllm).findings == []
+
+
 def test_a_vllm_that_saves_nothing_only_reads_back(models: Models) -> None:
     vllm = models(disk=True)
     ask(vllm)
