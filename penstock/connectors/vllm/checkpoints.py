@@ -40,9 +40,12 @@ class RequestCheckpoints:
     audits: RequestAudits
     # With drafts, vLLM's tables do not show which state is in which block: only offers do.
     has_drafts: bool = False
+    # With drafts in a pipeline, stages before the last put an answer's states in their places only
+    # when they compute the request again.
+    states_lag: bool = False
     turns: Callable[[Tracked], Sequence[int]] = lambda _: ()
     _last_of: dict[TicketId, str] = field(default_factory=dict)  # saves of requests under way
-    _ended: set[TicketId] = field(default_factory=set)  # of requests that have finished
+    _ended: dict[TicketId, str] = field(default_factory=dict)  # tenants of those that finished
 
     def planned(self, tracked: Tracked, start: int) -> Iterable[int]:
         """The boundaries of a prompt at which checkpoints are kept."""
@@ -82,8 +85,14 @@ class RequestCheckpoints:
         if current is None:
             return
         exact = () if self.has_drafts else (before, tracked.num_computed)
+        planned = tracked.boundaries or {}
         for boundary in due:
-            self._save(tracked, boundary, current, states, exact)
+            if boundary in planned:
+                self._save(tracked, boundary, current, states, exact)
+        # Of an answer only the last counts. A request that resumes computes many of them at once.
+        for boundary in reversed(due):
+            if boundary not in planned and self._save(tracked, boundary, current, states, exact):
+                break
 
     def save_last(self, tracked: Tracked, tables: Tables) -> None:
         """A request ends: its tokens are all known now, and so is its last boundary."""
@@ -101,15 +110,15 @@ class RequestCheckpoints:
         for ticket, request_id in list(self._last_of.items()):
             if request_id == tracked.request.request_id:
                 del self._last_of[ticket]
-                self._ended.add(ticket)  # its save is under way: offer it when it has ended
+                # Its save is under way: offer it when it has ended.
+                self._ended[ticket] = tracked.tenant
 
     def ended(self, done: Done) -> None:
         """A save has ended."""
         self._last_of.pop(done.ticket, None)
-        if done.ticket in self._ended:
-            self._ended.discard(done.ticket)
-            if done.ok:
-                self._offer(done.keys, "")
+        tenant = self._ended.pop(done.ticket, None)
+        if tenant is not None and done.ok:
+            self._offer(done.keys, tenant)
 
     def used(self, tracked: Tracked, num_tokens: int) -> None:
         """A hit of so many tokens is loaded: learn that its checkpoint was worth its bytes."""
@@ -145,23 +154,27 @@ class RequestCheckpoints:
         tables: Tables,
         states: States,
         exact: Sequence[int],
-    ) -> None:
+    ) -> bool:
+        """Save the checkpoint at a boundary. False if one of its blocks is not there."""
+        is_of_prompt = boundary <= tracked.request.num_prompt_tokens
         keys: list[BlockKey] = []
         slots: list[Slot] = []
         for place, group in enumerate(self.requests.groups):
+            if group.kind is Kind.STATE and self.states_lag and not is_of_prompt:
+                return False
             if group.is_full:
                 continue
             blocks = group.needed(boundary)
             found = self._blocks(group, boundary, blocks, tables[place], states, exact)
             if found is None:
-                return  # a checkpoint without one of its blocks is worthless
+                return False  # a checkpoint without one of its blocks is worthless
             keys += tracked.keys_of(group, blocks)
             slots += found
         if not keys:
-            return
+            return True  # at the border of a chunk nothing is needed
         self.audits.computed(tracked, keys, slots)
         if any(map(self.audits.keeps_from_tiers, keys)):
-            return  # it is stored already
+            return True  # it is stored already
         reason = (tracked.boundaries or {}).get(boundary)
         is_of_answer = reason is None
         ticket = self.offloader.save(
@@ -176,6 +189,7 @@ class RequestCheckpoints:
         self.boundaries.saved(keys[-1], reason or Reason.ANSWER_END, num_bytes)
         if is_of_answer:
             self._replace_last(tracked, Checkpoint(boundary, tuple(keys)), ticket)
+        return True
 
     def _replace_last(self, tracked: Tracked, new: Checkpoint, ticket: TicketId) -> None:
         old, tracked.last_checkpoint = tracked.last_checkpoint, new
