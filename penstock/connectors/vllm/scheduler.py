@@ -56,6 +56,7 @@ class Ways(NamedTuple):
     """How this vLLM works, as far as it matters here."""
 
     has_drafts: bool = False
+    has_stages: bool = False  # of a pipeline
     # Its newer runner zeroes blocks and copies states before it calls `handle_preemptions`, where
     # our fence is. Saves must then end within their own step, and nothing is saved later.
     writes_reused_blocks_early: bool = False
@@ -148,6 +149,7 @@ class SchedulerSide:
             may_save,
             audits,
             has_drafts=ways.has_drafts,
+            states_lag=ways.has_drafts and ways.has_stages,
             turns=lambda tracked: turn_borders(tracked.request.prompt_token_ids or (), turn_tokens),
         )
         if not groups.all_full:
