@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 
 from penstock.audits.layout import DIM, HEAD, TOKEN
-from penstock.connectors.vllm.audit_layout import audit_layouts, layer_bytes
+from penstock.connectors.vllm.audit_layout import audit_layouts
+from penstock.connectors.vllm.audit_layout import layer_bytes as read_layers
 from penstock.connectors.vllm.layout import Cache, read_union
 from penstock.connectors.vllm.orders import LayerBytes, Shard, place_parts
 from penstock.groups.kinds import Group, Groups, Kind
 
 BLOCKS = 10
+
+
+def layer_bytes(*given: Any) -> tuple[LayerBytes, ...]:
+    return read_layers(*given, on_cpu=False)
 
 
 def attention(address: int, stride: int, heads: int = 2, dtype: str = "bfloat16") -> Cache:
