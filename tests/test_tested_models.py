@@ -10,10 +10,11 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 
-def tested_models() -> Any:
+def the_list() -> Any:
     path = ROOT / "tests_vllm" / "tested_models.py"
     spec = importlib.util.spec_from_file_location("tested_models", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -23,11 +24,11 @@ def test_the_table_in_the_docs_is_the_one_that_is_tested() -> None:
     page = (ROOT / "docs" / "vllm.md").read_text()
     found = re.search(r"<!-- tested models -->\n(.*?)<!-- end of tested models -->", page, re.S)
     assert found is not None
-    assert found[1].strip() == tested_models().table(), "run python tests_vllm/tested_models.py"
+    assert found[1].strip() == the_list().table(), "run python tests_vllm/tested_models.py"
 
 
 def test_every_row_names_a_case_that_its_test_runs_and_no_case_is_missing() -> None:
-    wanted = tested_models().TESTED
+    wanted = the_list().TESTED
     cases: set[str] = set()
     for path in sorted((ROOT / "tests_vllm").glob("test_group_*.py")):
         if path.stem == "test_group_soak":

@@ -40,6 +40,15 @@ class PagedMemory:
     def block_bytes(self) -> int:
         return sum(stretch.num_bytes for stretch in self.stretches)
 
+    def offset(self, address: int) -> int | None:
+        """Where the byte at an address of block 0 lies in a part. None if it is not copied."""
+        before = 0
+        for stretch in self.stretches:
+            if stretch.address <= address < stretch.address + stretch.num_bytes:
+                return before + address - stretch.address
+            before += stretch.num_bytes
+        return None
+
     def merged(self) -> PagedMemory:
         """The same bytes in the same order, with adjacent stretches joined."""
         joined: list[PageStretch] = []

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
+from penstock.audits.layout import BlockLayout, Stretch
 from penstock.keys import Namespace
 from penstock.stores.host import HostArena
 from penstock.transfer.io import Mover, MoveResult
@@ -112,6 +113,18 @@ def block_bytes_of(digests: Sequence[Digest], rank: int) -> bytes:
     return b"".join(kv[layer] for layer in range(len(TOKEN_BYTES)) for kv in tokens)
 
 
+def audit_layout(num_workers: int) -> BlockLayout:
+    """What an audit compares: the bytes of each layer of each worker."""
+    sizes = [BLOCK_TOKENS * num_bytes for num_bytes in TOKEN_BYTES]
+    return BlockLayout(
+        tuple(
+            Stretch(f"{layer} of {rank}", rank * PART_BYTES + sum(sizes[:layer]), "bytes", (size,))
+            for rank in range(num_workers)
+            for layer, size in enumerate(sizes)
+        )
+    )
+
+
 class Truth:
     """What every key stands for."""
 
@@ -129,14 +142,22 @@ class Truth:
             if key not in self._digests:
                 self.wrong.append("a block is kept under a key that stands for nothing")
                 continue
-            digests = self._digests[key]
-            wanted = b"".join(block_bytes_of(digests, rank) for rank in range(num_workers))
+            wanted = b"".join(self._part(key, rank) for rank in range(num_workers))
             slot = _slot_of(key, host)
             if slot is None or host.view(slot)[: host.block_bytes] == wanted:
                 continue
-            # It may have been given up and filled with another in the meantime.
-            if _slot_of(key, host) == slot:
-                self.wrong.append(f"wrong bytes are kept in slot {slot}")
+            # It may have been given up in the meantime, and filled with another or anew.
+            found = bytes(host.view(slot)[: host.block_bytes])
+            if _slot_of(key, host) == slot and found != wanted:
+                wrong = [at for at, byte in enumerate(found) if byte != wanted[at]]
+                kind = "overwritten" if found[wrong[0]] == SCRIBBLE[0] else "other"
+                self.wrong.append(
+                    f"wrong bytes are kept in slot {slot}: {len(wrong)} of {len(found)} {kind} "
+                    f"bytes, the first at {wrong[0]}"
+                )
+
+    def _part(self, key: BlockKey, rank: int) -> bytes:
+        return block_bytes_of(self._digests[key], rank)
 
 
 def _slot_of(key: BlockKey, host: HostArena) -> Slot | None:

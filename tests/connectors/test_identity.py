@@ -15,11 +15,18 @@ from connectors.config_objects import config_object
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.connectors.vllm import identity
+from penstock.connectors.vllm import configuration, identity
 from penstock.connectors.vllm.adapters import Adapters
-from penstock.connectors.vllm.identity import Naming, RequestKeys, model_namespace, weights_name
+from penstock.connectors.vllm.identity import (
+    Naming,
+    RequestKeys,
+    drafter_name,
+    model_namespace,
+    weights_name,
+)
 from penstock.connectors.vllm.orders import Shard
 from penstock.errors import ConfigError
+from penstock.groups.kinds import Group, Groups, Kind
 from penstock.keys import Namespace, chain
 
 BASE = Namespace("model", "weights", "bfloat16", "layout", block_tokens=4)
@@ -118,6 +125,102 @@ def test_media_are_the_same_however_the_tokens_became_known() -> None:
 
 def test_a_request_without_media_may_say_none() -> None:
     assert keys(range(8), mm_features=None) == keys(range(8))
+
+
+# Keys of several groups.
+
+
+PLAIN = Groups((Group(0, Kind.FULL, 4),))
+SEVERAL = Groups(
+    (
+        Group(0, Kind.WINDOW, 8, 24),
+        Group(1, Kind.FULL, 4),
+        Group(3, Kind.FULL, 4),  # the group before it is not kept
+        Group(4, Kind.STATE, 16),
+    )
+)
+
+
+def group_keys(groups: Groups, token_ids: Sequence[int], **fields: Any) -> dict[int, list[bytes]]:
+    found = Naming().keys(BASE, request(token_ids, **fields), groups)
+    assert found is not None
+    return {group.index: list(found.of_group(group, len(token_ids))) for group in groups}
+
+
+@given(token_ids=tokens)
+def test_one_plain_group_has_the_keys_that_it_always_had(token_ids: list[int]) -> None:
+    assert group_keys(PLAIN, token_ids) == {0: chain(BASE, token_ids)}
+
+
+def test_one_group_that_is_not_plain_has_keys_of_its_own() -> None:
+    state = Groups((Group(0, Kind.STATE, 4),))
+    assert not {*group_keys(state, range(16))[0]} & {*chain(BASE, list(range(16)))}
+
+
+@given(token_ids=tokens)
+def test_every_block_of_every_group_has_a_key_of_its_own(token_ids: list[int]) -> None:
+    found = group_keys(SEVERAL, token_ids)
+    for group in SEVERAL:
+        assert len(found[group.index]) == len(token_ids) // group.block_tokens
+    everything = [key for keys in found.values() for key in keys]
+    assert len({*everything, *chain(BASE, token_ids)}) == len(everything) + len(token_ids) // 4
+
+
+@given(token_ids=tokens, other=tokens, data=st.data())
+def test_a_groups_keys_depend_on_all_tokens_before_their_end_and_no_others(
+    token_ids: list[int], other: list[int], data: st.DataObject
+) -> None:
+    num_same = data.draw(st.integers(0, len(token_ids)))
+    one = group_keys(SEVERAL, token_ids)
+    two = group_keys(SEVERAL, [*token_ids[:num_same], 200_001, *other])
+    for group in SEVERAL:
+        num_blocks = num_same // group.block_tokens
+        assert one[group.index][:num_blocks] == two[group.index][:num_blocks]
+        assert not {*one[group.index][num_blocks:]} & {*two[group.index]}
+
+
+@given(token_ids=tokens, steps=st.lists(st.integers(0, 45), max_size=8))
+def test_keys_of_groups_are_the_same_however_the_tokens_became_known(
+    token_ids: list[int], steps: list[int]
+) -> None:
+    at_once = group_keys(SEVERAL, token_ids)
+    asked = request()
+    found = Naming().keys(BASE, asked, SEVERAL)
+    assert found is not None
+    for num_tokens in [*sorted(steps), len(token_ids)]:
+        known = min(num_tokens, len(token_ids))
+        asked.all_token_ids.extend(token_ids[len(asked.all_token_ids) : known])
+        for group in SEVERAL:
+            num_blocks = known // group.block_tokens
+            assert found.of_group(group, known) == at_once[group.index][:num_blocks]
+    # Fewer than before.
+    for group in SEVERAL:
+        half = len(token_ids) // 2
+        assert found.of_group(group, half) == at_once[group.index][: half // group.block_tokens]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"mm_features": [image("one", 0)]}, {"cache_salt": "one"}, {"lora_request": "lora"}],
+    ids=str,
+)
+def test_media_salts_and_adapters_change_the_keys_of_all_groups(
+    fields: dict[str, Any], lora: Any
+) -> None:
+    if "lora_request" in fields:
+        fields = {"lora_request": lora}
+    plain, other = group_keys(SEVERAL, range(32)), group_keys(SEVERAL, range(32), **fields)
+    for group in SEVERAL:
+        assert not {*plain[group.index]} & {*other[group.index]}
+
+
+def test_media_change_a_groups_keys_from_their_block_on() -> None:
+    plain = group_keys(SEVERAL, range(48))
+    other = group_keys(SEVERAL, range(48), mm_features=[image("one", 21)])
+    for group in SEVERAL:
+        first = 21 // group.block_tokens
+        assert plain[group.index][:first] == other[group.index][:first]
+        assert not {*plain[group.index][first:]} & {*other[group.index]}
 
 
 # The namespace of a request.
@@ -467,3 +570,192 @@ def test_the_path_to_the_weights_may_be_spelled_in_any_way(
     link.symlink_to(model)
     spellings = [str(model), "model", "./model", str(link), f"{model}/../model"]
     assert len({weights_name(configs(model=spelling)) for spelling in spellings}) == 1
+
+
+# The namespace of a model with several groups, stages or a drafter.
+
+
+def test_groups_are_part_of_the_namespace(configs: Configs) -> None:
+    names = {
+        model_namespace(configs(), "0.32.0", shards(), block_tokens=size, groups=words).digest()
+        for size in (None, 8)
+        for words in ("", "0: Full", "0: Full; 1: Window")
+    }
+    assert len(names) == 6
+
+
+def test_a_plain_model_is_called_what_it_was_before_there_were_groups(configs: Configs) -> None:
+    before = model_namespace(configs(), "0.32.0", shards())
+    after = model_namespace(configs(), "0.32.0", shards(), block_tokens=16, groups="")
+    assert before == after
+    assert before.layout == "vllm 0.32.0: flash: 2 layers"
+
+
+def staged(*layouts: str, sizes: Sequence[int] = (512, 512)) -> list[Shard]:
+    return [
+        Shard(rank, size, 100, layout, 1, stage=stage)
+        for stage, (layout, size) in enumerate(zip(layouts, sizes, strict=True))
+        for rank in range(2)
+    ]
+
+
+def test_stages_may_have_layouts_of_their_own(configs: Configs) -> None:
+    names = [
+        model_namespace(configs(), "0.32.0", found).digest()
+        for found in (
+            shards(4),
+            staged("2 layers", "2 layers"),
+            staged("2 layers", "3 layers", sizes=(512, 768)),
+            staged("3 layers", "2 layers", sizes=(768, 512)),
+        )
+    ]
+    assert len(set(names)) == 4
+
+
+def test_within_a_stage_all_workers_have_the_same_layout(configs: Configs) -> None:
+    found = staged("2 layers", "3 layers", sizes=(512, 768))
+    for wrong in (replace(found[3], layout="4 layers"), replace(found[3], block_bytes=512)):
+        with pytest.raises(ConfigError, match="different layouts"):
+            model_namespace(configs(), "0.32.0", [*found[:3], wrong])
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"drafts")
+    return folder
+
+
+def with_drafter(config: Any, name: Any, method: str = "eagle") -> Any:
+    draft = SimpleNamespace(model=str(name), revision=None)
+    # Not a field: here only its weights matter.
+    config.speculative_config = SimpleNamespace(method=method, draft_model_config=draft)
+    return config
+
+
+def test_without_a_drafter_there_is_nothing_to_name(configs: Configs, drafter: Path) -> None:
+    config = configs()
+    assert drafter_name(config) == ""
+    config.speculative_config = None
+    assert drafter_name(config) == ""
+    config.speculative_config = SimpleNamespace(method="suffix", draft_model_config=None)
+    assert drafter_name(config) == ""
+    assert drafter_name(with_drafter(config, drafter, "ngram")) == ""
+
+
+def test_a_drafter_is_known_by_its_weights(configs: Configs, drafter: Path) -> None:
+    without = model_namespace(configs(), "0.32.0", shards())
+    one = model_namespace(with_drafter(configs(), drafter), "0.32.0", shards())
+    assert one == model_namespace(with_drafter(configs(), drafter), "0.32.0", shards())
+    assert (
+        one.weights == f"{without.weights} drafter {drafter_name(with_drafter(configs(), drafter))}"
+    )
+    (drafter / "model.safetensors").write_bytes(b"Drafts")
+    other = model_namespace(with_drafter(configs(), drafter), "0.32.0", shards())
+    assert len({without.digest(), one.digest(), other.digest()}) == 3
+
+
+def test_a_drafter_in_the_models_own_files_is_named_with_it(configs: Configs, model: Path) -> None:
+    """MTP: the model's fingerprint has its weights already."""
+    assert drafter_name(with_drafter(configs(), model, "mtp")) == "of the model"
+
+
+def assert_drafter_for_this_run_alone(config: Any) -> None:
+    assert drafter_name(config).startswith("run ")
+    assert drafter_name(config) != drafter_name(config)
+
+
+def test_a_drafter_that_cannot_be_read_is_for_this_run_alone(
+    configs: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    (tmp_path / "no weights").mkdir()
+    for name in (tmp_path / "no weights", "nobody/has-this", "s3://bucket/model"):
+        assert_drafter_for_this_run_alone(with_drafter(configs(), name))
+
+
+def test_a_drafter_written_since_the_process_began_is_for_this_run_alone(
+    configs: Configs, drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "process_start", lambda: drafter.stat().st_ctime - 1)
+    assert_drafter_for_this_run_alone(with_drafter(configs(), drafter))
+
+
+def test_a_drafter_in_the_hubs_cache_may_be_new(
+    configs: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files there are never overwritten, so the first run may use what it has just loaded."""
+    snapshot = tmp_path / "hub" / "models--some--drafter" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_bytes(b"drafts")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr(identity, "process_start", lambda: 0.0)
+    config = with_drafter(configs(download_dir=str(tmp_path / "hub")), "some/drafter")
+    assert not drafter_name(config).startswith("run ")
+    assert drafter_name(config) == drafter_name(config)
+
+
+# Stores that exist: these digests were computed by the code before there were groups.
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever plugins and variables this machine has, they do not count here."""
+    monkeypatch.setattr(configuration, "_plugins", list)
+    monkeypatch.setattr(configuration, "_environment", lambda _: {})
+
+
+def fixed_config() -> Any:
+    model = config_object(
+        "ModelConfig",
+        model="somebody/model",
+        model_weights="",
+        revision=None,
+        dtype="torch.bfloat16",
+        quantization=None,
+        seed=0,
+        hf_config=HfConfig(hidden_size=64, rope_theta=10_000.0),
+        max_model_len=1024,
+    )
+    return config_object(
+        "VllmConfig",
+        model_config=model,
+        cache_config=config_object("CacheConfig", cache_dtype="auto", block_size=16),
+        load_config=config_object("LoadConfig", load_format="dummy", download_dir=None),
+        parallel_config=config_object("ParallelConfig", tensor_parallel_size=2, world_size=2),
+        weight_transfer_config=None,
+        lora_config=None,
+    )
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("num_workers", "digest"),
+    [
+        (1, "63a8a3a72fd6d03aca5c45ab9f24ba328d3c22548b7cd35aa056093f7ed06eda"),
+        (2, "3cf5a4adb068ccb56b91a93c29955df1773dabfe17afbd9c0ef60ea71fc644f3"),
+    ],
+)
+def test_old_stores_of_plain_models_are_found(num_workers: int, digest: str) -> None:
+    layout = "FLASH_ATTN on cuda 9.0: 2 layers of 1x[2, 16, 64]"
+    found = model_namespace(
+        fixed_config(), "0.32.0", shards(num_workers, layout), block_tokens=16, groups=""
+    )
+    assert found.digest().hex() == digest
+
+
+@pytest.mark.usefixtures("bare")
+def test_old_blocks_of_plain_models_are_found() -> None:
+    layout = "FLASH_ATTN on cuda 9.0: 2 layers of 1x[2, 16, 64]"
+    base = model_namespace(fixed_config(), "0.32.0", shards(2, layout), block_tokens=16, groups="")
+    plain = Groups((Group(0, Kind.FULL, 16),))
+    found = Naming().keys(base, request(range(40), cache_salt="s"), plain)
+    assert found is not None
+    assert [key.hex() for key in found.of_group(plain.groups[0], 40)] == [
+        "b84a4f3e06cb390e56cd1198fbec44f6de44fb66201d032f024594e008d0c75d",
+        "0a4caf633e192a72654edec610e45c1d392695d37621cfc0621e397b8288a04e",
+    ]

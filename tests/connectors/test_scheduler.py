@@ -657,3 +657,40 @@ def test_many_loads_at_once_do_not_make_loading_look_slow() -> None:
     chooser.waited([loading(2.0) for _ in range(48)], 3.1)  # all seen to end in one step
     offer = chooser.choose(0, match, 4.0)
     assert offer.choice.num_blocks == 512
+
+
+# How this vLLM works.
+
+
+def test_a_whole_prompt_is_loaded_where_no_part_may_be(models: Models) -> None:
+    """MLA on a CPU: vLLM computes what follows a hit wrongly, unless it is one token."""
+    vllm = models(ways=Ways(hits_whole_prompts_only=True))
+    whole = PROMPT[: 4 * BLOCK_TOKENS]
+    ask(vllm)
+    assert loaded(vllm, ask(vllm)) == {}, "two tokens would follow"
+    assert loaded(vllm, ask(vllm, whole)) == {"host": len(whole)}
+    longer = [*whole, *range(100, 100 + BLOCK_TOKENS)]
+    assert loaded(vllm, ask(vllm, longer)) == {}, "its last block is not stored"
+    assert loaded(vllm, ask(vllm, longer)) == {"host": len(longer)}
+
+
+def test_only_whole_prompts_are_loaded_after_a_local_hit_too(models: Models) -> None:
+    vllm = models(ways=Ways(hits_whole_prompts_only=True), is_caching=True)
+    whole = PROMPT[: 4 * BLOCK_TOKENS]
+    ask(vllm, whole)
+    ask(vllm, PROMPT)
+    assert vllm.seen["loads"] == 0
+    assert not vllm.seen["hits"]
+
+
+def test_saves_end_in_their_step_where_vllm_overwrites_blocks_early(models: Models) -> None:
+    for early in (False, True):
+        vllm = models(ways=Ways(writes_reused_blocks_early=early))
+        vllm.add(PROMPT, 1)
+        orders = vllm.step().orders
+        assert orders.ends_saves is early
+        vllm.flush()
+
+
+def test_usually_no_way_is_special() -> None:
+    assert not any(Ways())

@@ -37,17 +37,29 @@ from connectors.memory_model import (
     Silent,
     SlowMover,
     Truth,
+    audit_layout,
 )
 from connectors.pool_model import Pool, Request
 from tools import TIMEOUT_SECONDS, folder_cap_for
 
+from penstock.audits.auditor import Auditor
 from penstock.build import build_delegated
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
+from penstock.connectors.vllm.auditing import open_auditor
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide, StepPlan
 from penstock.connectors.vllm.scheduler_guard import GuardedScheduler
 from penstock.connectors.vllm.worker_guard import GuardedWorker
-from penstock.events import Event, Lost, Moved, Observer, Stored
+from penstock.events import (
+    Audited,
+    AuditFailed,
+    Event,
+    Lost,
+    Moved,
+    Observer,
+    Quarantined,
+    Stored,
+)
 from penstock.keys import KeyChain
 from penstock.stores import folder, slab
 from penstock.stores.host import HostArena
@@ -83,6 +95,11 @@ class Step:
 class Vllm:
     """Scheduler, workers and both sides of the connector, in one thread."""
 
+    # What `group_model` has otherwise.
+    part_bytes = PART_BYTES  # of a block in one worker
+    plain_tokens: int | None = BLOCK_TOKENS  # of a block, if there is one group of full attention
+    namespace = NAMESPACE
+
     def __init__(
         self,
         directory: Path | None,
@@ -100,21 +117,22 @@ class Vllm:
         copy_threads: int = 2,
         observers: Sequence[Observer] = (),
         truth: Truth | None = None,
+        audit_share: float = 0.0,
         **side: Any,
     ) -> None:
         self.rng = random.Random(seed)
         self.seen: Counter[str] = Counter()
         self.clock = AdvancedClock()
         self.truth = Truth() if truth is None else truth
-        self.namespace = NAMESPACE
+        self.physical = self.namespace.physical().digest()
         self._epoch = 0
         self._overlaps = overlaps
         self._num_drafts = num_drafts
         self._budget = budget
         self._max_running = max_running
         self.directory = directory
-        block_bytes = num_workers * PART_BYTES
-        spec = BlockSpec(NAMESPACE.physical().digest(), block_bytes, BLOCK_TOKENS)
+        block_bytes = num_workers * self.part_bytes
+        spec = BlockSpec(self.physical, block_bytes, self.namespace.block_tokens)
         disk = DiskConfig()
         if directory is not None:
             disk = DiskConfig(str(directory), folder_cap_for(spec, num_disk), threads=2)
@@ -124,6 +142,7 @@ class Vllm:
             transfer=TransferConfig(batch_bytes=4 * block_bytes),
         )
         all_observers = [self._observe, *observers]
+        self.auditor: Auditor | None = None
         built = build_delegated(
             config, spec, num_workers, clock=self.clock, observers=all_observers
         )
@@ -131,24 +150,34 @@ class Vllm:
         self.offloader, self.engine = built.offloader, built.engine
         self.host = HostArena.open(built.arena)
         self.seals = Seals(self.host, memory=self.host.seals)
+        self.auditor = open_auditor(
+            self.offloader,
+            config,
+            NAMESPACE,
+            [audit_layout(num_workers)],
+            share=audit_share,
+            block_bytes=block_bytes,
+            observers=all_observers,
+        )
         self.side = SchedulerSide(
             built,
-            NAMESPACE,
+            self.namespace,
             self.clock,
             block_bytes=block_bytes,
             observers=all_observers,
+            auditor=self.auditor,
             **{"always_load": True, **side},
         )
-        self.scheduler = GuardedScheduler(self.side, BLOCK_TOKENS)
-        self.devices = [Device(num_blocks, rank) for rank in range(num_workers)]
-        parts = equal_parts(PART_BYTES, num_workers)
+        self.scheduler = GuardedScheduler(self.side, self.plain_tokens)
+        self.devices = [self._make_device(num_blocks, rank) for rank in range(num_workers)]
+        parts = equal_parts(self.part_bytes, num_workers)
         self.movers = [
             SlowMover(Part(device.paged, self.host, place), self.seals, seed + rank)
             for rank, (device, place) in enumerate(zip(self.devices, parts, strict=True))
         ]
         self.copiers = [ThreadCopier(mover, copy_threads) for mover in self.movers]
         self.workers = [GuardedWorker(lambda _, copier=copier: copier) for copier in self.copiers]
-        self.pool = Pool(num_blocks, self.rng, is_caching=is_caching)
+        self.pool = self._make_pool(num_blocks, is_caching=is_caching)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -162,10 +191,29 @@ class Vllm:
         self._num_ready: Counter[str] = Counter()
         self._under_way: deque[Step] = deque()
 
+    def _make_device(self, num_blocks: int, rank: int) -> Any:
+        return Device(num_blocks, rank)
+
+    def _make_pool(self, num_blocks: int, *, is_caching: bool) -> Any:
+        return Pool(num_blocks, self.rng, is_caching=is_caching)
+
+    def _make_request(self, *args: Any, **fields: Any) -> Any:
+        return Request(*args, **fields)
+
     def _observe(self, event: Event) -> None:
         match event:
             case Stored(Tier.HOST, keys):
-                self.truth.check(keys, self.host, len(self.devices))
+                # The copies for audits have keys of their own.
+                audits = [] if self.auditor is None else self.auditor._audits
+                copies = {key for audit in audits for key in audit.saved}
+                known = [key for key in keys if key not in copies]
+                self.truth.check(known, self.host, len(self.devices))
+            case Audited(check):
+                self.seen[f"audits: {check}"] += 1
+            case AuditFailed(check):
+                self.seen[f"failed audits: {check}"] += 1
+            case Quarantined():
+                self.seen["quarantined"] += 1
             case Moved(Tier.HOST, Tier.DEVICE, num_blocks=num_blocks):
                 self.seen["blocks loaded"] += num_blocks
             case Moved(Tier.DISK, num_blocks=num_blocks):
@@ -177,8 +225,8 @@ class Vllm:
 
     # What users do.
 
-    def add(self, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Request:
-        request = Request(f"request {len(self.answers)}", prompt, max_tokens, **fields)
+    def add(self, prompt: Sequence[int], max_tokens: int = 4, **fields: Any) -> Any:
+        request = self._make_request(f"request {len(self.answers)}", prompt, max_tokens, **fields)
         self.answers[request.request_id] = None
         self.requests[request.request_id] = request
         self._begin(request)
@@ -191,7 +239,7 @@ class Vllm:
             self.seen["aborted while loading"] += 1
             self.waiting.remove(request)
             request.status = "ended"
-            self.answers[request.request_id] = self.scheduler.finished(request)
+            self._tell_finished(request)
             return  # its blocks are freed when the load has ended
         if request.status == "running":
             self.running.remove(request)
@@ -205,7 +253,7 @@ class Vllm:
         """As `reset_prefix_cache(reset_running_requests=True)`: False where vLLM refuses."""
         self.catch_up()
         others = (one for one in self.requests.values() if one.status != "running")
-        if any(request.block_ids for request in others):
+        if any(self._holds_blocks(request) for request in others):
             return False
         self.seen["resets"] += 1
         while self.running:
@@ -351,7 +399,7 @@ class Vllm:
         self, budget: int, works: list[Work], scheduled: list[Scheduled], fresh: list[int]
     ) -> None:
         # Those that hold blocks come first, or they would be held for ever.
-        for request in sorted(self.waiting, key=lambda request: not request.block_ids):
+        for request in sorted(self.waiting, key=lambda request: not self._holds_blocks(request)):
             if len(self.running) >= self._max_running:
                 break
             if request.status == "loading":
@@ -445,8 +493,7 @@ class Vllm:
 
     def _preempt(self, request: Request) -> None:
         self.seen["preempted"] += 1
-        self.pool.release(request.block_ids)
-        request.block_ids = []
+        self._release(request)
         request.status = "waiting"
         request.num_computed_tokens = 0
         request.num_stale = request.num_in_flight
@@ -461,8 +508,7 @@ class Vllm:
         if request.request_id in self._failed:
             self._failed.remove(request.request_id)
             if request.num_computed_tokens == 0:
-                self.pool.release(request.block_ids)
-                request.block_ids = []
+                self._release(request)
                 return
             self.seen["resumed with part of a load"] += 1
             self._name(request, request.num_computed_tokens)
@@ -629,12 +675,21 @@ class Vllm:
     def _end(self, request: Request) -> None:
         request.status = "ended"
         self._learn(request)
-        self.answers[request.request_id] = self.scheduler.finished(request)
+        self._tell_finished(request)
         self._free(request)
 
-    def _free(self, request: Request) -> None:
+    def _tell_finished(self, request: Any) -> None:
+        self.answers[request.request_id] = self.scheduler.finished(request)
+
+    def _holds_blocks(self, request: Any) -> bool:
+        return bool(request.block_ids)
+
+    def _release(self, request: Any) -> None:
         self.pool.release(request.block_ids)
         request.block_ids = []
+
+    def _free(self, request: Any) -> None:
+        self._release(request)
         del self.requests[request.request_id]
         self.ended.append(request)
 
@@ -684,4 +739,4 @@ class Vandal:
 
     def _store(self) -> Path:
         assert self._vllm.directory is not None
-        return folder.store_path(self._vllm.directory, NAMESPACE.physical().digest())
+        return folder.store_path(self._vllm.directory, self._vllm.physical)

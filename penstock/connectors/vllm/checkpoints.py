@@ -194,7 +194,7 @@ class RequestCheckpoints:
     def _replace_last(self, tracked: Tracked, new: Checkpoint, ticket: TicketId) -> None:
         old, tracked.last_checkpoint = tracked.last_checkpoint, new
         self._last_of[ticket] = tracked.request.request_id
-        if old is not None:
+        if old is not None and old.keys != new.keys:  # the same one comes again after a preemption
             self.offloader.supersede(old.keys)
             self.boundaries.gone(old.keys[-1])
 

@@ -100,19 +100,14 @@ def drafter_name(vllm_config: Any) -> str:
         return ""
     if str(draft.model) == str(vllm_config.model_config.model):
         return "of the model"
-    source = find_files(str(draft.model), draft.revision, "config.json", None)
-    found = None
-    if source is not None:
-        try:
-            is_old = state_of(source).changed < process_start()
-            found = fingerprint_files(source) if is_old else None
-        except OSError:  # deleted meanwhile
-            found = None
-    if found is None:
+    folder = getattr(vllm_config.load_config, "download_dir", None)
+    found = _of_files(str(draft.model), draft.revision, folder)
+    if isinstance(found, _Unknown):
         log.warning(
-            "Penstock cannot identify the weights of the drafter %s by their files. KV is "
+            "Penstock cannot identify the weights of the drafter %s by their files: %s. KV is "
             "therefore not reused after a restart or by other instances.",
             draft.model,
+            found,
         )
         return f"run {secrets.token_hex(16)}"
     return found
@@ -151,11 +146,15 @@ def _fingerprint(vllm_config: Any, load_format: str) -> str:
     if others := _other_models(model.hf_config):
         return _Unknown(f"they are partly loaded from {others}")
     name = getattr(model, "model_weights", "") or str(model.model)
+    return _of_files(name, model.revision, getattr(vllm_config.load_config, "download_dir", None))
+
+
+def _of_files(name: str, revision: str | None, folder: str | None) -> str:
+    """The fingerprint of the files from which vLLM loads weights."""
     is_local = Path(name).expanduser().exists()
     if not is_local and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"}:
         return _Unknown("they are loaded from ModelScope")
-    folder = getattr(vllm_config.load_config, "download_dir", None)
-    source = find_files(name, model.revision, "config.json", folder)
+    source = find_files(name, revision, "config.json", folder)
     if source is None:
         return _Unknown("they are not on this machine")
     # Files in a local folder may be overwritten; files in a hub's cache never are.

@@ -75,19 +75,19 @@ def read_union(
     `pages` has the size of a block in each layer, with padding. Layers without one are left out.
     """
     stretches: list[PageStretch] = []
-    words: list[str] = []
-    for name, cache in caches.items():
-        if name not in pages:
-            continue
-        stretch = _page(name, cache, num_blocks, pages[name])
-        place = _add(stretches, stretch, num_blocks)
-        if place is None:
+    kept = {name: cache for name, cache in caches.items() if name in pages}
+    for name, cache in kept.items():
+        if not _add(stretches, _page(name, cache, num_blocks, pages[name]), num_blocks):
             raise _unknown(name, cache, "its blocks overlap those of other layers in part")
-        shape = f"{list(cache.shape[1:])} strides {list(cache.strides)} {cache.dtype}"
-        words.append(f"{name} in {place}: {pages[name]} bytes of {shape}")
     if not stretches:
         raise ConfigError("vLLM registered no KV cache to offload. Start vLLM without Penstock.")
-    return PagedMemory(tuple(stretches), num_blocks).merged(), " | ".join(words)
+    memory = PagedMemory(tuple(stretches), num_blocks).merged()
+    words = [
+        f"{name} at {memory.offset(cache.address)}: {pages[name]} bytes of "
+        f"{list(cache.shape[1:])} strides {list(cache.strides)} {cache.dtype}"
+        for name, cache in kept.items()
+    ]
+    return memory, " | ".join(words)
 
 
 def _page(name: str, cache: Cache, num_blocks: int, page_bytes: int) -> PageStretch:
@@ -110,8 +110,8 @@ def _page(name: str, cache: Cache, num_blocks: int, page_bytes: int) -> PageStre
     return PageStretch(cache.address, stride_bytes, page_bytes)
 
 
-def _add(stretches: list[PageStretch], new: PageStretch, num_blocks: int) -> int | None:
-    """Add a layer's pages to the union; returns its place, or None if it does not fit.
+def _add(stretches: list[PageStretch], new: PageStretch, num_blocks: int) -> bool:
+    """Add a layer's pages to the union. Returns whether they fit.
 
     The order is that in which layers are registered. Addresses differ from run to run.
     """
@@ -121,17 +121,17 @@ def _add(stretches: list[PageStretch], new: PageStretch, num_blocks: int) -> int
     touched = [place for place in touched if not _interleave(stretches[place], new)]
     if not touched:
         stretches.append(new)
-        return len(stretches) - 1
+        return True
     joined = [new, *(stretches[place] for place in touched)]
     start = min(stretch.address for stretch in joined)
     end = max(stretch.address + stretch.num_bytes for stretch in joined)
     strides = {stretch.stride_bytes for stretch in joined}
     if len(strides) > 1 or end - start > new.stride_bytes:
-        return None
+        return False
     stretches[touched[0]] = PageStretch(start, new.stride_bytes, end - start)
     for place in reversed(touched[1:]):
         del stretches[place]
-    return touched[0]
+    return True
 
 
 def _regions_overlap(one: PageStretch, two: PageStretch, num_blocks: int) -> bool:

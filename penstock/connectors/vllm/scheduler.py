@@ -126,7 +126,10 @@ class SchedulerSide:
             namespace, naming or Naming(), self._sessions, groups, block_bytes
         )
         self._audits = audits = RequestAudits(
-            auditor, requests, reads_back=not ways.writes_reused_blocks_early
+            auditor,
+            requests,
+            may_save=may_save,
+            reads_back=not ways.writes_reused_blocks_early,
         )
         self._dispatch = Dispatch(
             tiers.engine, tiers.arena, parts, ends_saves=ways.writes_reused_blocks_early
@@ -292,6 +295,7 @@ class SchedulerSide:
         the files that the fingerprint names.
         """
         with self._lock:
+            self._audits.void()  # they would compare KV of the old weights with KV of the new
             self._offloader.empty_host()
             self._requests.rename_all()
 
