@@ -143,6 +143,8 @@ class RequestLookups:
                 for index in blocks
                 if (tier := holds(group, index)) is not None
             )
+            if not tiers:
+                continue  # without full attention, a hit at a border needs nothing
             runs = tuple(Run(tier, count) for tier, count in sorted(tiers.items()))
             found.append(Hit(end - start, runs))
         # Other prompts share exactly this much: a checkpoint here will be used.
