@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 from penstock.clock import Clock
@@ -113,12 +113,6 @@ class RequestLookups:
                 num_before = start // self.requests.groups.align_tokens
                 match = self.offloader.match(tracked.prompt_keys()[num_before:])
                 offer = self.chooser.choose(start, match, now)
-                if (
-                    self.whole_prompts_only
-                    and start + offer.num_tokens < tracked.request.num_tokens
-                ):
-                    none = replace(offer.choice, num_blocks=0)
-                    offer = replace(offer, num_tokens=0, choice=none)
             else:
                 hits = self._hits(tracked, start)
                 num_asked = self._num_asked(tracked, start)
