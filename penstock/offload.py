@@ -224,6 +224,8 @@ class Offloader:
         if patience_seconds is not None:
             seconds = min(seconds, patience_seconds + self._seconds_ahead())
         ticket = self._stack.load(keys, into, now, now + seconds, tenant, parents)
+        if self._is_quarantined:  # offered before
+            self._stack.cancel(ticket, now)
         self._submit()
         return ticket
 

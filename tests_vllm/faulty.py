@@ -105,17 +105,17 @@ for _name in ("begin", "load", "save", "poll"):
 class PenstockConnector(Shipped):
     _emptied = 0
     _round = 0
-    _handshake: Any = None
+    _shards: Any = None
 
-    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
-        self._handshake = metadata
-        super().set_xfer_handshake_metadata(metadata)
+    def _open(self, shards: Any) -> None:
+        self._shards = shards
+        super()._open(shards)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         if self._is_new_round():
             assert self._scheduler is not None
             (self._scheduler.side or self._scheduler._abandoned).close()
-            super().set_xfer_handshake_metadata(self._handshake)
+            super()._open(self._shards)
         wanted = faults().get("empty_host", 0)
         side = None if self._scheduler is None else self._scheduler.side
         if wanted != self._emptied and side is not None:

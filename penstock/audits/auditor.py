@@ -122,6 +122,7 @@ class _Audit:
     fresh: dict[BlockKey, Slot] = field(default_factory=dict)  # pinned in HOST
     saved: list[BlockKey] = field(default_factory=list)  # audit keys, to be discarded
     comparing: Future[Comparison] | None = None
+    is_void: bool = False  # the result does not count
 
     @property
     def is_complete(self) -> bool:
@@ -298,6 +299,17 @@ class Auditor:
             if audit.comparing is not None:
                 audit.comparing.exception(timeout_seconds)
 
+    def void(self) -> None:
+        """End all audits without a result, because the model itself has changed.
+
+        Unlike after `reset`, their loads and saves must still be settled.
+        """
+        self._by_request.clear()
+        for audit in list(self._audits):
+            audit.is_void = True
+            audit.awaited.clear()
+            self._advance(audit)
+
     def reset(self) -> None:
         """Forget all audits, because the client or the tiers have lost their books.
 
@@ -349,7 +361,7 @@ class Auditor:
             for key, block in audit.blocks.items()
             if key in audit.stored and key in audit.fresh
         ]
-        if not pairs:
+        if not pairs or audit.is_void:
             self._release(audit)
             return
         if self._threads is None:
@@ -363,6 +375,8 @@ class Auditor:
 
     def _conclude(self, audit: _Audit, comparing: Future[Comparison]) -> None:
         self._release(audit)
+        if audit.is_void:
+            return
         error = comparing.exception()
         if error is not None:
             log.error("an audit could not compare its blocks", exc_info=error)

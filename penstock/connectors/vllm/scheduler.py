@@ -56,6 +56,7 @@ class Ways(NamedTuple):
     """How this vLLM works, as far as it matters here."""
 
     has_drafts: bool = False
+    has_stages: bool = False  # of a pipeline
     # Its newer runner zeroes blocks and copies states before it calls `handle_preemptions`, where
     # our fence is. Saves must then end within their own step, and nothing is saved later.
     writes_reused_blocks_early: bool = False
@@ -125,7 +126,10 @@ class SchedulerSide:
             namespace, naming or Naming(), self._sessions, groups, block_bytes
         )
         self._audits = audits = RequestAudits(
-            auditor, requests, reads_back=not ways.writes_reused_blocks_early
+            auditor,
+            requests,
+            may_save=may_save,
+            reads_back=not ways.writes_reused_blocks_early,
         )
         self._dispatch = Dispatch(
             tiers.engine, tiers.arena, parts, ends_saves=ways.writes_reused_blocks_early
@@ -145,6 +149,7 @@ class SchedulerSide:
             may_save,
             audits,
             has_drafts=ways.has_drafts,
+            states_lag=ways.has_drafts and ways.has_stages,
             turns=lambda tracked: turn_borders(tracked.request.prompt_token_ids or (), turn_tokens),
         )
         if not groups.all_full:
@@ -290,6 +295,7 @@ class SchedulerSide:
         the files that the fingerprint names.
         """
         with self._lock:
+            self._audits.void()  # they would compare KV of the old weights with KV of the new
             self._offloader.empty_host()
             self._requests.rename_all()
 

@@ -50,14 +50,14 @@ def check_config(vllm_config: Any) -> None:
         )
 
 
-def check_groups_version(version: str, *, is_plain: bool) -> None:
-    """Refuse windows, states and several groups where vLLM cannot be told of a failed load."""
+def check_groups_version(version: str, *, fails_whole: bool) -> None:
+    """Refuse what fails as a whole where vLLM cannot be told that it did."""
     found = re.match(r"(\d+)\.(\d+)", version)
-    if is_plain or (found and (int(found[1]), int(found[2])) >= GROUPS_FROM):
+    if not fails_whole or (found and (int(found[1]), int(found[2])) >= GROUPS_FROM):
         return
     raise refusal(
-        f"this model with vLLM {version}, which cannot report that a load over several KV cache "
-        f"groups failed. It needs vLLM {GROUPS_FROM[0]}.{GROUPS_FROM[1]} or later"
+        f"this model with vLLM {version}, which cannot be told that a load failed as a whole. It "
+        f"needs vLLM {GROUPS_FROM[0]}.{GROUPS_FROM[1]} or later"
     )
 
 

@@ -34,6 +34,10 @@ class Offer:
     at: float
     num_found: int  # tokens that the tiers hold after `start`, worth loading or not
 
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
 
 class Piece(NamedTuple):
     """Blocks of one group, by their index in its table."""
