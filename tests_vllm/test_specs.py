@@ -598,8 +598,9 @@ def test_a_block_is_copied_with_all_that_any_layer_has_in_it(
             assert bool((view[3] == number + 1).all())
             assert not bool(view[2].any()), "no other block is written"
             assert not bool(view[0].any())
-    found = {(one.group, one.name): one for one in layer_bytes(caches, memory, config)}
-    assert {name.split(" state")[0] for _, name in found} == set(views)
+    for on_cpu in (False, True):
+        found = layer_bytes(caches, memory, config, on_cpu=on_cpu)
+        assert {one.name.split(" state")[0] for one in found} == set(views)
 
 
 def test_block_compact_layouts_are_tried() -> None:
