@@ -114,6 +114,25 @@ def gdn(block: int = 544, **fields: Any) -> Any:
     )
 
 
+def replayed(block: int = 64) -> Any:
+    """A window that vLLM computes again after every hit."""
+    return specs.SlidingWindowMLASpec(
+        block_size=block,
+        num_kv_heads=1,
+        head_size=512,
+        dtype=torch.uint8,
+        sliding_window=128,
+        bounded_replay=True,
+    )
+
+
+def ring(block: int = 8) -> Any:
+    """Scratch of one block for each request."""
+    return specs.CircularBufferSpec(
+        block_size=block, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
+    )
+
+
 def uniform(**layers: Any) -> Any:
     found = specs.UniformTypeKVCacheSpecs.from_specs(layers)
     assert found is not None
@@ -245,20 +264,12 @@ def test_a_drafters_group_is_read_like_any_other() -> None:
 
 
 def test_groups_that_vllm_computes_again_are_left_out() -> None:
-    replayed = specs.SlidingWindowMLASpec(
-        block_size=64,
-        num_kv_heads=1,
-        head_size=512,
-        dtype=torch.uint8,
-        sliding_window=128,
-        bounded_replay=True,
-    )
-    ring = specs.CircularBufferSpec(
-        block_size=8, num_kv_heads=1, head_size=128, dtype=torch.bfloat16
-    )
-    config = config_of(mla(), replayed, ring)
+    config, chosen = config_of(mla(), replayed(), ring(96)), vllm_config()
     assert kept_ids(config) == [0] == list(config.prefix_cacheable_group_ids)
-    assert read_groups(config, vllm_config()).is_plain
+    groups = read_groups(config, chosen)
+    assert groups.groups == (Group(0, Kind.FULL, 64),)
+    assert not groups.is_plain
+    assert groups.align_tokens == utils.resolve_kv_cache_block_sizes(config, chosen)[0]
     assert list(page_bytes(config)) == ["layer 0"]
     assert not is_one_plain_spec(config)
 
@@ -438,6 +449,7 @@ MIXES: dict[str, Any] = {
     "a state alone": {"groups": [gdn(32)]},
     "a state of larger blocks": {"groups": [full(16), gdn(64)]},
     "a state and a window": {"groups": [full(16), window(16, 40), gdn(16)]},
+    "groups that are not kept": {"groups": [mla(64), replayed(), ring()]},
     "EAGLE": {"groups": [full(16), full(32)], "eagle": [1]},
     "EAGLE, a window": {
         "groups": [full(16), window(16, 40, extra_retained_tokens=3)],
@@ -478,7 +490,8 @@ def test_a_load_of_a_whole_prompt_of_full_attention(pool: Pool) -> None:
     """Windows and states compute the last token, so their longest load is shorter."""
     num_tokens = 4 * pool.align
     top = pool.groups.max_hit(num_tokens)
-    assert top == (num_tokens if pool.groups.all_full else num_tokens - pool.align)
+    is_whole = pool.groups.all_full and not pool.groups.others
+    assert top == (num_tokens if is_whole else num_tokens - pool.align)
     assert pool.check(num_tokens, top) == 0
 
 
@@ -585,8 +598,9 @@ def test_a_block_is_copied_with_all_that_any_layer_has_in_it(
             assert bool((view[3] == number + 1).all())
             assert not bool(view[2].any()), "no other block is written"
             assert not bool(view[0].any())
-    found = {(one.group, one.name): one for one in layer_bytes(caches, memory, config)}
-    assert {name.split(" state")[0] for _, name in found} == set(views)
+    for on_cpu in (False, True):
+        found = layer_bytes(caches, memory, config, on_cpu=on_cpu)
+        assert {one.name.split(" state")[0] for one in found} == set(views)
 
 
 def test_block_compact_layouts_are_tried() -> None:
