@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.tracked import (
@@ -31,6 +32,13 @@ States = Mapping[tuple[int, int], int]
 """Blocks in which vLLM offers a state, by group and boundary."""
 
 
+class _LastSave(NamedTuple):
+    """The save of an answer's last checkpoint, which replaces the one before it once it is done."""
+
+    tracked: Tracked
+    old: Checkpoint | None
+
+
 @dataclass(slots=True)
 class RequestCheckpoints:
     offloader: Offloader
@@ -44,7 +52,7 @@ class RequestCheckpoints:
     # when they compute the request again.
     states_lag: bool = False
     turns: Callable[[Tracked], Sequence[int]] = lambda _: ()
-    _last_of: dict[TicketId, str] = field(default_factory=dict)  # saves of requests under way
+    _last_of: dict[TicketId, _LastSave] = field(default_factory=dict)  # under way
     _ended: dict[TicketId, str] = field(default_factory=dict)  # tenants of those that finished
 
     def planned(self, tracked: Tracked, start: int) -> Iterable[int]:
@@ -107,18 +115,27 @@ class RequestCheckpoints:
         if tracked.last_checkpoint is None or tracked.keys is None:
             return
         self._offer(tracked.last_checkpoint.keys, tracked.tenant)
-        for ticket, request_id in list(self._last_of.items()):
-            if request_id == tracked.request.request_id:
-                del self._last_of[ticket]
-                # Its save is under way: offer it when it has ended.
+        for ticket, save in self._last_of.items():
+            if save.tracked is tracked:  # its save is under way: offer it when it has ended
                 self._ended[ticket] = tracked.tenant
 
     def ended(self, done: Done) -> None:
         """A save has ended."""
-        self._last_of.pop(done.ticket, None)
+        save = self._last_of.pop(done.ticket, None)
         tenant = self._ended.pop(done.ticket, None)
-        if tenant is not None and done.ok:
-            self._offer(done.keys, tenant)
+        if save is None:
+            return
+        if not done.ok:  # for lack of room, for instance: the one before it stays the last
+            last = save.tracked.last_checkpoint
+            if last is not None and last.keys == done.keys:
+                save.tracked.last_checkpoint = save.old
+        elif save.old is not None and save.old.keys != done.keys:
+            # It may be the same one: it comes again after a preemption.
+            self.offloader.supersede(save.old.keys)
+            self.boundaries.gone(save.old.keys[-1])
+        kept = Checkpoint(0, done.keys) if done.ok else save.old
+        if tenant is not None and kept is not None:
+            self._offer(kept.keys, tenant)
 
     def used(self, tracked: Tracked, num_tokens: int) -> None:
         """A hit of so many tokens is loaded: learn that its checkpoint was worth its bytes."""
@@ -193,10 +210,7 @@ class RequestCheckpoints:
 
     def _replace_last(self, tracked: Tracked, new: Checkpoint, ticket: TicketId) -> None:
         old, tracked.last_checkpoint = tracked.last_checkpoint, new
-        self._last_of[ticket] = tracked.request.request_id
-        if old is not None and old.keys != new.keys:  # the same one comes again after a preemption
-            self.offloader.supersede(old.keys)
-            self.boundaries.gone(old.keys[-1])
+        self._last_of[ticket] = _LastSave(tracked, old)
 
     def _blocks(
         self,
