@@ -1,17 +1,20 @@
 """What vLLM writes to blocks before it calls `handle_preemptions`, which holds it back for saves.
 
 Its newer model runner (V2) zeroes new blocks and copies partly hit ones first. That would spoil a
-save under way, if either happened with one group of plain attention. It is the reason why
-`check_groups` refuses caches that are zeroed; whoever lets in more than one group must first see
-to it that saves have ended by then.
+save under way. With one group of plain attention it does neither. Where it does, saves end within
+their own step (`Ways.writes_reused_blocks_early`).
 """
 
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from penstock.connectors.vllm.orders import Shard
+from penstock.connectors.vllm.scheduler import Ways
 
 
 @pytest.fixture
@@ -33,27 +36,42 @@ def test_the_newer_runner_writes_to_blocks_before_it_can_be_held_back() -> None:
     assert "copy_kv_cache_blocks_inplace" in writes
 
 
+def ways(*specs: object, is_newer: bool = True) -> Ways:
+    """How the connector takes a vLLM with these groups to work."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from penstock.connectors.vllm.connector import PenstockConnector
+    from penstock.connectors.vllm.groups import read_groups
+
+    groups = [KVCacheGroupSpec([f"layer {place}"], one) for place, one in enumerate(specs)]
+    connector = PenstockConnector.__new__(PenstockConnector)
+    connector._kv_cache_config = KVCacheConfig(8, [], groups)
+    connector._vllm_config = SimpleNamespace(
+        use_v2_model_runner=is_newer,
+        speculative_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1),
+    )
+    connector._groups = read_groups(connector._kv_cache_config, connector._vllm_config)
+    connector._fails_whole = not connector._groups.is_plain
+    return connector._ways([Shard(0, 1, 8, "", 1, device="cuda")])
+
+
 def test_with_one_group_of_plain_attention_it_writes_nothing_there(spec: object) -> None:
     from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    from penstock.connectors.vllm.support import check_groups
-
-    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
-    assert check_groups(config) is spec
-    assert not config.needs_kv_cache_zeroing
+    assert not KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)]).needs_kv_cache_zeroing
     assert not UnitaryKVCacheCoordinator.enable_partial_hash_hits
+    assert not ways(spec).writes_reused_blocks_early
 
 
-def test_what_it_zeroes_is_refused(spec: object) -> None:
+def test_where_it_zeroes_saves_end_first(spec: object) -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-    from penstock.connectors.vllm.support import check_groups
-    from penstock.errors import ConfigError
-
-    state = MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,))
+    state = MambaSpec(
+        block_size=16, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+    )
     groups = [KVCacheGroupSpec(["layer"], spec), KVCacheGroupSpec(["state"], state)]
-    config = KVCacheConfig(8, [], groups)
-    assert config.needs_kv_cache_zeroing
-    with pytest.raises(ConfigError):
-        check_groups(config)
+    assert KVCacheConfig(8, [], groups).needs_kv_cache_zeroing
+    assert ways(spec, state).writes_reused_blocks_early
+    assert not ways(spec, state, is_newer=False).writes_reused_blocks_early

@@ -249,7 +249,7 @@ def test_what_a_gpu_can_do_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     def layout(capability: tuple[int, int]) -> str:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         memory = PagedMemory((), 1)
-        device = WorkerDevice(memory, "layers", ("a",), torch.device("cuda", 0), 0, 1)
+        device = WorkerDevice(memory, "layers", ("a",), torch.device("cuda", 0), 0, 1, 0, 1)
         return device.described(config).layout
 
     assert layout((8, 0)) != layout((9, 0)) == layout((9, 0))
