@@ -52,6 +52,7 @@ def ways(*specs: object, is_newer: bool = True) -> Ways:
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1),
     )
     connector._groups = read_groups(connector._kv_cache_config, connector._vllm_config)
+    connector._is_latent = False
     connector._fails_whole = not connector._groups.is_plain
     return connector._ways([Shard(0, 1, 8, "", 1, device="cuda")])
 

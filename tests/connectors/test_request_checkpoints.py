@@ -115,8 +115,8 @@ def test_a_checkpoint_that_ends_after_its_request_belongs_to_its_tenant() -> Non
     saves.save_computed(tracked, 8, lambda _: [(), [1, 2, 3]], {})
     saves.finished(tracked)
     assert saved.offered == [(1, "salt mine")]
-    assert tracked.last_checkpoint is not None
-    keys = tracked.last_checkpoint.keys
+    assert tracked.last_checkpoint
+    keys = tracked.last_checkpoint
     done: Any = SimpleNamespace(ticket=TICKET, ok=True, keys=keys)
     saves.ended(done)
     saves.ended(done)

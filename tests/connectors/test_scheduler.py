@@ -674,13 +674,18 @@ def test_a_whole_prompt_is_loaded_where_no_part_may_be(models: Models) -> None:
     assert loaded(vllm, ask(vllm, longer)) == {"host": len(longer)}
 
 
-def test_only_whole_prompts_are_loaded_after_a_local_hit_too(models: Models) -> None:
-    vllm = models(ways=Ways(hits_whole_prompts_only=True), is_caching=True)
+@pytest.mark.parametrize("whole_only", [False, True])
+def test_only_whole_prompts_are_loaded_after_a_local_hit_too(
+    models: Models, whole_only: bool
+) -> None:
+    vllm = models(ways=Ways(hits_whole_prompts_only=whole_only), is_caching=True)
     whole = PROMPT[: 4 * BLOCK_TOKENS]
-    ask(vllm, whole)
+    ask(vllm)
+    assert vllm.reset(with_connector=False)
+    ask(vllm, [*whole[:-1], 7])  # the device holds three blocks of the prompt, DRAM all of them
+    hits = vllm.seen["hits"]
     ask(vllm, PROMPT)
-    assert vllm.seen["loads"] == 0
-    assert not vllm.seen["hits"]
+    assert vllm.seen["hits"] - hits == (0 if whole_only else 1), "two tokens would follow"
 
 
 def test_saves_end_in_their_step_where_vllm_overwrites_blocks_early(models: Models) -> None:

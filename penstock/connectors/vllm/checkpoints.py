@@ -17,7 +17,6 @@ from typing import NamedTuple
 from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.tracked import (
     NULL_BLOCK,
-    Checkpoint,
     Tables,
     Tracked,
     TrackedRequests,
@@ -36,7 +35,7 @@ class _LastSave(NamedTuple):
     """The save of an answer's last checkpoint, which replaces the one before it once it is done."""
 
     tracked: Tracked
-    old: Checkpoint | None
+    old: tuple[BlockKey, ...]
 
 
 @dataclass(slots=True)
@@ -53,7 +52,6 @@ class RequestCheckpoints:
     states_lag: bool = False
     turns: Callable[[Tracked], Sequence[int]] = lambda _: ()
     _last_of: dict[TicketId, _LastSave] = field(default_factory=dict)  # under way
-    _ended: dict[TicketId, str] = field(default_factory=dict)  # tenants of those that finished
 
     def planned(self, tracked: Tracked, start: int) -> Iterable[int]:
         """The boundaries of a prompt at which checkpoints are kept."""
@@ -112,30 +110,23 @@ class RequestCheckpoints:
 
     def finished(self, tracked: Tracked) -> None:
         """Write the checkpoint of a request's answer to the lower tiers too."""
-        if tracked.last_checkpoint is None or tracked.keys is None:
-            return
-        self._offer(tracked.last_checkpoint.keys, tracked.tenant)
-        for ticket, save in self._last_of.items():
-            if save.tracked is tracked:  # its save is under way: offer it when it has ended
-                self._ended[ticket] = tracked.tenant
+        tracked.has_finished = True
+        self._offer_last(tracked)
 
     def ended(self, done: Done) -> None:
         """A save has ended."""
         save = self._last_of.pop(done.ticket, None)
-        tenant = self._ended.pop(done.ticket, None)
         if save is None:
             return
+        tracked, old = save
         if not done.ok:  # for lack of room, for instance: the one before it stays the last
-            last = save.tracked.last_checkpoint
-            if last is not None and last.keys == done.keys:
-                save.tracked.last_checkpoint = save.old
-        elif save.old is not None and save.old.keys != done.keys:
-            # It may be the same one: it comes again after a preemption.
-            self.offloader.supersede(save.old.keys)
-            self.boundaries.gone(save.old.keys[-1])
-        kept = Checkpoint(0, done.keys) if done.ok else save.old
-        if tenant is not None and kept is not None:
-            self._offer(kept.keys, tenant)
+            if tracked.last_checkpoint == done.keys:
+                tracked.last_checkpoint = old
+        elif old and old != done.keys:  # the same one comes again after a preemption
+            self.offloader.supersede(old)
+            self.boundaries.gone(old[-1])
+        if tracked.has_finished:
+            self._offer_last(tracked)
 
     def used(self, tracked: Tracked, num_tokens: int) -> None:
         """A hit of so many tokens is loaded: learn that its checkpoint was worth its bytes."""
@@ -205,12 +196,9 @@ class RequestCheckpoints:
         num_bytes = len(keys) * self.requests.block_bytes
         self.boundaries.saved(keys[-1], reason or Reason.ANSWER_END, num_bytes)
         if is_of_answer:
-            self._replace_last(tracked, Checkpoint(boundary, tuple(keys)), ticket)
+            self._last_of[ticket] = _LastSave(tracked, tracked.last_checkpoint)
+            tracked.last_checkpoint = tuple(keys)
         return True
-
-    def _replace_last(self, tracked: Tracked, new: Checkpoint, ticket: TicketId) -> None:
-        old, tracked.last_checkpoint = tracked.last_checkpoint, new
-        self._last_of[ticket] = _LastSave(tracked, old)
 
     def _blocks(
         self,
@@ -233,6 +221,9 @@ class RequestCheckpoints:
         found = [Slot(block) for block in table[blocks.start : blocks.stop]]
         return None if NULL_BLOCK in found else found
 
-    def _offer(self, keys: Sequence[BlockKey], tenant: str) -> None:
-        no_parents = dict.fromkeys(range(len(keys)))
-        self.offloader.offer(keys, tenant=tenant, parents=no_parents)
+    def _offer_last(self, tracked: Tracked) -> None:
+        """Only what has arrived in DRAM: a save under way is offered when it has ended."""
+        keys = tracked.last_checkpoint
+        if keys and tracked.keys is not None:
+            no_parents = dict.fromkeys(range(len(keys)))
+            self.offloader.offer(keys, tenant=tracked.tenant, parents=no_parents)

@@ -135,8 +135,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._groups = read_groups(kv_cache_config, vllm_config)
         # With several groups, block ids do not tell vLLM which request failed. With MLA on a CPU
         # it computes wrongly if a part of a prompt is there and more than one token is not.
+        self._is_latent = is_latent(kv_cache_config)
         on_cpu = vllm_config.device_config.device_type == "cpu"
-        self._fails_whole = not self._groups.is_plain or (on_cpu and is_latent(kv_cache_config))
+        self._fails_whole = not self._groups.is_plain or (on_cpu and self._is_latent)
         check_groups_version(vllm.__version__, fails_whole=self._fails_whole)
         self._scheduler: GuardedScheduler | None = None
         self._worker: GuardedWorker | None = None
@@ -277,7 +278,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             has_drafts=config.speculative_config is not None,
             has_stages=config.parallel_config.pipeline_parallel_size > 1,
             writes_reused_blocks_early=is_newer and moves,
-            hits_whole_prompts_only=on_cpu and is_latent(self._kv_cache_config),
+            hits_whole_prompts_only=on_cpu and self._is_latent,
             fails_whole=self._fails_whole,
         )
 
@@ -359,7 +360,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.ask(nothing, lambda _: self._published(news))
 
     def _published(self, news: BlockNews) -> list[Any]:
-        return published(news.take(), is_latent=is_latent(self._kv_cache_config))
+        return published(news.take(), is_latent=self._is_latent)
 
     def get_kv_connector_stats(self) -> PenstockStats | None:
         if self._scheduler is None:

@@ -217,6 +217,7 @@ class SchedulerSide:
                 self._take_over(request)
             self._dispatch.fence(plan.written)
             chunks = []
+            has_checkpoints = not self._groups.all_full
             for request_id, count in plan.num_tokens.items():
                 if (tracked := self._requests.get(request_id)) is None:
                     continue
@@ -224,7 +225,7 @@ class SchedulerSide:
                 chunks.append((count, before))
                 tracked.num_computed += count
                 self._saves.save_computed(tracked)
-                if not self._groups.all_full:
+                if has_checkpoints:
                     states = plan.states.get(request_id, {})
                     self._checkpoints.save_computed(tracked, before, plan.tables, states)
             self._dispatch.gather(before=False)

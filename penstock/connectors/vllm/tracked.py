@@ -62,13 +62,6 @@ class Loading:
     started: float
 
 
-class Checkpoint(NamedTuple):
-    """The blocks of windows and states that a hit of `num_tokens` needs."""
-
-    num_tokens: int
-    keys: tuple[BlockKey, ...]
-
-
 @dataclass(slots=True)
 class Tracked:
     request: Any
@@ -80,7 +73,8 @@ class Tracked:
     num_checked: int = 0  # tokens up to which all checkpoints worth keeping are saved
     boundaries: Mapping[int, Any] | None = None  # checkpoints to keep of its prompt, and why
     junction: int | None = None  # where the full groups' hit ended without a checkpoint
-    last_checkpoint: Checkpoint | None = None  # of its answer, replaced by the next one
+    last_checkpoint: tuple[BlockKey, ...] = ()  # of its answer, replaced by the next one
+    has_finished: bool = False
     offer: Offer | None = None
     loading: Loading | None = None  # the load that the request waits for
     num_found: int | None = None  # leading tokens in the cache when it was first admitted
@@ -177,8 +171,7 @@ class TrackedRequests(dict[str, Tracked]):
             keys[num_found:num_found] = saved[:found]
             keys += saved[found:]
             num_found += found
-        if tracked.last_checkpoint is not None:
-            keys += tracked.last_checkpoint.keys
+        keys += tracked.last_checkpoint
         self._sessions.ended(tracked.hints, keys, num_found, tracked.tenant)
 
     def is_named(self, tracked: Tracked) -> bool:
