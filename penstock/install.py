@@ -17,6 +17,7 @@ _WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{VERSION}-py3-none-any.whl"
 # What importing the embedded engine needs. It imports numba and gguf only when it uses them.
 ENGINE = ("torch", "transformers", "numpy", "safetensors")
 SERVER = ("fastapi", "uvicorn", "pydantic")
+KV_EVENTS = ("zmq", "msgpack")
 
 
 def how_to_install(extra: str) -> str:

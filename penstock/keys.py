@@ -44,6 +44,7 @@ class Namespace:
     shard_size: int = 1
     tenant: str = ""  # a salt, so that tenants cannot probe each other's cache
     settings: str = ""  # digest of other server settings that may change the KV
+    loss: str = ""  # the lossy codecs of all tiers: KV computed after lossy KV differs too
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
@@ -58,7 +59,7 @@ class Namespace:
         """32 bytes. Each field is hashed with its name and length, so that none can be confused."""
         hasher = blake3(b"penstock namespace 2")
         for field in fields(self):
-            if field.name in _LABELS:
+            if field.name in _LABELS or (field.name == "loss" and not self.loss):
                 continue
             for part in (field.name, str(getattr(self, field.name))):
                 encoded = part.encode()

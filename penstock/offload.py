@@ -21,10 +21,13 @@ from penstock.books.damages import Damages
 from penstock.books.prefetches import Prefetches
 from penstock.books.stack import TierStack
 from penstock.clock import Clock
+from penstock.codecs.base import BlockCodec
+from penstock.codecs.blocks import TierCodecs
 from penstock.costs.meters import LinkMeter
 from penstock.costs.rates import LinkRate, load_seconds
 from penstock.errors import PenstockError
 from penstock.events import (
+    CodecsChosen,
     Damaged,
     Event,
     LookedUp,
@@ -34,6 +37,7 @@ from penstock.events import (
     Prefetched,
     Recovered,
     TicketDone,
+    TierCodec,
     TierEmptied,
     TierRested,
     TierRevived,
@@ -74,9 +78,11 @@ class Offloader:
         clock: Clock,
         *,
         block_bytes: int,
+        block_tokens: int = 0,
         load_deadline_seconds: float,
         seals: Seals | None = None,
         host: HostArena | None = None,
+        codecs: TierCodecs | None = None,
         recovery: Recovery | None = None,
         incidents: Mapping[Tier, Callable[[], list[Incident]]] | None = None,
         observers: Iterable[Observer] = (),
@@ -88,6 +94,9 @@ class Offloader:
         self._block_bytes = block_bytes
         self._load_deadline_seconds = load_deadline_seconds
         self.host = host  # where pinned blocks are read
+        self._codecs = codecs or TierCodecs(BlockCodec.raw(block_bytes))
+        self._codecs_chosen = _codecs_chosen(self._codecs, block_tokens)
+        self._told_unfit: set[Tier] = set()
         self._pin_check = PinCheck(stack, seals, host)
         self._recovery = recovery  # None once it is complete
         self._num_recovered = 0
@@ -101,10 +110,12 @@ class Offloader:
         self._is_quarantined = False
         self._unwanted: set[BlockKey] = set()  # on their way into HOST at a quarantine
         self._closed = False
+        self._tell([self._codecs_chosen])
 
     def observe(self, observer: Observer) -> None:
         """Call `observer` with every event from now on."""
         self._observers.append(observer)
+        tell([observer], [self._codecs_chosen])
 
     def match(self, keys: Sequence[BlockKey]) -> Match:
         """Find how many leading blocks could be loaded, from where, how fast. Changes nothing."""
@@ -122,14 +133,43 @@ class Offloader:
 
     @property
     def rates(self) -> dict[Tier, LinkRate]:
-        """The rate of each link, as measured by loads so far."""
-        return {tier: meter.rate for tier, meter in self._meters.items() if meter.rate is not None}
+        """The rate of each link, as measured by loads so far, in bytes of blocks in HOST."""
+        rates = {}
+        for tier, meter in self._meters.items():
+            if meter.rate is not None:
+                share = self._codecs.of(tier).packed_bytes / self._block_bytes
+                rates[tier] = meter.rate if share == 1 else meter.rate.per_bytes_of(share)
+        return rates
+
+    @property
+    def codecs(self) -> Mapping[Tier, str]:
+        """The name of each tier's codec."""
+        return self._codecs.names
+
+    @property
+    def host_codec(self) -> BlockCodec:
+        return self._codecs.host
+
+    @property
+    def host_block_bytes(self) -> int:
+        """The size of a block in HOST: what crosses the link to the device."""
+        return self._block_bytes
+
+    def read_host(self, slot: Slot) -> memoryview:
+        """The values of a block that is pinned in HOST, unpacked."""
+        assert self.host is not None
+        return self._codecs.host.values(self.host.view(slot))
 
     @property
     def is_moving(self) -> bool:
         """Whether anything is under way, including the recovery of a disk index."""
         waiting = self._recovery or len(self._stack.lookups) or self._prefetches
         return bool(waiting) or not self._stack.idle
+
+    @property
+    def is_available(self) -> bool:
+        """Always, unlike that of a node."""
+        return True
 
     @property
     def num_pinned(self) -> int:
@@ -147,6 +187,11 @@ class Offloader:
 
     @property
     def num_host_blocks(self) -> int:
+        return self._stack.host.capacity
+
+    @property
+    def num_pinnable_blocks(self) -> int:
+        """How many blocks of HOST this client may pin at the same time."""
         return self._stack.host.capacity
 
     @property
@@ -414,6 +459,19 @@ class Offloader:
             self._kept += self._advance()
         return self._recovery is None
 
+    def open_host(self, slots: Sequence[Slot]) -> None:
+        """Start using slots of HOST that were closed until now."""
+        self._stack.host.open(slots)
+
+    def close_host(self, slots: Sequence[Slot]) -> bool:
+        """Stop using slots of HOST. Returns False while some are in use: then call it again."""
+        self._stack.ledgers.close_host(slots)
+        return self._stack.host.are_closed(slots)
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return self._stack.host.num_free
+
     def empty_host(self) -> int:
         """Drop every block in DRAM; returns how many. Lower tiers keep theirs."""
         return self._stack.empty_host()
@@ -496,6 +554,8 @@ class Offloader:
                 log.warning("%s: %ss work again", event.tier.name, event.direction.value)
             elif isinstance(event, Lost) and event.verdict is Verdict.CORRUPT:
                 self._warn_damaged(event.source, event.num_blocks, event.error)
+            elif isinstance(event, Lost) and event.verdict is Verdict.UNFIT:
+                self._warn_unfit(event.target)
         self._warn(self._damages.tick(self._clock.now()))
         if self._observers:
             events += self._stack.take_usage(self._engine.depth)
@@ -522,6 +582,19 @@ class Offloader:
 
     def _warn_damaged(self, tier: Tier, num_blocks: int, error: str) -> None:
         self._warn(self._damages.note(tier, num_blocks, error, self._clock.now()))
+
+    def _warn_unfit(self, tier: Tier) -> None:
+        """Once for each tier: a model whose blocks do not fit has many of them."""
+        if tier not in self._told_unfit:
+            self._told_unfit.add(tier)
+            log.warning(
+                '%s: a block is not kept, because its values do not fit the codec "%s". It will be '
+                "computed again. If many blocks are lost this way (penstock_unfit_blocks_total), "
+                'set %s.codec to "raw". This is said only once.',
+                tier.name,
+                self._codecs.of(tier).name,
+                tier.label,
+            )
 
     def _warn(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -618,3 +691,10 @@ class Offloader:
 
     def _tell(self, events: Iterable[Event]) -> None:
         tell(self._observers, events)
+
+
+def _codecs_chosen(codecs: TierCodecs, block_tokens: int) -> CodecsChosen:
+    chosen = tuple(
+        TierCodec(tier, name, codecs.of(tier).packed_bytes) for tier, name in codecs.names.items()
+    )
+    return CodecsChosen(chosen, codecs.host.raw_bytes, block_tokens)

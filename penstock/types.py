@@ -52,6 +52,7 @@ class State(IntEnum):
     FILLING = 2  # claimed; its bytes have not arrived yet
     READY = 3
     DOOMED = 4  # dropped while leased: no longer offered, free once the last lease ends
+    CLOSED = 5  # its memory belongs to another ledger now
 
 
 class Verdict(IntEnum):
@@ -64,6 +65,7 @@ class Verdict(IntEnum):
     EXPIRED = 4  # the deadline passed
     CANCELLED = 5
     DROPPED = 6  # refused: a queue or a tier was full
+    UNFIT = 7  # the block does not fit its codec
 
     @property
     def label(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from penstock.metrics import Metrics
+from penstock.metrics.node import NodeMetrics
 
 EXECUTABLE = shutil.which("promtool")
 WHY_NOT = None if EXECUTABLE else "promtool is not installed: apt-get install prometheus"
@@ -54,8 +55,12 @@ def check_expressions(expressions: Iterable[str], folder: Path) -> None:
 
 def scraped_names() -> set[str]:
     """Ours, as they are scraped."""
+    registries = (Metrics().registry, NodeMetrics().registry)
     return {
-        metric.name + end for metric in Metrics().registry.collect() for end in _ENDS[metric.type]
+        metric.name + end
+        for registry in registries
+        for metric in registry.collect()
+        for end in _ENDS[metric.type]
     }
 
 

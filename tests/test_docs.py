@@ -15,6 +15,7 @@ from penstock.config import Config, describe, load_config
 from penstock.metrics import Metrics
 from penstock.metrics.familiar import FamiliarNames
 from penstock.metrics.families import RegistryFamilies
+from penstock.metrics.node import NodeFamilies
 from penstock.metrics.tiers import TierMetrics
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +119,8 @@ def test_every_metric_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     everywhere = Noted(CollectorRegistry())
     TierMetrics(everywhere)  # all that vLLM's /metrics has
+    node = Noted(CollectorRegistry())
+    NodeFamilies(node)
     made = []
     monkeypatch.setattr(
         "penstock.metrics.RegistryFamilies",
@@ -136,6 +139,7 @@ def test_every_metric_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
         "The embedded engine: not in vLLM": {
             name: facts for name, facts in noted.made.items() if name not in everywhere.made
         },
+        "A node": node.made,
         "Names used by others: not in vLLM": familiar,
     }
     assert names == {*noted.made, *(name.removesuffix("_total") for name in familiar)}

@@ -77,6 +77,7 @@ def test_every_part_of_the_namespace_counts() -> None:
         "shard_size": 2,
         "tenant": "acme",
         "settings": "digest",
+        "loss": "int8",
     }
     base = replace(NAMESPACE, shard_size=3)
     assert {"model", *changed} == {field.name for field in fields(Namespace)}

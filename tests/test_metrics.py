@@ -7,15 +7,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from tools import Rig, keys_of
 
 from penstock.events import (
+    CodecsChosen,
     Damaged,
     Decided,
     Finished,
     FirstToken,
     LookedUp,
     Lost,
+    Moved,
     Preempted,
     Refused,
     Sequences,
+    TierCodec,
     TierEmptied,
     TierRested,
     TierRevived,
@@ -142,3 +145,32 @@ def test_requests_of_the_engine_are_counted() -> None:
     assert found["penstock_recomputed_tokens_total", ()] == 7
     assert found["penstock_token_seconds_sum", ()] == 0.1
     assert found["penstock_requests_total", (("reason", "abort"),)] == 1
+
+
+def test_codecs_and_what_the_tiers_hold_in_tokens() -> None:
+    metrics = Metrics()
+    codecs = (
+        TierCodec(Tier.HOST, "lossless", 1_605_760),
+        TierCodec(Tier.DISK, "int8", 1_056_768),
+    )
+    metrics(CodecsChosen(codecs, 2_097_152, 16))
+    metrics(TierUsage(Tier.HOST, 3, 10, 0, 0, 0))
+    metrics(Moved(Tier.DISK, Tier.HOST, Direction.LOAD, 4, 4_227_072, 0.1))
+    metrics(Moved(Tier.HOST, Tier.DISK, Direction.SAVE, 7, 7_397_376, 0.1))
+    metrics(Moved(Tier.HOST, Tier.DEVICE, Direction.LOAD, 5, 8_028_800, 0.1))
+    metrics(Lost(Tier.DEVICE, Tier.HOST, Direction.SAVE, Verdict.UNFIT, 2))
+    metrics(Finished("stop", 100, 11, 0, 0, 1.3, 0.3, num_lossy=64))
+    metrics(Finished("stop", 100, 11, 0, 0, 1.3, 0.3))
+    found = samples(metrics)
+    assert found["penstock_tier_codec_info", (("codec", "lossless"), ("tier", "host"))] == 1
+    assert found["penstock_tier_codec_info", (("codec", "int8"), ("tier", "disk"))] == 1
+    assert found["penstock_block_bytes", (("tier", "device"),)] == 2_097_152
+    assert found["penstock_block_bytes", (("tier", "host"),)] == 1_605_760
+    assert found["penstock_used_tokens", (("tier", "host"),)] == 48
+    assert found["penstock_capacity_tokens", (("tier", "host"),)] == 160
+    assert found["penstock_lossy_blocks_total", (("tier", "disk"),)] == 4
+    assert found["penstock_lossy_blocks_total", (("tier", "host"),)] == 0
+    assert found["penstock_unfit_blocks_total", (("tier", "host"),)] == 2
+    hop = (("direction", "save"), ("source", "device"), ("target", "host"))
+    assert found["penstock_lost_blocks_total", (*hop, ("verdict", "unfit"))] == 2
+    assert found["penstock_lossy_requests_total", ()] == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,8 @@ BLOCK = 32  # tokens; the smallest that vLLM takes on a CPU
 MODEL = os.environ.get("TEST_MODEL", "")
 
 pytest.register_assert_rewrite("group_checks")
+
+_UNSEEN = "llvmlite.binding.ffi"
 
 Tokens = list[int]
 
@@ -50,7 +54,14 @@ class Vllm:
         } | given
         if given["block_size"] is None:  # vLLM chooses
             del given["block_size"]
-        self.llm = LLM(seed=0, disable_log_stats=False, **given)
+        # Once numba is imported, another engine on a CPU cannot start in the same process: vLLM
+        # looks at whatever lies in any module, and cannot bear the look of this one.
+        hidden = sys.modules.pop(_UNSEEN, None)
+        try:
+            self.llm = LLM(seed=0, disable_log_stats=False, **given)
+        finally:
+            if hidden is not None:
+                sys.modules[_UNSEEN] = hidden
 
     def ask(
         self, prompts: list[Tokens], num: int = 8, *, salt: str = "", **params: Any
@@ -226,6 +237,13 @@ def case(
     case = Case(MODELS[name], models, disk, faults, more, environment)
     yield case
     case.close()
+
+
+def half() -> str:
+    """vLLM's build for ARM dies of bfloat16 on a processor that does not have it."""
+    if platform.machine() == "aarch64" and "bf16" not in Path("/proc/cpuinfo").read_text():
+        return "float16"
+    return "bfloat16"
 
 
 def tokens(num: int, seed: int) -> Tokens:

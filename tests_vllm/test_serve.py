@@ -122,6 +122,38 @@ def test_a_returning_prompt_is_loaded_and_everybody_can_see_it(url: str, events_
     assert stored["CPU"] <= stored["GPU"]  # under the very names that vLLM gives them
 
 
+def test_salted_blocks_are_published_with_their_salt(url: str, events_port: int) -> None:
+    import msgspec
+    import zmq
+    from openai import OpenAI
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+    client = OpenAI(base_url=url + "/v1", api_key="none")
+    with zmq.Context() as context, context.socket(zmq.SUB) as listener:
+        listener.connect(f"tcp://127.0.0.1:{events_port}")
+        listener.setsockopt(zmq.SUBSCRIBE, b"")
+        firsts: list[BlockStored] = []
+        hashes: dict[str | None, set[object]] = {}
+        for salt in (None, "pepper"):
+            time.sleep(1)
+            body = {} if salt is None else {"cache_salt": salt}
+            words = "Salt is not pepper, and pepper is not salt. " * 16
+            for _ in range(2):  # the second one, so that what happened last is published
+                client.completions.create(
+                    model="smol", prompt=words, max_tokens=8, temperature=0, extra_body=body
+                )
+            while listener.poll(2000):
+                batch = msgspec.msgpack.decode(listener.recv_multipart()[-1], type=KVEventBatch)
+                stored = [event for event in batch.events if isinstance(event, BlockStored)]
+                firsts += [event for event in stored if event.parent_block_hash is None]
+                for event in stored:
+                    hashes.setdefault(salt, set()).update(event.block_hashes)
+    assert not hashes[None] & hashes["pepper"]
+    for medium in ("GPU", "CPU"):
+        told = [event for event in firsts if event.medium == medium]
+        assert [event.extra_keys and event.extra_keys[0] for event in told] == [None, ("pepper",)]
+
+
 def test_chat_streams(url: str) -> None:
     from openai import OpenAI
 

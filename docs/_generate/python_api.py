@@ -43,6 +43,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
             "DiskConfig",
             "RemoteConfig",
             "TransferConfig",
+            "NodeConfig",
         ),
         "penstock.units": ("parse_bytes", "format_bytes"),
     },
@@ -60,6 +61,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Planning": {
         "penstock.shapes.catalog": ("find_gpu", "find_model"),
         "penstock.shapes.sizing": ("find_shape",),
+        "penstock.shapes.packing": ("pack_shape",),
         "penstock.plan.fit": ("Demand", "Hardware"),
         "penstock.plan.planner": ("PlannedModel", "Plan", "make_plan"),
         "penstock.watch.samples": ("read_samples",),
@@ -70,6 +72,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "penstock.sim.formats": ("read_trace", "write_trace", "read_record"),
         "penstock.sim.settings": ("SimulatedHardware",),
         "penstock.sim.simulator": ("simulate",),
+        "penstock.sim.fleet": ("FleetConfig", "Roles", "simulate_fleet"),
         "penstock.sim.replay": ("replay", "new_ledger"),
         "penstock.sim.optimum": ("optimum", "unbounded"),
     },

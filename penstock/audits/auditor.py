@@ -349,29 +349,30 @@ class Auditor:
         """Compare once everything is there; end an audit that has nothing to compare."""
         if not audit.is_complete or audit.comparing is not None or audit not in self._audits:
             return
-        pairs = [
-            BlockPair(
-                key,
-                block.index,
-                block.group,
-                audit.sources.get(key),
-                self._view(audit.stored[key]),
-                self._view(audit.fresh[key]),
-            )
-            for key, block in audit.blocks.items()
-            if key in audit.stored and key in audit.fresh
-        ]
-        if not pairs or audit.is_void:
+        keys = [key for key in audit.blocks if key in audit.stored and key in audit.fresh]
+        if not keys or audit.is_void:
             self._release(audit)
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-audit")
-        if audit.check is AuditCheck.READ_BACK:
-            audit.comparing = self._threads.submit(compare_read_back, pairs, self._layouts)
-        else:
-            audit.comparing = self._threads.submit(
-                compare_computed, pairs, self._layouts, self._tolerances
+        audit.comparing = self._threads.submit(self._compare, audit, keys)
+
+    def _compare(self, audit: _Audit, keys: Sequence[BlockKey]) -> Comparison:
+        """On a thread: blocks that HOST holds packed are unpacked here. They are pinned."""
+        pairs = [
+            BlockPair(
+                key,
+                audit.blocks[key].index,
+                audit.blocks[key].group,
+                audit.sources.get(key),
+                self._view(audit.stored[key]),
+                self._view(audit.fresh[key]),
             )
+            for key in keys
+        ]
+        if audit.check is AuditCheck.READ_BACK:
+            return compare_read_back(pairs, self._layouts)
+        return compare_computed(pairs, self._layouts, self._tolerances)
 
     def _conclude(self, audit: _Audit, comparing: Future[Comparison]) -> None:
         self._release(audit)

@@ -121,12 +121,17 @@ def _decode(data: NDArray[np.uint8], dtype: str) -> _Numbers:
     if dtype == "bfloat16":  # the upper half of a float32
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "float8_e5m2":  # the upper half of a float16
-        return (data.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+        return _widen((data.astype(np.uint16) << 8).view(np.float16))
     if dtype == "float8_e4m3fn":
         return _e4m3_values()[data]
     if dtype == "float16":
-        return data.view(np.float16).astype(np.float32)
+        return _widen(data.view(np.float16))
     return data.view(np.float64 if dtype == "float64" else np.float32)
+
+
+def _widen(halves: NDArray[np.float16]) -> _Numbers:
+    with np.errstate(invalid="ignore"):  # on some processors, signaling NaNs give a warning
+        return halves.astype(np.float32)
 
 
 @cache

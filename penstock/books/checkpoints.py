@@ -41,8 +41,6 @@ class Checkpoints:
         self._ledgers: dict[Tier, Ledger] = {
             tier: ledger for tier, ledger in ledgers if tier in (Tier.HOST, Tier.DISK)
         }
-        num_slots = sum(ledger.capacity for ledger in self._ledgers.values())
-        self._max_members = _MAX_CHECKPOINTS_PER_BLOCK * num_slots
         self._num_members = 0  # the sum over all checkpoints
         self._checkpoints: OrderedDict[tuple[BlockKey, ...], _Checkpoint] = OrderedDict()
         self._of: dict[BlockKey, list[_Checkpoint]] = {}  # by block
@@ -53,6 +51,11 @@ class Checkpoints:
 
     def __len__(self) -> int:
         return len(self._checkpoints)
+
+    @property
+    def _max_members(self) -> int:
+        num_slots = sum(ledger.capacity for ledger in self._ledgers.values())
+        return _MAX_CHECKPOINTS_PER_BLOCK * num_slots
 
     def keep(self, keys: Sequence[BlockKey]) -> None:
         """Evict these blocks together from now on. Ignored if HOST and DISK hold none of them."""

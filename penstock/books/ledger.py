@@ -8,6 +8,9 @@ Pure: no I/O, no threads, no clock. The life of a block:
 A leased block is READY and is neither evicted nor overwritten until it is released. A block that
 is dropped while leased becomes DOOMED: lookups no longer find it, and its slot is freed when the
 last lease ends. After a restart slots are UNKNOWN until `adopt` makes them READY or FREE.
+
+Ledgers that divide one memory between them open and close slots: a CLOSED slot is not used, because
+its memory belongs to another ledger.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import KeysView, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from penstock.errors import BookError
@@ -23,7 +26,7 @@ from penstock.policies.base import Policy
 from penstock.types import BlockKey, Slot, State
 
 _NEIGHBOURS = 16
-_UNKNOWN, _FREE, _FILLING, _READY, _DOOMED = (int(state) for state in State)
+_UNKNOWN, _FREE, _FILLING, _READY, _DOOMED, _CLOSED = (int(state) for state in State)
 
 
 class Claim(NamedTuple):
@@ -34,30 +37,37 @@ class Claim(NamedTuple):
 class Ledger:
     """Every method is atomic: when it raises BookError or returns None, nothing has changed."""
 
-    def __init__(self, capacity: int, policy: Policy, *, recovering: bool = False) -> None:
+    def __init__(
+        self, capacity: int, policy: Policy, *, recovering: bool = False, closed: bool = False
+    ) -> None:
+        """If `recovering`, all slots are UNKNOWN at first; if `closed`, they are CLOSED."""
         if capacity < 1:
             raise BookError(f"a ledger needs at least one slot, got {capacity}")
         self._policy = policy
         self._slot_of: dict[BlockKey, Slot] = {}
         self._key_in: list[BlockKey | None] = [None] * capacity
         self._parents: list[BlockKey | None] = [None] * capacity  # by slot; None if unknown
-        self._state = bytearray([_UNKNOWN if recovering else _FREE]) * capacity
+        state = _CLOSED if closed else _UNKNOWN if recovering else _FREE
+        self._state = bytearray([state]) * capacity
         self._num_leases = array("I", bytes(4 * capacity))
         # Slots from `_fresh` on were never used. They are handed out in order, so that blocks
         # claimed together are neighbours and one transfer moves them as one run.
-        self._fresh = capacity if recovering else 0
+        self._fresh = capacity if recovering or closed else 0
         self._freed: list[Slot] = []
         self._num_filling = 0
         self._num_leased = 0  # READY or DOOMED slots with at least one lease
         self._num_doomed = 0
+        self._num_closed = capacity if closed else 0
+        self._closing: set[Slot] = set()  # slots in use that close as soon as nothing uses them
 
     @property
     def capacity(self) -> int:
-        return len(self._key_in)
+        """How many slots are open, and will stay so."""
+        return len(self._key_in) - self._num_closed - len(self._closing)
 
     @property
     def num_free(self) -> int:
-        return len(self._freed) + self.capacity - self._fresh
+        return len(self._freed) + len(self._key_in) - self._fresh
 
     @property
     def num_leased(self) -> int:
@@ -231,6 +241,44 @@ class Ledger:
         self._policy.insert(key, parent)
         return True
 
+    def open(self, slots: Sequence[Slot]) -> None:
+        """Start using CLOSED slots."""
+        if not self._are(slots, _CLOSED):
+            raise BookError("a slot is opened that is not closed")
+        if len(set(slots)) < len(slots):
+            raise BookError("a slot to open is named twice")
+        self._num_closed -= len(slots)
+        for slot in slots:
+            self._state[slot] = _FREE
+            heappush(self._freed, slot)
+
+    def close(self, slots: Sequence[Slot]) -> list[BlockKey]:
+        """Stop using slots; returns the blocks that are no longer offered.
+
+        Leased blocks keep their slots until released. Blocks on their way here still arrive: call
+        this again until `are_closed`.
+        """
+        if self._fresh < len(self._key_in):
+            raise BookError("only a ledger that began closed can close slots")
+        dropped = [
+            key
+            for slot in slots
+            if self._state[slot] == _READY and (key := self._key_in[slot]) is not None
+        ]
+        for key in dropped:
+            self.drop(key)
+        free = {slot for slot in slots if self._state[slot] == _FREE}
+        if free:
+            self._freed = [slot for slot in self._freed if slot not in free]
+            heapify(self._freed)
+            for slot in free:
+                self._shut(slot)
+        self._closing.update(slot for slot in slots if self._state[slot] != _CLOSED)
+        return dropped
+
+    def are_closed(self, slots: Sequence[Slot]) -> bool:
+        return self._are(slots, _CLOSED)
+
     def leases(self) -> dict[Slot, int]:
         """How many leases each leased slot has, for the audit."""
         return {Slot(slot): num for slot, num in enumerate(self._num_leases) if num}
@@ -263,6 +311,10 @@ class Ledger:
         _expect(num_leased == self._num_leased, "leased slots are miscounted")
         for slot in free:
             _expect(self._key_in[slot] is None, "a free slot still names a block")
+        _expect(counts[_CLOSED] == self._num_closed, "closed slots are miscounted")
+        for slot in self._closing:
+            in_use = self._state[slot] not in (_FREE, _CLOSED)
+            _expect(in_use, "a slot that nothing uses is not closed")
 
     def _is_idle(self, key: BlockKey) -> bool:
         return not self._num_leases[self._slot_of[key]]
@@ -287,8 +339,16 @@ class Ledger:
     def _free(self, slot: Slot) -> None:
         self._key_in[slot] = None
         self._parents[slot] = None
+        if slot in self._closing:
+            self._shut(slot)
+            return
         self._state[slot] = _FREE
         heappush(self._freed, slot)
+
+    def _shut(self, slot: Slot) -> None:
+        self._closing.discard(slot)
+        self._state[slot] = _CLOSED
+        self._num_closed += 1
 
     def _filling(self, keys: Sequence[BlockKey]) -> list[Slot]:
         slots = [slot for slot in map(self._slot_of.get, keys) if slot is not None]

@@ -21,8 +21,8 @@ from penstock.types import (
     Verdict,
 )
 
-GONE = (Verdict.MISSING, Verdict.CORRUPT, Verdict.FAILED)
-"""Verdicts after which a block is dropped from its source tier."""
+GONE = (Verdict.MISSING, Verdict.CORRUPT, Verdict.FAILED, Verdict.UNFIT)
+"""Verdicts after which a block is dropped from its source tier: trying again would not help."""
 
 
 def all_ok(verdicts: Sequence[Verdict]) -> bool:
@@ -32,7 +32,13 @@ def all_ok(verdicts: Sequence[Verdict]) -> bool:
 class Ledgers:
     """All changes of a tier's blocks go through this class, so that the journal is complete."""
 
-    def __init__(self, block_bytes: int, host: Ledger, lower: Mapping[Tier, Ledger]) -> None:
+    def __init__(
+        self,
+        block_bytes: int,
+        host: Ledger,
+        lower: Mapping[Tier, Ledger],
+        lower_bytes: Mapping[Tier, int] | None = None,
+    ) -> None:
         self.host = host
         self.lower = dict(sorted(lower.items()))
         self.now = 0.0
@@ -42,7 +48,9 @@ class Ledgers:
         # The same for all tiers. Blocks that were on their way and did not arrive are lost, too.
         self.on_stored: list[Callable[[Tier, Sequence[BlockKey]], None]] = []
         self.on_lost: list[Callable[[Tier, Sequence[BlockKey]], None]] = []
-        self._block_bytes = block_bytes
+        # What a block has on each link, in bytes.
+        self._block_bytes = {Tier.HOST: block_bytes, **dict.fromkeys(self.lower, block_bytes)}
+        self._block_bytes.update(lower_bytes or {})
         self._health = {
             (tier, direction): Health() for tier in self.lower for direction in Direction
         }
@@ -93,6 +101,10 @@ class Ledgers:
                 listener(tier, failed)
         ledger.commit(arrived)
         self._note_stored(tier, arrived)
+
+    def close_host(self, slots: Sequence[Slot]) -> None:
+        """Stop using slots of HOST (see `Ledger.close`). Their blocks count as evicted."""
+        self._note_removed(Tier.HOST, self.host.close(slots), evicted=True)
 
     def drop(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         ledger = self.of(tier)
@@ -161,7 +173,7 @@ class Ledgers:
         source, target, direction = transfer.source, transfer.target, transfer.direction
         num_ok = outcome.verdicts.count(Verdict.OK)
         if num_ok:
-            num_bytes = num_ok * self._block_bytes
+            num_bytes = num_ok * self._block_bytes[transfer.link]
             alone = self._link_seconds(transfer, outcome)
             self._events.append(
                 Moved(source, target, direction, num_ok, num_bytes, outcome.seconds, alone)

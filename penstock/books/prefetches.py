@@ -33,13 +33,17 @@ class _Prefetch:
 class Prefetches:
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
-        self._max_blocks = max(1, stack.host.capacity // 4)  # per prefetch
         self._waiting: deque[_Prefetch] = deque()
         self._loading: dict[TicketId, _Prefetch] = {}
         self._num_under_way = 0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._loading)
+
+    @property
+    def _max_blocks(self) -> int:
+        """Per prefetch."""
+        return max(1, self._stack.host.capacity // 4)
 
     def ask(
         self,

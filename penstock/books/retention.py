@@ -36,7 +36,7 @@ class Retention:
         Copies to lower tiers may lease the other half, and some room must be left for new blocks.
         """
         self._host = host
-        self.max_blocks = min(int(host.capacity * share), (host.capacity - 1) // 2)
+        self._share = share
         self._limit = self.max_blocks  # lower while much of HOST is pinned
         self._groups: dict[str, _Group] = {}
         self._num_groups: dict[BlockKey, int] = {}  # how many groups want each block
@@ -52,6 +52,11 @@ class Retention:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._slots
+
+    @property
+    def max_blocks(self) -> int:
+        capacity = self._host.capacity
+        return max(0, min(int(capacity * self._share), (capacity - 1) // 2))
 
     @property
     def slots(self) -> Collection[Slot]:

@@ -80,10 +80,12 @@ class TierStack:
         *,
         read_only: frozenset[Tier] = frozenset(),
         gates: Mapping[Tier, WriteGate] | None = None,
+        lower_bytes: Mapping[Tier, int] | None = None,
     ) -> None:
+        """`lower_bytes`: the size of a block in lower tiers, where it differs from HOST's."""
         self._limits = limits = limits or Limits()
         self.host = host
-        self.ledgers = ledgers = Ledgers(block_bytes, host, lower or {})
+        self.ledgers = ledgers = Ledgers(block_bytes, host, lower or {}, lower_bytes)
         self.flights = Flights(
             limits.max_host_blocks,
             limits.max_lower_blocks,

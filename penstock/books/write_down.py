@@ -41,8 +41,7 @@ class WriteDown:
         self.counts_uses = any(
             tier in self._gates and self._gates[tier].from_second_use for tier in self.tiers
         )
-        most = ledgers.host.capacity // (2 * max(1, len(self.tiers)))
-        self._max_leased = max(1, min(most, max_pending_blocks))
+        self._max_pending_blocks = max_pending_blocks
         self._queued: dict[Tier, OrderedDict[BlockKey, _Queued]] = {
             tier: OrderedDict() for tier in self.tiers
         }
@@ -51,6 +50,11 @@ class WriteDown:
         }
         self._num_flying = dict.fromkeys(self.tiers, 0)
         ledgers.on_host_removed.append(self._forget)
+
+    @property
+    def _max_leased(self) -> int:
+        most = self._ledgers.host.capacity // (2 * max(1, len(self.tiers)))
+        return max(1, min(most, self._max_pending_blocks))
 
     def offer(
         self, keys: Sequence[BlockKey], tenant: str = "", parents: Sequence[BlockKey | None] = ()

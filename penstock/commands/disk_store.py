@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from penstock.audits.quarantine import quarantine_files
+from penstock.codecs.names import RAW
 from penstock.commands import Tick, disk_audit, print_fields, print_json, progress_bar
 from penstock.commands.damage_table import print_damages
 from penstock.commands.disk_audit import DiskAudit, DiskDamage
@@ -86,9 +87,12 @@ def _list_store(shelf: Shelf, tick: Tick, *, blocks: bool) -> dict[str, Any]:
     facts |= {
         "block_bytes": geometry.block_bytes,
         "block_tokens": geometry.block_tokens,
+        "codec": geometry.description.get("codec", RAW),
         "num_slots": num_slots,
         "num_used": num_used,
         "num_free": num_free,
+        "capacity_tokens": num_slots * geometry.block_tokens,
+        "used_tokens": num_used * geometry.block_tokens,
         "num_damaged_records": num_damaged,
         "capacity_bytes": num_slots * geometry.block_bytes,
         "used_bytes": num_used * geometry.block_bytes,
@@ -133,7 +137,9 @@ def _rows(shelf: Shelf, found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _count(num_blocks: int, geometry: Geometry) -> str:
-    return f"{counted(num_blocks, 'block')}, {format_bytes(num_blocks * geometry.block_bytes)}"
+    tokens = counted(num_blocks * geometry.block_tokens, "token")
+    size = format_bytes(num_blocks * geometry.block_bytes)
+    return f"{counted(num_blocks, 'block')}, {tokens}, {size}"
 
 
 def _when(seconds: float) -> str:

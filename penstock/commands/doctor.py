@@ -21,11 +21,13 @@ from penstock.commands.vllm_config import (
     DiskPath,
     DiskSize,
     KvOffloadingSize,
+    Node,
     Remote,
     read_settings,
 )
+from penstock.config import Config
 from penstock.config.options import OPTIONS
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.units import counted
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def check_vllm_installation(
     disk_path: DiskPath = None,
     disk_size: DiskSize = None,
     remote: Remote = None,
+    node: Node = None,
     config: ConfigFile = None,
     settings: Settings = None,
     kv_transfer_config: Annotated[
@@ -83,11 +86,17 @@ def check_vllm_installation(
     from penstock.commands.vllm_checks import Status
 
     names = OPTIONS_TYPED if kv_transfer_config is None else OPTIONS
-    options = (kv_offloading_size, disk_path, disk_size, remote, config, settings or None)
+    options = (kv_offloading_size, disk_path, disk_size, remote, node, config, settings or None)
     if kv_transfer_config is None:
         examined = examine_options(
             lambda: read_settings(
-                kv_offloading_size, disk_path, disk_size, remote, config, settings or ()
+                kv_offloading_size,
+                disk_path,
+                disk_size,
+                remote,
+                config,
+                settings or (),
+                node=node,
             )
         )
     elif any(option is not None for option in options):
@@ -103,7 +112,7 @@ def check_vllm_installation(
     if model is not None:
         from penstock.commands.model_checks import examine_model
 
-        more, facts = examine_model(model)
+        more, facts = examine_model(model, _tiers(examined, names))
         checks += more
     num_failed = sum(check.status is Status.FAILED for check in checks)
     if as_json:
@@ -119,9 +128,19 @@ def check_vllm_installation(
         raise typer.Exit(1)
 
 
+def _tiers(examined: Examined, names: Mapping[str, str]) -> Config | None:
+    """The settings of the tiers; None if a check has found them invalid."""
+    if examined.settings is None:
+        return None
+    try:
+        return examined.settings.tiers(names)
+    except PenstockError:
+        return None
+
+
 def _check_all(examined: Examined, names: Mapping[str, str], tick: Tick) -> list[Check]:
     """Run all checks, except those that depend on one that failed."""
-    from penstock.commands import settings_checks, vllm_checks
+    from penstock.commands import node_checks, settings_checks, vllm_checks
     from penstock.commands.vllm_checks import Status
 
     settings = examined.settings
@@ -140,6 +159,9 @@ def _check_all(examined: Examined, names: Mapping[str, str], tick: Tick) -> list
     checks.append(check)
     if tiers is None:
         return checks
+    if tiers.node.url is not None:
+        is_readable = hashes.status is Status.OK
+        return checks + (node_checks.check_node(tiers) if is_readable else [])
     room = settings_checks.check_room(tiers)
     checks += [room, vllm_checks.check_locked_memory(tiers.host.size_bytes)]
     if hashes.status is Status.OK:  # needed to read a store

@@ -29,18 +29,20 @@ from penstock.config.options import EngineOptions, Option, tiers_config
 # The options of each help panel, in the order of --help.
 _PANELS: dict[str, tuple[str, ...]] = {
     "KV tiers": (
-        *("kv_offloading_size", "disk_path", "disk_size", "remote", "audit_share"),
+        *("kv_offloading_size", "disk_path", "disk_size", "remote", "node", "audit_share"),
         *("config", "set"),
     ),
     "Engine": (
-        *("device_kv_gib", "gpu_memory_utilization", "dtype", "device", "block_tokens"),
-        *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "max_waiting"),
+        *("device_kv_gib", "gpu_memory_utilization", "dtype", "kv_cache_dtype", "device"),
+        *("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_model_len"),
+        "max_waiting",
     ),
     "KV placement": (
         *("cold_kv", "resident_prefix_tokens", "resident_tail_tokens", "session_device_tokens"),
         *("device_high_watermark", "device_low_watermark", "max_cold_gib_per_step"),
         "turn_seconds",
     ),
+    "KV events": ("kv_events", "kv_events_topic", "kv_events_replay"),
 }
 _NAMES = [name for names in _PANELS.values() for name in names]
 

@@ -110,9 +110,10 @@ def open_llm(model: str, engine: EngineArguments) -> LLM:
     from penstock.engine.llm import LLM
 
     llm = LLM(model, config=tiers, progress=tell, **engine.given)
-    if tiers is not None and tiers.disk.path is not None and llm.engine.offloader is not None:
+    opened = llm.engine.offloader
+    if tiers is not None and tiers.node.url is None and tiers.disk.path and opened is not None:
         tell(f"reading the index of {tiers.disk.path}")
-        llm.engine.offloader.recover()
+        opened.recover()
     return llm
 
 

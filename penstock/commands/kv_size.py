@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from penstock.codecs.names import RAW
 from penstock.commands import JsonFlag, print_fields, print_json
 from penstock.commands.group_rows import describe_group, group_rows
 from penstock.errors import ConfigError
+from penstock.shapes.packing import pack_shape
 from penstock.shapes.sizing import (
     PRESETS,
     ModelShape,
@@ -19,10 +21,12 @@ from penstock.shapes.sizing import (
     shape_from_config,
     suggest_block_tokens,
 )
-from penstock.units import counted, format_bytes
+from penstock.types import PAGE_BYTES, round_up
+from penstock.units import GiB, counted, format_bytes
 
 EXAMPLE = (
     "Example: penstock kv-size llama-3.1-8b --tokens 8192 --batch 16\n\n"
+    "Example: penstock kv-size llama-3.1-8b --codec lossless\n\n"
     "Example: penstock kv-size --layers 32 --kv-heads 8 --head-dim 128"
 )
 # Larger than any real value, and small enough that no product overflows a float.
@@ -56,6 +60,14 @@ def kv_size(
     ] = None,
     tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per sequence.")] = 1,
     batch: Annotated[int, typer.Option(metavar="N", help="Number of sequences.")] = 1,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Also show the size packed in DRAM and below: auto, raw, lossless, or lossy "
+            "(fp8, int8, int4).",
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """The size of a model's KV, and a suitable block size.
@@ -78,6 +90,7 @@ def kv_size(
         "checkpoint_bytes": shape.checkpoint_bytes(),
         "offloaded_bytes_per_sequence": shape.offloaded_bytes(tokens),
     }
+    packed = None if codec is None else _packed(shape, codec, block_tokens)
     if as_json:
         facts = {
             "model": model,
@@ -93,7 +106,7 @@ def kv_size(
             "batch": batch,
             "groups": group_rows(shape, tokens),
         }
-        print_json(facts | sizes)
+        print_json(facts | sizes | ({} if packed is None else {"packed": packed}))
         return
     print_fields(
         f"KV of {model or 'this shape'}",
@@ -108,6 +121,7 @@ def kv_size(
                 "suggested block",
                 f"{counted(block_tokens, 'token')}, {_exact(sizes['block_bytes'])}",
             ),
+            *([] if packed is None else _packed_fields(packed, block_tokens)),
         ],
     )
 
@@ -146,6 +160,51 @@ def _model_shape(model: str, bits: int | None) -> ModelShape:
         # Not find_shape: it refuses an unknown dtype, which does not matter if bits are given.
         return shape_from_config(Path(model), bits)
     return replace(find_shape(model), bits=bits)
+
+
+def _packed(shape: ModelShape, codec: str, block_tokens: int) -> dict[str, Any]:
+    """The size below the GPU, in the layers that keep every token. Raises ConfigError."""
+    packing = pack_shape(shape, codec, block_tokens, setting="--codec")
+    growing = shape.full_bytes_per_token or shape.bytes_per_token
+    raw_bytes = block_tokens * growing
+    slot_bytes = packing.slot_bytes(raw_bytes)
+    raw_slot_bytes = round_up(raw_bytes, PAGE_BYTES)
+    return {
+        "codec": packing.codec,
+        "is_lossy": packing.is_lossy,
+        "why": packing.why,
+        "ratio": packing.ratio,
+        "bytes_per_token": packing.packed_bytes(raw_bytes) / block_tokens,
+        "block_bytes": packing.packed_bytes(raw_bytes),
+        "slot_bytes": slot_bytes,
+        "blocks_per_gib": GiB // slot_bytes,
+        "tokens_per_gib": GiB // slot_bytes * block_tokens,
+        "raw_blocks_per_gib": GiB // raw_slot_bytes,
+        "raw_tokens_per_gib": GiB // raw_slot_bytes * block_tokens,
+    }
+
+
+def _packed_fields(packed: dict[str, Any], block_tokens: int) -> list[tuple[str, str]]:
+    codec = packed["codec"]
+
+    def held(prefix: str) -> str:
+        blocks, tokens = packed[f"{prefix}blocks_per_gib"], packed[f"{prefix}tokens_per_gib"]
+        return f"{counted(tokens, 'token')}, {counted(blocks, 'block')}"
+
+    rows = [("codec", f"{codec}: {packed['why']}")]
+    if codec != RAW:
+        rows += [
+            (
+                "per token, packed",
+                f"{format_bytes(packed['bytes_per_token'])}, {packed['ratio']:.3f} of its size",
+            ),
+            (
+                "block, packed",
+                f"{counted(block_tokens, 'token')}, {_exact(packed['block_bytes'])}",
+            ),
+            ("a GiB holds, packed", held("")),
+        ]
+    return [*rows, ("a GiB holds, raw", held("raw_"))]
 
 
 def _group_fields(shape: ModelShape) -> list[tuple[str, str]]:

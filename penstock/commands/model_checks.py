@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from penstock.codecs.names import RAW
 from penstock.commands.group_rows import describe_group, group_rows
 from penstock.commands.vllm_checks import Check, Status, installed_vllm
+from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.groups.kinds import Kind
 from penstock.shapes.catalog import find_model
+from penstock.shapes.packing import Packing, pack_tiers
 from penstock.shapes.shape import ModelShape
 from penstock.shapes.sizing import find_shape
+from penstock.types import Tier
 from penstock.units import counted, format_bytes
 
 # Before it, vLLM cannot report a failed load of a model with several groups.
@@ -24,8 +28,11 @@ class ExaminedModel(NamedTuple):
     facts: dict[str, Any]  # for JSON
 
 
-def examine_model(model: str) -> ExaminedModel:
-    """Check whether a model's layers can be restored, and say what will be kept of them."""
+def examine_model(model: str, tiers: Config | None = None) -> ExaminedModel:
+    """Check whether a model's layers can be restored, and say what will be kept of them.
+
+    `tiers` are the settings in force, for the codecs.
+    """
     try:
         known = find_model(model)
         shape = find_shape(model) if known is None else known.shape
@@ -39,6 +46,8 @@ def examine_model(model: str) -> ExaminedModel:
     if refusal is not None:
         checks = [Check("model", Status.FAILED, f"{found}. {refusal}")]
     checks.append(Check("kept", Status.OK, _kept(shape)))
+    codec, packing = _check_codec(shape, tiers)
+    checks.append(codec)
     facts = {
         "name": model,
         "is_supported": refusal is None,
@@ -47,8 +56,49 @@ def examine_model(model: str) -> ExaminedModel:
         "bytes_per_1000_tokens": shape.full_bytes_per_token * _TOKENS,
         "checkpoint_bytes": shape.checkpoint_bytes(),
         "checkpoints_at": list(_CHECKPOINTS) if shape.partial_groups else [],
+        "codecs": {
+            tier.label: {"codec": each.codec, "ratio": each.ratio, "why": each.why}
+            for tier, each in packing.items()
+        },
     }
     return ExaminedModel(checks, facts)
+
+
+def _check_codec(shape: ModelShape, tiers: Config | None) -> tuple[Check, dict[Tier, Packing]]:
+    """How the tiers will pack this model's KV, or why not."""
+    name, tiers = "codec", tiers or Config()
+    settings = {
+        Tier.HOST: tiers.host.codec,
+        Tier.DISK: tiers.disk.codec,
+        Tier.REMOTE: tiers.remote.codec,
+    }
+    try:
+        found = pack_tiers(shape, settings)
+    except ConfigError as error:
+        return Check(name, Status.FAILED, str(error)), {}
+    by_packing: dict[Packing, list[Tier]] = {}
+    for tier, packing in found.items():
+        by_packing.setdefault(packing, []).append(tier)
+    sentences = [_describe(packing, same, shape) for packing, same in by_packing.items()]
+    status = Status.OK
+    if any(packing.is_lossy for packing in found.values()):
+        status = Status.WARNING
+    return Check(name, status, " ".join(sentences)), found
+
+
+def _describe(packing: Packing, tiers: list[Tier], shape: ModelShape) -> str:
+    names = ["DRAM" if tier is Tier.HOST else tier.label for tier in tiers]
+    where = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    hold = "hold" if len(names) > 1 else "holds"
+    if packing.codec == RAW:
+        return f"{where} {hold} KV as it is. {packing.why}"
+    size = f"{where} {hold} it packed to {packing.ratio:.2f} of its size"
+    if packing.is_lossy:
+        return (
+            f"KV is {shape.kv_dtype}: {size} by {packing.codec}, which is lossy: answers differ "
+            "from those with raw KV."
+        )
+    return f"KV is {shape.kv_dtype}: on a GPU, {size} ({packing.codec}, bit for bit)."
 
 
 def _refusal(shape: ModelShape) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.codecs.names import AUTO
 from penstock.commands import JsonFlag, print_json
 from penstock.commands.kv_size import check_counts
 from penstock.errors import ConfigError
@@ -114,8 +115,22 @@ def plan(
         float | None, typer.Option(metavar="GiB", help="Disk space available for KV.")
     ] = None,
     kv_cache_dtype: Annotated[
-        KvDtype, typer.Option(help="fp8 halves the KV; only vLLM supports it.")
+        KvDtype, typer.Option(help="fp8 rounds KV to 8 bits, which halves its size.")
     ] = KvDtype.AUTO,
+    host_codec: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How DRAM packs KV: raw, lossless (bfloat16 only), or lossy: fp8, int8, int4. "
+            "auto: lossless for bfloat16, raw otherwise.",
+        ),
+    ] = AUTO,
+    disk_codec: Annotated[
+        str, typer.Option(metavar="NAME", help="The same for the disk. auto: as DRAM.")
+    ] = AUTO,
+    remote_codec: Annotated[
+        str, typer.Option(metavar="NAME", help="The same for a shared store. auto: as DRAM.")
+    ] = AUTO,
     weights_gib: Annotated[
         float | None,
         typer.Option(metavar="GiB", help="Weights. Default: known, or 2 bytes per parameter."),
@@ -175,6 +190,9 @@ def plan(
     hardware = replace(
         _hardware(gpu, gpus, gpu_memory_utilization, host_gib, disk_gib, device_kv_gib),
         tensor_parallel=tensor_parallel_size,
+        host_codec=host_codec,
+        disk_codec=disk_codec,
+        remote_codec=remote_codec,
     )
     planned = _model(model, weights_gib, kv_cache_dtype)
     found = None if trace is None else _analyse(trace)

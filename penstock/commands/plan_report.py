@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from penstock.codecs.names import AUTO
 from penstock.commands import new_table, print_fields, stdout_console
 from penstock.commands.group_rows import group_rows
 from penstock.connectors.vllm.settings import VllmSettings, transfer_config
@@ -16,6 +17,7 @@ from penstock.plan.reuse import ReuseStats
 from penstock.plan.verdict import format_count
 from penstock.plan.ways import Mode, ServingEngine, Way, best_per_mode, target_of
 from penstock.shapes.gpu_rates import EXCHANGE_SECONDS, EXCHANGES_PER_LAYER, MEMORY_SHARE
+from penstock.shapes.packing import Packing
 from penstock.shapes.shape import suggest_block_tokens
 from penstock.types import Tier
 from penstock.units import counted, format_bytes, format_rate, format_seconds
@@ -55,7 +57,16 @@ def as_data(
             "num_copies": found.num_kv_copies,
             "max_context_tokens": shape.max_context_tokens,
         },
-        "fit": asdict(found),
+        "codecs": {
+            tier.label: {
+                "codec": packing.codec,
+                "ratio": packing.ratio,
+                "is_lossy": packing.is_lossy,
+                "why": packing.why,
+            }
+            for tier, packing in plan.packings.items()
+        },
+        "fit": asdict(found) | {"host_tokens": found.host_tokens, "disk_tokens": found.disk_tokens},
         "tiers": {
             tier.label: {
                 "bytes_per_second": link.rate.bytes_per_second,
@@ -165,7 +176,8 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
     if demand.shared_tokens:
         shared = f", of which {format_bytes(found.own_bytes)} is not shared"
     kept = "all sessions once"
-    if found.live_bytes > found.offloaded_own_bytes * demand.num_sessions + found.shared_bytes:
+    sessions_bytes = found.offloaded_own_bytes * demand.num_sessions
+    if found.live_bytes * found.host_ratio > sessions_bytes + found.shared_bytes * found.host_ratio:
         kept = "all KV that the trace reads again"
     num_servers = plan.layout.num_servers
     weights = format_bytes(found.weight_bytes)
@@ -192,14 +204,19 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
     rows = [
         *first,
         *_offloaded(plan),
+        *_codecs(plan),
         ("sessions on the GPU", f"{found.sessions_on_device:,}"),
         (
             "sessions with DRAM",
-            f"{found.sessions_with_host:,} with {format_bytes(found.host_bytes)}",
+            f"{found.sessions_with_host:,} with {format_bytes(found.host_bytes)}: "
+            f"{_held(found.host_blocks, found.host_tokens)}",
         ),
     ]
     if found.disk_bytes:
-        with_disk = f"{found.sessions_with_disk:,} with {format_bytes(found.disk_bytes)} more"
+        with_disk = (
+            f"{found.sessions_with_disk:,} with {format_bytes(found.disk_bytes)} more: "
+            f"{_held(found.disk_blocks, found.disk_tokens)}"
+        )
         rows.append(("sessions with DRAM and disk", with_disk))
     rows.append(
         (
@@ -214,6 +231,7 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
 def _offloaded(plan: Plan) -> list[tuple[str, str]]:
     """What a session takes in DRAM, if that is not what it takes on the GPU."""
     found, turns = plan.fit, plan.demand.num_turns
+    is_packed = found.host_ratio != 1
     if found.offloaded_bytes == found.session_bytes:
         return []
     text = format_bytes(found.offloaded_bytes)
@@ -222,9 +240,29 @@ def _offloaded(plan: Plan) -> list[tuple[str, str]]:
             f", with {counted(turns, 'checkpoint')} of windows and states, "
             f"{format_bytes(found.checkpoint_bytes)} each"
         )
-    else:
+    elif plan.model.shape.is_mla and plan.layout.gpus_each > 1:
         text += ": the GPUs hold the same latents (MLA), and DRAM keeps them once"
+    if is_packed:
+        text += f", packed to {found.host_ratio:.3g} of its size"
     return [("session in DRAM", text)]
+
+
+def _codecs(plan: Plan) -> list[tuple[str, str]]:
+    """Which codec was assumed, and why; one row for tiers with the same."""
+    tiers = [Tier.HOST, *([Tier.DISK] if plan.fit.disk_bytes else [])]
+    if plan.hardware.remote_codec != AUTO:
+        tiers.append(Tier.REMOTE)
+    by_packing: dict[Packing, list[Tier]] = {}
+    for tier in tiers:
+        by_packing.setdefault(plan.packings[tier], []).append(tier)
+    return [
+        (f"codec of {' and '.join(map(_name, same))}", f"{packing.codec}: {packing.why}")
+        for packing, same in by_packing.items()
+    ]
+
+
+def _held(num_blocks: int, num_tokens: int) -> str:
+    return f"{counted(num_tokens, 'token')}, {counted(num_blocks, 'block')}"
 
 
 def _trace(reuse: ReuseStats) -> list[tuple[str, str]]:
@@ -338,6 +376,9 @@ def _vllm_command(plan: Plan) -> str | None:
 def _config_command(settings: VllmSettings) -> list[str]:
     command = ["penstock", "vllm-config"]
     for name, value in settings.extra().items():
+        if isinstance(value, Mapping):
+            command += [part for one in value.items() for part in (f"--{name}", "=".join(one))]
+            continue
         command += [f"--{name.replace('_', '-')}", str(value)]
     return command
 
@@ -365,6 +406,7 @@ def _assumptions(plan: Plan) -> list[str]:
         pool,
         f"Prefill: {rates.prefill_source}.",
         *(f"Loads from {_name(tier)}: {link.source}." for tier, link in rates.links.items()),
+        *_packed_note(plan),
         f"Decode: a step reads {weights} and the KV on the GPU at {MEMORY_SHARE:.0%} of the "
         "bandwidth in the data sheet, as one H200 did. At the same time it reads KV in DRAM at "
         f"{format_rate(rates.cold_bytes_per_second)}. It takes at least as long as computing its "
@@ -372,4 +414,14 @@ def _assumptions(plan: Plan) -> list[str]:
         *exchanges,
         "Loads from below DRAM can overlap with computing the start of the prompt. These numbers "
         "do not include that.",
+    ]
+
+
+def _packed_note(plan: Plan) -> list[str]:
+    if all(packing.ratio == 1 for packing in plan.packings.values()):
+        return []
+    return [
+        "Rates and times are those of KV before it is packed: the packed bytes cross the link at "
+        "its own rate. A block's packed bytes are rounded up to whole pages of 4 KiB. Packing and "
+        "unpacking on the GPU are many times faster than its link, and are not counted."
     ]

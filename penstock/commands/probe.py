@@ -87,6 +87,7 @@ def probe(
     from penstock.plan.probe.disk import DiskProbe
     from penstock.plan.probe.links import BLOCK_BYTES, LinkProbe, measure_links
     from penstock.plan.probe.memory import ChecksumProbe, CopyProbe
+    from penstock.plan.probe.packing import PackingProbe
 
     # Check all arguments before measuring anything.
     shape = find_shape(model)
@@ -95,9 +96,11 @@ def probe(
         prefill = _Prefill(_given_rate(prefill_tokens_per_second), "given")
     size_bytes = _size_bytes(size)
     directory = Path(tempfile.gettempdir()) if directory is None else directory
+    packing = PackingProbe(seconds)
     probes: list[LinkProbe] = [
         CopyProbe(size_bytes, seconds, threads or min(num_cores(), _MAX_DEFAULT_THREADS)),
         ChecksumProbe(seconds),
+        packing,
         DiskProbe(directory, size_bytes, seconds),
     ]
     store = None
@@ -113,7 +116,7 @@ def probe(
             prefill = _estimate(shape, min(seconds, _MATRIX_SECONDS))
     break_evens = [_break_even(link, prefill, shape) for link in links]
     if not as_json:
-        _draw(links, break_evens, prefill, model, shape, store)
+        _draw(links, break_evens, prefill, model, shape, store, packing.pays_below)
         return
     rate = prefill.rate
     print_json(
@@ -144,6 +147,7 @@ def probe(
                 for link, break_even in zip(links, break_evens, strict=True)
             ],
             "remote": _describe(store),
+            "lossless_pays_below_bytes_per_second": packing.pays_below,
         }
     )
 
@@ -155,6 +159,7 @@ def _draw(
     model: str,
     shape: ModelShape,
     store: RemoteProbe | None,
+    packing_pays_below: float | None,
 ) -> None:
     from rich.bar import Bar
 
@@ -187,6 +192,11 @@ def _draw(
         console.print(
             f"Remote lookups: {lookups.names_per_second:,.0f} blocks/s, "
             f"{lookups.num_names} at a time in {format_seconds(lookups.seconds)}."
+        )
+    if packing_pays_below is not None:
+        console.print(
+            "Packing bfloat16 KV without loss on this CPU makes loads faster over links below "
+            f"{format_rate(packing_pays_below)} (disk.codec, remote.codec). A GPU packs by itself."
         )
     for note in dict.fromkeys(link.note for link in links if link.note):
         console.print(f"Note: {note}.")

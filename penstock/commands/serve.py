@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import sys
 import time
@@ -17,12 +16,14 @@ import typer
 from penstock.commands.engine_arguments import EngineArguments, ModelArgument, with_engine
 from penstock.commands.until_stopped import (
     AllowedHosts,
+    LogLevel,
     check_key,
     names_of,
+    set_logging,
     stop_on_signals,
     tell,
 )
-from penstock.config import ENV_API_KEY
+from penstock.config import ENV_API_KEY, Config
 from penstock.config.options import EMBEDDED
 from penstock.errors import ConfigError, NotInstalled
 from penstock.install import ENGINE, SERVER, how_to_install, require
@@ -44,11 +45,10 @@ class TenantFrom(StrEnum):
     USER = "user"
 
 
-class LogLevel(StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+class Role(StrEnum):
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @with_engine
@@ -79,6 +79,14 @@ def serve(
             "X-Penstock-Tenant; user: that header or, without it, the request field `user`."
         ),
     ] = TenantFrom.HEADER,
+    role: Annotated[
+        Role,
+        typer.Option(
+            help="What this server does if a router divides requests between two servers (see "
+            "docs/disaggregation.md). prefill: computes prompts. decode: takes the KV of prompts "
+            "from the shared tiers, and generates. both: either, as each request says."
+        ),
+    ] = Role.BOTH,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -156,11 +164,12 @@ def serve(
         )
     hosts = names_of(host, allowed_host)
     template = None if chat_template is None else _read_template(chat_template)
-    _set_logging(log_level)
+    set_logging(log_level)
 
     from penstock.metrics import Metrics
     from penstock.server.app import AppSettings
     from penstock.server.backend import Backend, BackendPhase
+    from penstock.server.handed_over import ServerRole
     from penstock.server.hosts import listens_on_loopback
     from penstock.server.listening import bind, url_of
     from penstock.server.load import load_serving
@@ -200,7 +209,15 @@ def serve(
             typer.echo(_ready_text(url, serving.names[0], seconds, has_key=api_key is not None))
         sys.stdout.flush()
 
-    app = AppSettings(api_key, max_body_bytes, hosts, TenantSource(tenant_from.value))
+    if role is not Role.BOTH:
+        _check_shares(role, tiers)
+    app = AppSettings(
+        api_key,
+        max_body_bytes,
+        hosts,
+        TenantSource(tenant_from.value),
+        ServerRole(role.value),
+    )
     settings = ProcessSettings(app, grace_seconds)
     process = Process(listener, backend, load, settings, announce)
     with stop_on_signals(
@@ -222,6 +239,15 @@ def serve(
         sys.stdout.flush()
         os._exit(EXIT_LOST)  # a lost device could block a clean exit forever
     tell("stopped")
+
+
+def _check_shares(role: Role, tiers: Config | None) -> None:
+    """A role needs tiers that another server sees too."""
+    if tiers is None or (tiers.node.url is None and tiers.remote.url is None):
+        raise ConfigError(
+            f"--role is {role.value}, but no tier is shared with another server: expected --node, "
+            "or --remote; add one of them, or leave out --role."
+        )
 
 
 def _read_template(given: str) -> str:
@@ -269,13 +295,3 @@ def _ready_text(url: str, model: str, seconds: float, *, has_key: bool) -> str:
         f"Penstock serves {model} on {url}/v1, ready after {seconds:.1f} s. Try it:\n"
         f"  curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"
     )
-
-
-def _set_logging(level: LogLevel) -> None:
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("penstock").setLevel(level.value.upper())
-    # It logs every connection.
-    quiet = logging.INFO if level is LogLevel.DEBUG else logging.WARNING
-    logging.getLogger("uvicorn").setLevel(quiet)

@@ -107,6 +107,8 @@ def check_tiers(
         tiers = settings.tiers(names)
     except PenstockError as error:
         return Check("settings", Status.FAILED, str(error)), None
+    if tiers.node.url is not None:
+        return Check("settings", Status.OK, f"the node at {tiers.node.url}"), tiers
     found = f"{format_bytes(tiers.host.size_bytes)} of DRAM"
     if tiers.disk.path is None:
         found += ", no disk"

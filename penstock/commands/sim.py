@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.codecs.names import AUTO
 from penstock.commands import JsonFlag, print_json, progress_bar
 from penstock.config import Config
 from penstock.errors import ConfigError
@@ -20,7 +21,9 @@ EXAMPLE = (
     "--policy lru,s3fifo\n\n"
     "Example: penstock sim --generate chat --device-gib 20 --host-gib 64 --sweep --plot o.html\n\n"
     "Example: penstock sim trace.jsonl --host-blocks 1000,4000,16000 --json\n\n"
-    "Example: penstock sim --generate chat --host-gib 64 --window 1024 --window-groups 5"
+    "Example: penstock sim --generate chat --host-gib 64 --window 1024 --window-groups 5\n\n"
+    "Example: penstock sim trace.jsonl --device-gib 40 --host-gib 512 --instances 64 "
+    "--instances-per-node 8 --router sticky,cache-aware"
 )
 
 
@@ -106,6 +109,17 @@ def sim(
             help="Consider a checkpoint of windows and states every so many tokens.",
         ),
     ] = None,
+    host_codec: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How DRAM packs KV: raw, lossless (bfloat16 only), or lossy: fp8, int8, int4. "
+            "auto: lossless for bfloat16, raw otherwise.",
+        ),
+    ] = AUTO,
+    disk_codec: Annotated[
+        str, typer.Option(metavar="NAME", help="The same for the disk. auto: as DRAM.")
+    ] = AUTO,
     gpu: Annotated[str, typer.Option(metavar="GPU", help="A known GPU; sets the rates.")] = "h200",
     gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs per instance.")] = 1,
     prefill_tokens_per_second: Annotated[
@@ -131,6 +145,71 @@ def sim(
     max_waiting: Annotated[
         int, typer.Option(min=1, metavar="N", help="Queue length; more requests are rejected.")
     ] = 256,
+    instances: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Simulate a fleet of N instances, each with its own device pool."
+        ),
+    ] = None,
+    instances_per_node: Annotated[
+        int,
+        typer.Option(metavar="K", help="Instances that share one node's DRAM and disk."),
+    ] = 1,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[,…]",
+            help="How requests are sent to instances: round-robin, sticky (by session) or "
+            "cache-aware (as vllm-router does). Default: compare all.",
+        ),
+    ] = None,
+    roles: Annotated[
+        str | None,
+        typer.Option(
+            metavar="prefill=P,decode=D",
+            help="Compute prompts and answers on different instances, and compare with a fleet "
+            "in which every instance does both.",
+        ),
+    ] = None,
+    remote_gib: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="Size of a remote store that all nodes share."),
+    ] = None,
+    remote_blocks: Annotated[
+        int | None, typer.Option(metavar="N", help="Like --remote-gib, in blocks.")
+    ] = None,
+    remote_gb_per_second: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            help="Rate between a node and the remote store, per direction. Default: 10.",
+        ),
+    ] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Ignore the trace's times: N clients send its requests in order, each when it has "
+            "its last answer.",
+        ),
+    ] = None,
+    cache_threshold: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="cache-aware: the share of a prompt that an instance must have been sent before.",
+        ),
+    ] = 0.3,
+    balance_abs_threshold: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="cache-aware: ignore prefixes if loads differ by more than this many requests...",
+        ),
+    ] = 64,
+    balance_rel_threshold: Annotated[
+        float, typer.Option(metavar="X", help="...and by more than this factor.")
+    ] = 1.5,
     jobs: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Processes. Default: one per core.")
     ] = None,
@@ -144,10 +223,17 @@ def sim(
     Runs the same bookkeeping, policies and decisions as a server; only links, computing and the
     clock are simulated. Separate several sizes or policies with commas to compare them. The results
     also show two limits: the offline optimum, which knows the future and which no policy beats, and
-    an unbounded cache.
+    an unbounded cache. With --instances, a router sends the requests to several instances.
     """
+    from penstock.commands.sim_fleet import (
+        FleetOptions,
+        draw_fleets,
+        simulate_fleets,
+        write_fleet_plot,
+    )
     from penstock.commands.sim_tables import draw, write_plot
     from penstock.sim.report import facts
+    from penstock.sim.routers import CacheAwareRules
     from penstock.sim.settings import Room, SimulatedHardware, plan_points
     from penstock.sim.sweep import sweep as run_sweep
 
@@ -167,7 +253,25 @@ def sim(
         max_batched_tokens=max_batched_tokens,
         max_num_seqs=max_running,
         max_waiting=max_waiting,
+        host_codec=host_codec,
+        disk_codec=disk_codec,
     )
+    fleet = FleetOptions.read(
+        instances,
+        instances_per_node,
+        router,
+        roles,
+        rules=CacheAwareRules(cache_threshold, balance_abs_threshold, balance_rel_threshold),
+        clients=clients,
+        remote_gib=remote_gib,
+        remote_blocks=remote_blocks,
+        remote_gb_per_second=remote_gb_per_second,
+    )
+    if fleet is not None and (window is not None or state_groups):
+        raise ConfigError(
+            "--instances is given with --window or --state-groups, which are replayed without "
+            "time for one instance: leave out one of them"
+        )
     if window is not None or state_groups:
         if room.is_timed or plot is not None:
             raise ConfigError(
@@ -184,6 +288,8 @@ def sim(
     policies = [name.strip() for name in policy.split(",")]
     # Check all arguments before reading or simulating anything.
     hardware.check(policies, speed)
+    if fleet is not None:
+        fleet.check(room, hardware)
     found = _traces(traces or [], generate, requests, seed, format, block_tokens)
     if window is not None or state_groups:
         from penstock.commands.sim_groups import draw_groups, replay_all
@@ -205,10 +311,31 @@ def sim(
         else:
             draw_groups(told)
         return
+    common = hardware.facts(is_timed=room.is_timed, block_tokens=found[0].block_tokens)
+    if fleet is not None:
+        with progress_bar() as tick:
+            simulated, sizes = simulate_fleets(
+                found,
+                room,
+                policies,
+                hardware,
+                fleet,
+                speed=speed,
+                num_processes=jobs or num_cores(),
+                tick=tick,
+            )
+        results = common | {"unit": room.unit} | simulated
+        if plot is not None:
+            write_fleet_plot(plot, results, sizes, room.unit)
+        if as_json:
+            print_json(results)
+        else:
+            draw_fleets(results, sizes, room.unit)
+        return
     points, sizes = plan_points(found, room, policies, hardware, speed)
     with progress_bar() as tick:
         swept = run_sweep(found, points, num_processes=jobs or num_cores(), tick=tick)
-    results = hardware.facts(is_timed=room.is_timed) | {"unit": room.unit} | facts(found, swept)
+    results = common | {"unit": room.unit} | facts(found, swept)
     if plot is not None:
         write_plot(plot, results, sizes, room.unit)
     if as_json:

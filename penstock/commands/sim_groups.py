@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
+from penstock.codecs.names import AUTO, RAW
 from penstock.commands import new_table, stdout_console
 from penstock.errors import ConfigError
 from penstock.groups.kinds import Groups
+from penstock.shapes.packing import Packing
 from penstock.sim.group_replay import GroupsReplayed, groups_of, replay_groups
 from penstock.sim.settings import Room, SimulatedHardware
 from penstock.sim.trace import Trace
+from penstock.types import Tier
 from penstock.units import GiB, counted, format_bytes
 
 _BUDGET_SHARE = 0.1  # of the tier, for checkpoints that are kept on speculation
@@ -36,7 +39,9 @@ def replay_all(
         groups = groups_of(
             trace.block_tokens, window=window, num_windows=num_windows, num_states=num_states
         )
-        block_bytes = _block_bytes(trace, groups, hardware)
+        block_bytes = _packing(hardware, trace, num_states).slot_bytes(
+            _block_bytes(trace, groups, hardware)
+        )
         capacity = int(host) if room.unit == "blocks" else int(host * GiB // block_bytes)
         if not capacity:
             raise ConfigError(
@@ -62,6 +67,7 @@ def replay_all(
     return {
         "is_timed": False,
         "model": hardware.model,
+        "codec": _packing(hardware, traces[0], num_states).codec,
         "unit": room.unit,
         "window": window,
         "window_groups": num_windows if window else 0,
@@ -100,10 +106,24 @@ def draw_groups(results: dict[str, Any]) -> None:
                     f"{sum(point['checkpoint_hits'].values()):,}",
                 )
         console.print(table)
+    console.print(f"Codec of DRAM: {results['codec']}.")
     console.print(
         "Hits: share of the prompts' tokens. Bytes kept per token: all that was written, for each "
         "new token. --json also counts checkpoints by the reason for which they were kept."
     )
+
+
+def _packing(hardware: SimulatedHardware, trace: Trace, num_states: int) -> Packing:
+    """Blocks of all groups have the same size, so states, which are not packed, keep all raw."""
+    packing = hardware.packings(trace.block_tokens)[Tier.HOST]
+    if num_states and packing.codec != RAW:
+        if hardware.host_codec != AUTO:
+            raise ConfigError(
+                f"--host-codec is {packing.codec}, but states are not packed: leave it out, or "
+                "leave out --state-groups"
+            )
+        return Packing(RAW, 1.0, "KV is not packed: states are not.")
+    return packing
 
 
 def _block_bytes(trace: Trace, groups: Groups, hardware: SimulatedHardware) -> int:

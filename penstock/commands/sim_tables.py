@@ -28,6 +28,7 @@ def draw(results: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
         if fixed:
             same = ", ".join(f"{tier} {size:,.5g} {unit}" for tier, size in fixed.items())
             console.print(f"Same in every row: {same}.")
+        console.print(_capacities(pairs, trace["block_tokens"]))
         console.print(_hits(pairs, shown, unit, is_timed=results["is_timed"]))
         if results["is_timed"]:
             console.print(_times(pairs, shown, unit))
@@ -40,10 +41,25 @@ def draw(results: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
             f"{rates['prefill_tokens_per_second']:,.0f} tokens/s, a decode step "
             f"{format_seconds(rates['decode_base_seconds'])} plus the time for its context."
         )
+    console.print(codec_note(results["codecs"], has_disk=any(size["disk"] for size in sizes)))
     console.print(
         "Optimum: the most hits possible with as many blocks as all tiers hold, knowing the "
         "future. Unbounded: a cache that keeps everything."
     )
+
+
+def codec_note(codecs: dict[str, Any], *, has_disk: bool) -> str:
+    """Which codec was assumed, and why."""
+    host, disk = codecs["host"], codecs["disk"]
+    if not has_disk or host["codec"] == disk["codec"]:
+        where = "DRAM and disk" if has_disk else "DRAM"
+        return f"Codec of {where}: {_codec(host)}"
+    return f"Codec of DRAM: {_codec(host)} Codec of the disk: {_codec(disk)}"
+
+
+def _codec(found: dict[str, Any]) -> str:
+    size = "" if found["ratio"] == 1 else f", {found['ratio']:.3g} of the size"
+    return f"{found['codec']}{size}. {found['why']}"
 
 
 _Pairs = Sequence[tuple[dict[str, Any], Sizes]]
@@ -59,6 +75,19 @@ def _fixed_and_shown(pairs: _Pairs) -> tuple[Sizes, list[str]]:
 
 def _head(point: dict[str, Any], size: Sizes, shown: Sequence[str]) -> list[str]:
     return [point["policy"], *(f"{size[tier]:,.5g}" for tier in shown)]
+
+
+def _capacities(pairs: _Pairs, block_tokens: int) -> str:
+    """How many tokens and blocks the tiers hold; a range if rows differ."""
+    parts = []
+    for tier in _TIERS:
+        counts = sorted({point[f"num_{tier}_blocks"] or 0 for point, _ in pairs} - {0})
+        if counts:
+            blocks = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+            tokens = [count * block_tokens for count in (counts[0], counts[-1])]
+            shown = " to ".join(f"{count:,}" for count in dict.fromkeys(tokens))
+            parts.append(f"{tier} {shown} tokens ({blocks} blocks)")
+    return f"Room: {', '.join(parts)}."
 
 
 def _hits(pairs: _Pairs, shown: Sequence[str], unit: str, *, is_timed: bool) -> Any:

@@ -13,8 +13,8 @@ from penstock.watch.view import Spread, View
 WIDE = 130  # from this width on, transfers have their own column
 _FLOWS_WIDTH = 46
 _PHASES = ("running", "loading", "waiting")
-# Not shown as lost: the first two are counted by tier, the last is intended.
-_LOST_OTHERWISE = ("corrupt", "dropped", "cancelled")
+# Not shown as lost: the first three are counted by tier, the last is intended.
+_LOST_OTHERWISE = ("corrupt", "dropped", "unfit", "cancelled")
 
 
 def numbers(view: View, width: int) -> list[Text]:
@@ -91,12 +91,15 @@ def _residency(view: View) -> Iterator[str]:
         yield f"{view.cold_reads_per_token:,.1f} cold reads/token"
     if view.retained_blocks:
         yield f"{view.retained_blocks:,.0f} kept by hints"
+    if view.lossy_requests:
+        yield f"{view.lossy_requests:,.0f} requests used lossy KV"
 
 
 def errors(view: View, width: int) -> list[Text]:
     groups = {
         "corrupt": view.corrupt_blocks,
         "dropped": view.dropped_blocks,
+        "do not fit their codec": {tier.name: tier.unfit_blocks for tier in view.tiers},
         "lost loads": _others(view.lost_loads),
         "lost saves": _others(view.lost_saves),
         "refused": view.refused,

@@ -12,6 +12,7 @@ from rich.text import Text
 from penstock.commands.top_lines import (
     Bar,
     Cell,
+    fields,
     fitted,
     paragraph,
     plain,
@@ -95,7 +96,18 @@ def _tiers(view: View, width: int) -> list[Text]:
             remarks.append(Text(f"{tier.name} has read {tier.recovered_share:.0%} of its index"))
     if len(rows) == 1:
         return [Text("no tier has reported yet")]
-    return table(rows, "lbrrrrr", width, _MAX_BAR) + remarks
+    return table(rows, "lbrrrrr", width, _MAX_BAR) + _capacities(view, width) + remarks
+
+
+def _capacities(view: View, width: int) -> list[Text]:
+    """What the tiers hold in tokens, and how they pack it."""
+    found: list[str | Text] = []
+    for tier in view.tiers:
+        if tier.capacity_tokens is None or tier.used_tokens is None:
+            continue
+        codec = "" if tier.codec is None else f" {plain(tier.codec, 12)}"
+        found.append(f"{tier.name} {tier.used_tokens:,.0f} of {tier.capacity_tokens:,.0f}{codec}")
+    return fields("tokens", found, width)
 
 
 def _tier_row(tier: TierView, flows: Sequence[FlowView]) -> list[Cell]:

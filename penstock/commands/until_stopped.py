@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from types import FrameType
 from typing import Annotated
 
@@ -24,6 +26,23 @@ AllowedHosts = Annotated[
         show_default=False,
     ),
 ]
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def set_logging(level: LogLevel) -> None:
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("penstock").setLevel(level.value.upper())
+    # It logs every connection.
+    quiet = logging.INFO if level is LogLevel.DEBUG else logging.WARNING
+    logging.getLogger("uvicorn").setLevel(quiet)
 
 
 def names_of(host: str, allowed: list[str] | None) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ EXAMPLE = (
     'Example: vllm serve MODEL --kv-transfer-config "$(penstock vllm-config '
     '--kv-offloading-size 32)"\n\n'
     "Example: penstock vllm-config --kv-offloading-size 32 --disk-path /var/cache/penstock "
-    "--disk-size 500"
+    "--disk-size 500\n\n"
+    "Example: penstock vllm-config --node unix:///run/penstock/node.sock"
 )
 
 
@@ -44,6 +45,7 @@ KvOffloadingSize = Annotated[float | None, _option("kv_offloading_size")]
 DiskPath = Annotated[str | None, _option("disk_path")]
 DiskSize = Annotated[float | None, _option("disk_size")]
 Remote = Annotated[str | None, _option("remote")]
+Node = Annotated[str | None, _option("node")]
 
 
 def vllm_config(
@@ -51,6 +53,7 @@ def vllm_config(
     disk_path: DiskPath = None,
     disk_size: DiskSize = None,
     remote: Remote = None,
+    node: Node = None,
     config: ConfigFile = None,
     settings: Settings = None,
     always_load: Annotated[bool, _option("always_load")] = False,
@@ -81,6 +84,7 @@ def vllm_config(
         remote,
         config,
         settings or (),
+        node=node,
         always_load=always_load,
         audit_share=audit_share,
         allow_untested_vllm=allow_untested_vllm,
@@ -110,6 +114,8 @@ def vllm_config(
 def _warn(tiers: Config, remote: str | None) -> None:
     from penstock.stores.preflight import check_here, warnings
 
+    if tiers.node.url is not None:
+        return  # the node has checked its own settings
     sentences = warnings(tiers)
     try:
         check_here(tiers)
@@ -133,6 +139,7 @@ def read_settings(
     config: Path | None,
     settings: Iterable[str],
     *,
+    node: str | None = None,
     always_load: bool = False,
     audit_share: float = 0.0,
     allow_untested_vllm: bool = False,
@@ -148,6 +155,7 @@ def read_settings(
             disk_path=None if disk_path is None else _absolute(disk_path),
             disk_size=_plain(disk_size),
             remote=remote,
+            node=node,
             config=None if config is None else _absolute(str(config)),
             set=overrides or None,
             always_load=always_load,

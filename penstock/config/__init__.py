@@ -8,6 +8,7 @@ from penstock.config.settings import (
     Config,
     DiskConfig,
     HostConfig,
+    NodeConfig,
     RemoteConfig,
     TransferConfig,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "Config",
     "DiskConfig",
     "HostConfig",
+    "NodeConfig",
     "RemoteConfig",
     "TransferConfig",
     "as_typed",

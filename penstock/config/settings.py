@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
+from penstock.codecs.names import AUTO, CODECS
 from penstock.config.urls import HIDDEN, shown_value
 from penstock.errors import ConfigError
 from penstock.units import GiB, MiB, parse_bytes
@@ -95,6 +96,7 @@ def _one_of(words: tuple[str, ...]) -> SettingKind:
 
 _SECONDS = _seconds(_SECONDS_PER_DAY)
 _POLICY = _one_of(POLICIES)
+_CODEC = _one_of((AUTO, *CODECS))
 _ADMISSION = _one_of(ADMISSIONS)
 _FOLDER = SettingKind(
     "the path of a folder",
@@ -119,6 +121,22 @@ _RETAIN_SHARE = SettingKind(
     from_text=float,
     from_file=lambda value: float(value) if _is_whole(value, 0, 0) else value,
 )
+_SHARE = SettingKind(
+    "a share from 0 to 1",
+    accepts=lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    ),
+    from_text=float,
+    from_file=lambda value: float(value) if _is_whole(value, 0, 1) else value,
+)
+_NODE_URL = SettingKind(
+    'a URL such as "unix:///run/penstock/node.sock"',
+    accepts=lambda value: (
+        isinstance(value, str) and value.startswith("unix:///") and value.isprintable()
+    ),
+    from_text=str.strip,
+    optional=True,
+)
 _THREADS = _whole(1, 256)
 _COUNT = _whole(1, 1 << 20)
 
@@ -137,6 +155,7 @@ class HostConfig:
     huge_pages: bool = field(default=True, metadata=_setting(_FLAG))
     verify: bool = field(default=False, metadata=_setting(_FLAG))  # verify checksums on load
     policy: str = field(default="reuse", metadata=_setting(_POLICY))
+    codec: str = field(default=AUTO, metadata=_setting(_CODEC))  # how blocks are packed
     # Share of DRAM that hints may protect from eviction.
     retain_share: float = field(default=0.25, metadata=_setting(_RETAIN_SHARE))
 
@@ -153,6 +172,7 @@ class DiskConfig:
     read_only: bool = field(default=False, metadata=_setting(_FLAG))
     direct: bool = field(default=True, metadata=_setting(_FLAG))  # O_DIRECT: bypass the page cache
     policy: str = field(default="reuse", metadata=_setting(_POLICY))
+    codec: str = field(default=AUTO, metadata=_setting(_CODEC))
     threads: int = field(default=4, metadata=_setting(_THREADS))
     admit: str = field(default="always", metadata=_setting(_ADMISSION))
     # Maximum bytes written in any 24 hours, to limit flash wear. A restart resets the count.
@@ -174,6 +194,7 @@ class RemoteConfig:
     url: str | None = field(default=None, repr=False, metadata=_setting(_URL))
     read_only: bool = field(default=False, metadata=_setting(_FLAG))
     encrypt: bool = field(default=False, metadata=_setting(_FLAG))  # AES-256-GCM, keyed by tenant
+    codec: str = field(default=AUTO, metadata=_setting(_CODEC))
     admit: str = field(default="always", metadata=_setting(_ADMISSION))
     ttl_seconds: float | None = field(
         default=None, metadata=_setting(_seconds(366 * _SECONDS_PER_DAY, optional=True))
@@ -217,22 +238,49 @@ class TransferConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """A node: one cache for all engines of a machine. `url` is for engines, the rest for nodes."""
+
+    url: str | None = field(default=None, metadata=_setting(_NODE_URL))
+    wait_seconds: float = field(default=30.0, metadata=_setting(_SECONDS))  # for it to be there
+    # Share of DRAM that a model keeps, once it has it, if other models need more.
+    model_floor: float = field(default=0.1, metadata=_setting(_SHARE))
+    # Largest share of DRAM for one model.
+    model_cap: float = field(default=1.0, metadata=_setting(_SHARE))
+    # Share of its model's DRAM that one engine may pin, to read it in place.
+    pin_share: float = field(default=0.5, metadata=_setting(_SHARE))
+    max_models: int = field(default=8, metadata=_setting(_whole(1, 1024)))
+    # How many models use the disk at once, each an equal part of it. Others have DRAM only.
+    disk_models: int = field(default=1, metadata=_setting(_whole(1, 1024)))
+
+    def __post_init__(self) -> None:
+        _check_section("node", self)
+        if self.model_floor > self.model_cap:
+            raise ConfigError(
+                f"node.model_floor is {self.model_floor}, above node.model_cap, which is "
+                f"{self.model_cap}: expected a floor below the cap; correct one of them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     host: HostConfig = field(default_factory=HostConfig)
     disk: DiskConfig = field(default_factory=DiskConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     remote: RemoteConfig = field(default_factory=RemoteConfig)
+    node: NodeConfig = field(default_factory=NodeConfig)
     # The option or environment variable that a setting came from, if any. Errors use this name.
     typed: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 
-Section = HostConfig | DiskConfig | RemoteConfig | TransferConfig
+Section = HostConfig | DiskConfig | RemoteConfig | TransferConfig | NodeConfig
 
 SECTIONS: dict[str, type[Section]] = {
     "host": HostConfig,
     "disk": DiskConfig,
     "remote": RemoteConfig,
     "transfer": TransferConfig,
+    "node": NodeConfig,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from penstock.errors import ConfigError
@@ -37,6 +37,14 @@ class LinkRate:
     def __post_init__(self) -> None:
         _check_rate("bytes_per_second", self.bytes_per_second)
         _check_cost("latency_seconds", self.latency_seconds)
+
+    def per_bytes_of(self, share: float) -> LinkRate:
+        """The rate in other bytes, of which `share` of one crosses the link for each."""
+        return replace(
+            self,
+            bytes_per_second=self.bytes_per_second / share,
+            largest_bytes=self.largest_bytes / share,
+        )
 
     def knows(self, num_bytes: float) -> bool:
         """Whether the rate is valid for this size."""

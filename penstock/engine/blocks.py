@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from penstock.errors import BookError
 from penstock.types import BlockKey, Slot
 
 
+class PoolObserver(Protocol):
+    """Is told which blocks can be found in the pool."""
+
+    def named(self, key: BlockKey) -> None: ...
+
+    def dropped(self, keys: Sequence[BlockKey]) -> None: ...
+
+
 class BlockPool:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, observer: PoolObserver | None = None) -> None:
         self.num_blocks = num_blocks
+        self._observer = observer
         self._free = [Slot(number) for number in reversed(range(num_blocks))]
         self._num_holds = [0] * num_blocks
         self._key_of: dict[Slot, BlockKey] = {}
@@ -46,10 +56,15 @@ class BlockPool:
         """Hold `count` empty blocks, evicting idle ones. If None, nothing has changed."""
         if count > self.num_available:
             return None
+        evicted: list[BlockKey] = []
         while len(self._free) < count:
             slot, _ = self._idle.popitem(last=False)
-            del self._slot_of[self._key_of.pop(slot)]
+            key = self._key_of.pop(slot)
+            del self._slot_of[key]
+            evicted.append(key)
             self._free.append(slot)
+        if evicted and self._observer is not None:
+            self._observer.dropped(evicted)
         slots = [self._free.pop() for _ in range(count)]
         for slot in slots:
             self._num_holds[slot] = 1
@@ -62,6 +77,8 @@ class BlockPool:
         if key not in self._slot_of:
             self._key_of[slot] = key
             self._slot_of[key] = slot
+            if self._observer is not None:
+                self._observer.named(key)
 
     def hold(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -83,6 +100,8 @@ class BlockPool:
 
     def forget(self) -> None:
         """Drop the content of all idle blocks."""
+        if self._observer is not None:
+            self._observer.dropped([self._key_of[slot] for slot in self._idle])
         for slot in self._idle:
             del self._slot_of[self._key_of.pop(slot)]
             self._free.append(slot)
@@ -91,6 +110,8 @@ class BlockPool:
     def distrust(self) -> None:
         """Drop the content of all idle blocks, and let nobody share those that are held."""
         self.forget()
+        if self._observer is not None:
+            self._observer.dropped(list(self._slot_of))
         self._key_of.clear()
         self._slot_of.clear()
 

@@ -26,11 +26,11 @@ _MAX_TOKENS = 512
 _NUM_SINGLE = 4  # tokens computed one by one, as in decoding
 
 
-def engine_layout(loaded: LoadedModel, block_tokens: int) -> BlockLayout:
+def engine_layout(loaded: LoadedModel, block_tokens: int, kv_dtype: torch.dtype) -> BlockLayout:
     """The layout of `DevicePool`'s blocks."""
     return BlockLayout.uniform(
         [str(number) for number in range(loaded.num_layers)],
-        str(loaded.dtype).removeprefix("torch."),
+        str(kv_dtype).removeprefix("torch."),
         (2, block_tokens, loaded.num_kv_heads, loaded.head_dim),
         (KV, TOKEN, HEAD, DIM),
     )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine.attention.triton import pull_plan
-from penstock.engine.table import Places
+from penstock.engine.table import Places, are_packed
 
 _NONE: Places = np.zeros(0, np.int64)
 
@@ -23,14 +23,23 @@ class PartRoom:
     sums: Tensor
     largest: Tensor
     totals: Tensor
+    unpacked: Tensor | None = None  # see `packed_triton.make_room`; None if no block is packed
 
     @classmethod
-    def make(cls, num_items: int, num_heads: int, head_dim: int, device: torch.device) -> PartRoom:
+    def make(
+        cls,
+        num_items: int,
+        num_heads: int,
+        head_dim: int,
+        device: torch.device,
+        unpacked: Tensor | None = None,
+    ) -> PartRoom:
         shape = (num_items, num_heads)
         return cls(
             torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
+            unpacked,
         )
 
 
@@ -56,6 +65,7 @@ class DecodePlan:
         """`max_fetched`: how many cold blocks may be fetched to the device during a step."""
         self.max_fetched = max_fetched
         self._part_tokens = part_tokens
+        self._block_tokens = block_tokens
         # A sequence's last part may be short and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
         sizes = [1, 1, 1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
@@ -93,7 +103,8 @@ class DecodePlan:
 
         `table` has the addresses of all sequences' blocks; `num_blocks` and `lengths` say how many
         blocks and tokens each sequence has. `fetched` has the addresses of blocks to fetch; the
-        first layers of those before `first_fetched` are already on the device.
+        first layers of those before `first_fetched` are already on the device. A part with packed
+        blocks gets the number `~part`.
         """
         count = len(lengths)
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
@@ -108,12 +119,22 @@ class DecodePlan:
             target[: len(source)] = source
             target[len(source) : count] = 0
         self._lengths[:count] = lengths
-        self._starts[:count] = np.cumsum(num_blocks) - num_blocks
+        starts = np.cumsum(num_blocks) - num_blocks
+        self._starts[:count] = starts
         self._first_items[:count] = first_items[:-1]
         sequences = np.repeat(np.arange(count), num_parts)
         self._item_sequences[:num_items] = sequences
-        self._item_parts[:num_items] = np.arange(num_items) - first_items[sequences]
+        parts = np.arange(num_items) - first_items[sequences]
+        self._item_parts[:num_items] = parts
         self._table[: len(table)] = table
+        is_packed = are_packed(table)
+        if is_packed.any():
+            num_before = np.concatenate([[0], np.cumsum(is_packed)])
+            begins = parts * self._part_tokens
+            ends = np.minimum(begins + self._part_tokens, self._lengths[sequences])
+            first = num_before[starts[sequences] + begins // self._block_tokens]
+            last = num_before[starts[sequences] - (-ends // self._block_tokens)]
+            self._item_parts[:num_items] = np.where(last > first, ~parts, parts)
 
     def send(self) -> None:
         """Queue the transfer to the device on the current stream. A graph may capture this."""

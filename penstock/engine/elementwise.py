@@ -11,6 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from penstock.engine.attention.fp8_triton import fp8_mode, narrow
+
 
 @triton.jit
 def _add_norm(
@@ -74,10 +76,12 @@ def _rotate_and_store(
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     HAS_NORM: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     kind: tl.constexpr = qkv.dtype.element_ty
+    stored: tl.constexpr = kind if FP8 == "" else tl.uint8
     half: tl.constexpr = DIM // 2
     places = tl.arange(0, HALF_PAD)
     mask = places < half
@@ -103,11 +107,11 @@ def _rotate_and_store(
         tl.store(mine + half + places, high, mask=mask)
     address = tl.load(addresses + row)
     if (head >= HEADS) & (address != 0):
-        target = tl.multiple_of((address + layer_bytes).to(tl.pointer_type(kind)), ALIGN)
+        target = tl.multiple_of((address + layer_bytes).to(tl.pointer_type(stored)), ALIGN)
         target += (head - HEADS) % KV_HEADS * DIM
         target += (head - HEADS) // KV_HEADS * (BLOCK_TOKENS * KV_HEADS * DIM)
-        tl.store(target + places, low, mask=mask)
-        tl.store(target + half + places, high, mask=mask)
+        tl.store(target + places, narrow(low, FP8), mask=mask)
+        tl.store(target + half + places, narrow(high, FP8), mask=mask)
 
 
 def add_norm(x: Any, residual: Any | None, weight: Any, epsilon: float) -> tuple[Any, Any]:
@@ -151,8 +155,13 @@ def rotate_and_store(
     kv_heads: int,
     dim: int,
     block_tokens: int,
+    *,
+    is_fp8: bool = False,
 ) -> None:
-    """Rotate queries and keys by their positions, in place; store keys and values in the pool."""
+    """Rotate queries and keys by their positions, in place; store keys and values in the pool.
+
+    `is_fp8`: the pool holds e4m3 bytes. The keys and values in `qkv` are not rounded to them.
+    """
     query_weight, key_weight = norms or (qkv, qkv)
     _rotate_and_store[(qkv.shape[0], heads + 2 * kv_heads)](
         qkv,
@@ -169,6 +178,7 @@ def rotate_and_store(
         HALF_PAD=triton.next_power_of_2(dim // 2),
         BLOCK_TOKENS=block_tokens,
         HAS_NORM=norms is not None,
-        ALIGN=math.gcd(16, dim // 2 * qkv.element_size()),
+        ALIGN=math.gcd(16, dim // 2 * (1 if is_fp8 else qkv.element_size())),
+        FP8=fp8_mode(qkv, is_fp8=is_fp8),
         num_warps=1,
     )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -40,9 +40,13 @@ from penstock.hints import Hint
 from penstock.keys import KeyChain
 from penstock.types import NO_ORIGIN, Done, Origin, Tier
 
+if TYPE_CHECKING:
+    from penstock.kv_events.publisher import KvEventPublisher
+
 log = logging.getLogger(__name__)
 
 _HOP_SECONDS = 0.005
+_NODE_PATIENCE_SECONDS = 60.0  # of a request that is larger than the device pool
 
 
 class Progress:
@@ -93,16 +97,21 @@ class Engine(EngineParts):
         config: EngineConfig | None = None,
         tiers: Config | None = None,
         observers: tuple[Observer, ...] = (),
+        kv_events: KvEventPublisher | None = None,
     ) -> None:
-        """Without `tiers` nothing is offloaded: KV that does not fit the pool is recomputed."""
-        super().__init__(loaded, config or EngineConfig(), tiers, observers)
+        """Without `tiers` nothing is offloaded: KV that does not fit the pool is recomputed.
+
+        `kv_events` is closed with the engine; its `held` must be one of the observers.
+        """
+        super().__init__(loaded, config or EngineConfig(), tiers, observers, kv_events)
         self.intake = Intake(loaded.vocab_size)
         # Ids outside the vocabulary are never sampled, so they need not be suppressed.
         self._eos_ids = tuple(i for i in loaded.eos_token_ids if 0 <= i < loaded.vocab_size)
-        self._story = Story(self._block_bytes, self.block_tokens, observers)
+        self._story = Story(self._block_bytes, self.block_tokens, observers, self._link_bytes)
         self._arrived: list[Done] = []  # while a step was computed
         self._unread: list[Progress] = []  # of the last step
         self._moves_again = 0.0
+        self._node_gone_since: float | None = None
         self._live: dict[str, _Live] = {}
         self._sequence = count()
         self._chunks: Sequence[Chunk] = ()  # of the step that is being computed
@@ -187,6 +196,8 @@ class Engine(EngineParts):
         self.intake.check_tenant(tenant)
         ids = self.intake.check_prompt(prompt_ids)[: self.loaded.max_tokens]
         prefix = KeyChain(replace(self.namespace, tenant=tenant), ids)
+        if self._announcer is not None:
+            self._announcer.hinted(prefix.keys, ids, tenant)
         try:
             return self.sessions.apply(hint, prefix.keys, tenant)
         except Exception as error:
@@ -237,6 +248,7 @@ class Engine(EngineParts):
         chunks = self._chunks = self.scheduler.schedule()
         self._story.entered(self.scheduler, time.monotonic())
         self._story.scheduled(self.scheduler, self.pool)
+        self._end_stuck()
         if not chunks:
             self._catch_up(meanwhile)
             if self.offloader is not None and self.scheduler.has_work:
@@ -279,6 +291,7 @@ class Engine(EngineParts):
                 self._story.loaded(request, done)
         if self.audits is not None:
             self.audits.poll()
+        self._follow_quarantine()
 
     def _keep_moving(self) -> None:
         """Move blocks on between tiers during a step, which may be longer than many transfers."""
@@ -354,6 +367,35 @@ class Engine(EngineParts):
                 live.request.finish_reason = "error"
                 self._failed.append((live.request, fault))
                 self._end(live.request)
+
+    def _end_stuck(self) -> None:
+        stuck = self.scheduler.take_stuck()
+        if stuck and self._waits_for_node():
+            return  # they are tried again
+        for request in stuck:
+            fault = EngineFault(
+                "this request needs more KV than the device pool holds, and too many of its blocks "
+                f"cannot leave for DRAM, {self._why_stuck()}, or enlarge the pool."
+            )
+            log.error("request %s failed: %s", request.id, fault)
+            self._live.pop(request.id, None)
+            request.finish_reason = "error"
+            self._failed.append((request, fault))
+            self._end(request)
+
+    def _why_stuck(self) -> str:
+        if self.offloader is not None and not self.offloader.is_available:
+            return "because the node is gone. Start the node again"
+        return 'because they do not fit its codec. Set host.codec to "raw"'
+
+    def _waits_for_node(self) -> bool:
+        """Whether blocks cannot leave the device because a node is gone, but may soon be back."""
+        now = time.monotonic()
+        if self.offloader is None or self.offloader.is_available:
+            self._node_gone_since = None
+            return False
+        self._node_gone_since = self._node_gone_since or now
+        return now - self._node_gone_since < _NODE_PATIENCE_SECONDS
 
     def _recover(self, error: Exception, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Rebuild the books after a step or a call failed halfway, and continue.

@@ -1,10 +1,11 @@
 """Fetches cold blocks to the device layer by layer, during the computation.
 
 While one layer is computed, a few programs on separate streams copy what the next layers will read
-from HOST, into buffers for several layers. A block that several sequences read crosses the link
-once. Blocks that do not fit the buffers are read directly from HOST. After the last layer, the
-first layers of the next step are fetched if it will likely read the same blocks. So the link stays
-busy while logits are computed, tokens are sampled and the next step is prepared.
+from HOST, into buffers for several layers. Packed blocks are unpacked on the way, so the buffers
+hold raw layers. A block that several sequences read crosses the link once. Blocks that do not fit
+the buffers are read directly from HOST. After the last layer, the first layers of the next step are
+fetched if it will likely read the same blocks. So the link stays busy while logits are computed,
+tokens are sampled and the next step is prepared.
 
 Steps may be replayed from a graph; fetching ahead never is. Events that both use say when a buffer
 is free and when it is full.
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine.attention import triton as kernels
 from penstock.engine.decode_plan import DecodePlan
 from penstock.engine.fetch_choice import FetchChoice, FetchPlan
@@ -32,6 +34,7 @@ _MIN_BUFFER_BYTES = 1 << 20
 _POOL_SHARE = 32  # all buffers together take at most 1/32 of the pool's size
 _NUM_STREAMS = 2  # used in turn: one layer begins while the last bytes of another arrive
 _NUM_PROGRAMS = 12  # enough to saturate a PCIe Gen5 link, and few enough to leave SMs free
+_NUM_UNPACKING = 24  # the same for packed blocks: these programs have half as many warps
 
 
 def num_fetched_at_once(layer_bytes: int, pool_bytes: int, num_slots: int) -> int:
@@ -67,10 +70,20 @@ class _Event:
 
 class Fetcher:
     def __init__(
-        self, plan: DecodePlan, num_layers: int, layer: Sequence[int], like: Tensor
+        self,
+        plan: DecodePlan,
+        num_layers: int,
+        layer: Sequence[int],
+        like: Tensor,
+        host_form: LosslessFormat | None = None,
     ) -> None:
-        """`layer` is the shape of a layer's KV in a block, `like` a tensor of the same type."""
+        """`layer` is the shape of a layer's KV in a block, `like` a tensor of the same type.
+
+        `host_form`: the form of HOST's blocks, if they are packed.
+        """
         self._num_layers = num_layers
+        self._host_form = host_form
+        self._num_programs = _NUM_PROGRAMS if host_form is None else _NUM_UNPACKING
         # At most half of the layers, so that blocks fetched ahead are read before their list is
         # overwritten.
         self._num_buffers = max(1, min(_NUM_BUFFERS, num_layers // 2))
@@ -151,7 +164,9 @@ class Fetcher:
             event.hold_up(stream)
         with nullcontext() if stream is None else _cuda.stream(stream):
             offset = layer * self._layer_bytes
-            kernels.fetch_layer(*blocks, offset, self._buffer(layer), _NUM_PROGRAMS)
+            kernels.fetch_layer(
+                *blocks, offset, self._buffer(layer), self._num_programs, self._host_form
+            )
             if blocks is self._ahead:
                 self._arrived_ahead[layer].record()
                 return

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Linear
 from torch.nn.functional import embedding, linear
 
-from penstock.engine import elementwise
+from penstock.engine import elementwise, fp8
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")  # their angles depend only on the position
@@ -64,7 +64,9 @@ class _Layer:
 class FusedDecoder:
     """Takes over a model's weights: its projections become views of the joined matrices."""
 
-    def __init__(self, model: Any, max_tokens: int, block_tokens: int) -> None:
+    def __init__(
+        self, model: Any, max_tokens: int, block_tokens: int, kv_dtype: torch.dtype
+    ) -> None:
         self._model = model
         config = model.config
         self._heads = config.num_attention_heads
@@ -74,7 +76,8 @@ class FusedDecoder:
         self.scale: float = model.model.layers[0].self_attn.scaling
         self._layers = [_Layer(layer) for layer in model.model.layers]
         self._layer_bytes = 2 * block_tokens * self._kv_heads * self._dim
-        self._layer_bytes *= model.lm_head.weight.element_size()
+        self._layer_bytes *= kv_dtype.itemsize
+        self._is_fp8 = kv_dtype is fp8.DTYPE
         self._rotary = _angles(model.model.rotary_emb, max_tokens, self._layers[0].qkv)
 
     def forward(
@@ -102,6 +105,7 @@ class FusedDecoder:
                 self._kv_heads,
                 self._dim,
                 self._block_tokens,
+                is_fp8=self._is_fp8,
             )
             q, k, v = torch.split(qkv, [queries, pairs, pairs], dim=1)
             attended = attend(

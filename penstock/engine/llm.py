@@ -212,6 +212,9 @@ class LLM:
             finished_time=max(result.request.finished_time or 0.0 for result in group),
             num_preemptions=sum(result.request.num_preemptions for result in group),
             num_loaded_tokens=sum(result.request.num_loaded_tokens for result in group),
+            num_lossy_tokens=sum(
+                min(result.request.num_lossy_tokens, len(result.request.tokens)) for result in group
+            ),
         )
         outputs = [
             result.completion(index, self.engine.loaded.tokenizer)

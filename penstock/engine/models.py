@@ -49,8 +49,9 @@ def load_model(
 ) -> LoadedModel:
     """Load `name`: `smollm2-135m`, a folder, a .gguf file, or a name on the Hugging Face hub.
 
-    `before_weights` is called with the KV bytes per token before the weights are read, and may
-    raise. Raises ConfigError if the model cannot be found, cannot be read or is not supported.
+    `before_weights` is called with the number of KV values per token before the weights are read,
+    and may raise. Raises ConfigError if the model cannot be found, cannot be read or is not
+    supported.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype is {dtype!r}: expected one of {', '.join(_DTYPES)}")
@@ -62,9 +63,9 @@ def load_model(
     folder = weights.gguf_folder(gguf, _DTYPES[dtype], check_supported, tell)
     refusals: list[ConfigError] = []
 
-    def ask(token_bytes: int) -> None:
+    def ask(token_values: int) -> None:
         try:
-            before_weights(token_bytes)
+            before_weights(token_values)
         except ConfigError as error:
             refusals.append(error)
             raise
@@ -118,8 +119,7 @@ def _load(
 ) -> LoadedModel:
     config = weights.read_config(source)
     attention = inspect_attention(config)
-    num_values = 2 * config.num_hidden_layers * attention.num_kv_heads * attention.head_dim
-    before_weights(num_values * dtype.itemsize)
+    before_weights(2 * config.num_hidden_layers * attention.num_kv_heads * attention.head_dim)
     if attention.window is not None:
         config.sliding_window = None  # longer than the context, so it has no effect
     tell(f"loading {name}")

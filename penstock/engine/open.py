@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.config import Config
-from penstock.config.options import EngineOptions, tiers_config
+from penstock.config.options import KV_FP8, EngineOptions, tiers_config
+from penstock.engine import fp8
 from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.parts import EngineConfig
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.weights import first_line
 from penstock.errors import ConfigError
-from penstock.events import Observer
+from penstock.events import KvEventsDropped, Observer
+from penstock.events import tell as tell_all
+from penstock.install import KV_EVENTS, require
+from penstock.kv_events.held import HeldBlocks
 from penstock.shapes.sizing import suggest_block_tokens
 from penstock.stores.preflight import check_block, check_tiers
 from penstock.types import BlockSpec
 from penstock.units import GiB, format_bytes
+
+if TYPE_CHECKING:
+    from penstock.kv_events.publisher import KvEventPublisher
 
 
 def open_engine(
@@ -33,15 +41,36 @@ def open_engine(
 
     Raises ConfigError, Locked, Foreign or Full; then nothing stays open.
     """
-    tell = progress or (lambda _: None)
     tiers = config if config is not None else tiers_config(options)
     if tiers is not None:
         check_tiers(tiers)  # fail before the weights are read, not after
+    kv_events = _open_kv_events(options, observers)
+    try:
+        return _open_engine(options, tiers, observers, progress, kv_events)
+    except BaseException:
+        if kv_events is not None:
+            kv_events.close()
+        raise
+
+
+def _open_engine(
+    options: EngineOptions,
+    tiers: Config | None,
+    observers: tuple[Observer, ...],
+    progress: Callable[[str], None] | None,
+    kv_events: KvEventPublisher | None,
+) -> Engine:
+    tell = progress or (lambda _: None)
+    if kv_events is not None:
+        tell(f"publishing KV events on {kv_events.endpoint}")
+        observers = (*observers, kv_events.held)
     residency = _residency(options)
     device = _device(options.device)
     dtype = default_dtype(device) if options.dtype == "auto" else options.dtype
 
-    def check_blocks(token_bytes: int) -> None:
+    def check_blocks(token_values: int) -> None:
+        kv_dtype = fp8.DTYPE if options.kv_cache_dtype == KV_FP8 else getattr(torch, dtype)
+        token_bytes = token_values * kv_dtype.itemsize
         block_tokens = options.block_tokens or suggest_block_tokens(token_bytes)
         spec = BlockSpec(bytes(32), token_bytes * block_tokens, block_tokens)
         if tiers is not None:
@@ -74,10 +103,11 @@ def open_engine(
         options.max_waiting,
         residency,
         options.audit_share,
+        options.kv_cache_dtype,
     )
     tell("allocating memory for KV")
     try:
-        engine = Engine(loaded, settings, tiers, observers)
+        engine = Engine(loaded, settings, tiers, observers, kv_events)
         try:
             engine.runner.warm_up(tell)
         except BaseException:
@@ -91,6 +121,20 @@ def open_engine(
             "gpu_memory_utilization, or free memory on the device."
         ) from None
     return engine
+
+
+def _open_kv_events(
+    options: EngineOptions, observers: tuple[Observer, ...]
+) -> KvEventPublisher | None:
+    if options.kv_events is None:
+        return None
+    require("kv-events", KV_EVENTS, "kv_events")
+    from penstock.kv_events.publisher import KvEventPublisher
+
+    held = HeldBlocks(on_dropped=lambda count: tell_all(observers, [KvEventsDropped(count)]))
+    return KvEventPublisher(
+        options.kv_events, options.kv_events_topic, options.kv_events_replay, held=held
+    )
 
 
 def _shortened(loaded: LoadedModel, max_model_len: int | None) -> LoadedModel:

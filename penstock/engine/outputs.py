@@ -40,6 +40,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
     num_loaded_tokens: int = 0  # prompt tokens loaded from a lower tier instead of computed
+    num_lossy_tokens: int = 0  # tokens whose KV a lossy codec may have changed
 
     @property
     def first_token_seconds(self) -> float | None:

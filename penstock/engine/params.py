@@ -144,6 +144,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # added to a token's logit, from -100 to 100
     kv_residency: KvResidency | Mapping[str, object] | None = None  # where its KV is kept
     kv_hints: Hints | Mapping[str, object] | None = None  # how its KV is retained: docs/hints.md
+    # Another server computes the prompt's KV: take it from the tiers as it comes, and compute only
+    # what does not come. See docs/disaggregation.md.
+    awaits_prefill: bool = False
 
     def __post_init__(self) -> None:
         self._check_whole_numbers()
@@ -157,7 +160,10 @@ class SamplingParams:
             ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2, where 0 is off"),
         ):
             self._set(name, _number(name, getattr(self, name), low, high, expected))
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in (
+            *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
+            "awaits_prefill",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true or false")
         self._set("stop", _strings(self.stop))

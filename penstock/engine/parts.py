@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,15 +23,23 @@ from penstock.audits.quarantine import Quarantine
 from penstock.audits.sample import AuditSample
 from penstock.audits.tolerance import Tolerance
 from penstock.books.sessions import Sessions
-from penstock.build import build_offloader
+from penstock.build import build_offloader, tier_codecs
+from penstock.codecs.blocks import BlockValues, PartValues, TierCodecs
+from penstock.codecs.layout import KvLayout
+from penstock.codecs.lossless import LosslessCodec
+from penstock.codecs.lossless_format import LosslessFormat
+from penstock.codecs.names import loss_of
 from penstock.config import Config
-from penstock.config.options import EngineOptions
+from penstock.config.options import KV_FP8, EngineOptions, check_kv_cache_dtype
 from penstock.costs.choose import LoadChoice, LoadOrCompute
+from penstock.engine import fp8
 from penstock.engine.admission import Admission
+from penstock.engine.announcer import Announcer
 from penstock.engine.auditing import EngineAudits
 from penstock.engine.blocks import BlockPool
 from penstock.engine.calibration import computed_twice, engine_layout
 from penstock.engine.faults import TierHangs
+from penstock.engine.lossy import LossyBlocks
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
@@ -42,13 +51,17 @@ from penstock.engine.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.events import Observer, Quarantined, tell
 from penstock.keys import KeyChain, Namespace
-from penstock.offload import Offloader
+from penstock.node.attach import NodeOpening
 from penstock.shapes.sizing import suggest_block_tokens
 from penstock.stores.device import DevicePool
+from penstock.tiers import Tiers
 from penstock.transfer.cuda import CudaMover
 from penstock.transfer.pinning import has_same_addresses
-from penstock.types import Match
+from penstock.types import Match, Tier
 from penstock.units import MiB, format_bytes
+
+if TYPE_CHECKING:
+    from penstock.kv_events.publisher import KvEventPublisher
 
 log = logging.getLogger("penstock.engine.engine")
 
@@ -69,12 +82,32 @@ class EngineConfig:
     max_waiting: int = _DEFAULTS.max_waiting  # requests not started; more raise Busy
     residency: ResidencyConfig = field(default_factory=ResidencyConfig)
     audit_share: float = 0.0  # of requests that would be loaded: computed instead, and compared
+    kv_cache_dtype: str = _DEFAULTS.kv_cache_dtype
+
+    def __post_init__(self) -> None:
+        check_kv_cache_dtype(self.kv_cache_dtype)
+
+
+def block_values(
+    dtype: str,
+    num_layers: int,
+    block_tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    on_gpu: bool,
+) -> BlockValues:
+    """What codecs must know about the engine's blocks (see `LAYOUT`)."""
+    layout = KvLayout.of_engine(dtype, num_layers, block_tokens, kv_heads, head_dim)
+    stretches = (layout.num_bytes // (2 * num_layers),) * (2 * num_layers)  # keys, values
+    part = PartValues(layout.num_bytes, dtype, stretches, head_dim, layout)
+    return BlockValues((part,), on_gpu)
 
 
 class EngineParts:
     """The parts of one engine that all of its requests share."""
 
-    offloader: Offloader | None
+    offloader: Tiers | None
     sessions: Sessions | None
     runner: Runner
     pool: BlockPool
@@ -88,10 +121,12 @@ class EngineParts:
         config: EngineConfig,
         tiers: Config | None,
         observers: tuple[Observer, ...],
+        kv_events: KvEventPublisher | None,
     ) -> None:
         self.loaded = loaded
-        itemsize = loaded.dtype.itemsize
-        token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * itemsize
+        self.kv_dtype = fp8.DTYPE if config.kv_cache_dtype == KV_FP8 else loaded.dtype
+        token_values = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
+        token_bytes = token_values * self.kv_dtype.itemsize
         self.block_tokens = config.block_tokens or suggest_block_tokens(token_bytes)
         self._block_bytes = block_bytes = token_bytes * self.block_tokens
         num_blocks = config.device_kv_bytes // block_bytes
@@ -100,13 +135,32 @@ class EngineParts:
                 f"the device pool of {format_bytes(config.device_kv_bytes)} is smaller than one "
                 f"block of {format_bytes(block_bytes)}; enlarge it, or choose smaller blocks."
             )
+        self._codecs: TierCodecs | None = None
+        self._node: NodeOpening | None = None
+        loss = ""
+        if tiers is not None:
+            self._values = values = block_values(
+                str(self.kv_dtype).removeprefix("torch."),
+                loaded.num_layers,
+                self.block_tokens,
+                loaded.num_kv_heads,
+                loaded.head_dim,
+                on_gpu=loaded.device != "cpu",
+            )
+            if tiers.node.url is None:
+                self._codecs = tier_codecs(tiers, values)
+            else:  # the node's settings decide
+                self._node = NodeOpening(tiers)
+                self._codecs = self._node.codecs(values)
+            loss = loss_of(self._codecs.names.values())
         self.namespace = Namespace(
             loaded.name,
             loaded.weights_fingerprint,
-            str(loaded.dtype).removeprefix("torch."),
+            self._dtype_words(),
             LAYOUT,
             self.block_tokens,
             rope=loaded.rope,
+            loss=loss,
         )
         self.device = DevicePool(
             num_blocks,
@@ -114,10 +168,18 @@ class EngineParts:
             self.block_tokens,
             loaded.num_kv_heads,
             loaded.head_dim,
-            loaded.dtype,
+            self.kv_dtype,
             loaded.device,
         )
+        if loss and config.audit_share > 0:
+            # What is computed differs from what is stored, and nobody knows by how much it may.
+            log.warning('nothing is audited: the codec "%s" does not keep KV bit for bit', loss)
+            config = replace(config, audit_share=0.0)
         self._config, self._tiers, self._observers = config, tiers, observers
+        self._kv_events = kv_events
+        self._announcer: Announcer | None = None
+        if kv_events is not None:
+            self._announcer = Announcer(kv_events.held, self.block_tokens)
         self._num_blocks = num_blocks
         self._quarantine = self._make_quarantine()
         self._is_quarantined = self._quarantine is not None and self._quarantine.find() is not None
@@ -129,8 +191,10 @@ class EngineParts:
             if self.offloader is not None:
                 self.offloader.close()
             raise
-        self._costs = LoadOrCompute(block_bytes, self.block_tokens)
-        self._layout = engine_layout(loaded, self.block_tokens)
+        # What crosses the link to the device.
+        self._link_bytes = block_bytes if self._codecs is None else self._codecs.host.packed_bytes
+        self._costs = LoadOrCompute(self._link_bytes, self.block_tokens)
+        self._layout = engine_layout(loaded, self.block_tokens, self.kv_dtype)
         self._tolerance = Tolerance(self._layout)
         try:
             self._calibrate()
@@ -145,6 +209,8 @@ class EngineParts:
             self.offloader.check()
         if self.sessions is not None:
             self.sessions.check()
+        if self._kv_events is not None:
+            self._kv_events.held.check()
 
     def close(self) -> None:
         if self.audits is not None:
@@ -153,19 +219,58 @@ class EngineParts:
             if "runner" in self.__dict__:
                 self.runner.close()
         finally:
-            if self.offloader is not None:
-                self.offloader.close()
+            try:
+                if self.offloader is not None:
+                    self.offloader.close()
+            finally:
+                if self._kv_events is not None:
+                    self._kv_events.close()
 
     # Building.
+
+    @property
+    def _reads_host_codec(self) -> bool:
+        """Whether attention can read blocks in HOST."""
+        if self._codecs is None or not self._codecs.host.version:
+            return True
+        form = self._host_form
+        return form is not None and form.row_values == self.loaded.head_dim
+
+    @property
+    def _host_form(self) -> LosslessFormat | None:
+        """How HOST packs blocks; None if it holds them as they are."""
+        codec = None if self._codecs is None else self._codecs.host.parts[0]
+        return codec.form if isinstance(codec, LosslessCodec) else None
+
+    def _dtype_words(self) -> str:
+        """The type of the KV. Rounded KV also depends on the type in which it was computed."""
+        computed = str(self.loaded.dtype).removeprefix("torch.")
+        if self.kv_dtype is self.loaded.dtype:
+            return computed
+        return f"{str(self.kv_dtype).removeprefix('torch.')} from {computed}"
 
     def _open_tiers(self) -> None:
         self.offloader = None
         if self._tiers is not None:
             spec = self.namespace.block_spec(self._block_bytes)
             mover = partial(CudaMover, self.device) if self.device.on_gpu else None
-            self.offloader = build_offloader(
-                self._tiers, spec, self.device, observers=self._observers, device_mover=mover
-            )
+            if self._node is not None:
+                self.offloader = self._node.attach(
+                    spec,
+                    self.device,
+                    self._values,
+                    observers=self._observers,
+                    device_mover=mover,
+                )
+            else:
+                self.offloader = build_offloader(
+                    self._tiers,
+                    spec,
+                    self.device,
+                    codecs=self._codecs,
+                    observers=self._observers,
+                    device_mover=mover,
+                )
         self.sessions = None if self.offloader is None else Sessions(self.offloader)
         if self.offloader is not None and self._is_quarantined:
             self._keep_quarantine(self.offloader)
@@ -174,12 +279,15 @@ class EngineParts:
         if self._tiers is None:
             return None
         spec, disk = self.namespace.block_spec(self._block_bytes), self._tiers.disk.path
+        if self._node is not None:
+            # The node keeps the quarantine, for all of its clients. Here is only the report.
+            return Quarantine(spec.namespace, None, persists=False)
         folder = None if disk is None else Path(disk)
         has_remote = self._tiers.remote.url is not None
         persists = folder is not None or has_remote
         return Quarantine(spec.namespace, folder, persists=persists)
 
-    def _keep_quarantine(self, offloader: Offloader) -> None:
+    def _keep_quarantine(self, offloader: Tiers) -> None:
         """Load nothing, because an audit of this process or an earlier one has failed."""
         path = None if self._quarantine is None else self._quarantine.find()
         if path is not None:
@@ -222,11 +330,11 @@ class EngineParts:
         assert offloader.host is not None
         auditor = Auditor(
             offloader,
-            offloader.host.view,
+            offloader.read_host,
             [self._layout],
             [self._tolerance],
             sample=AuditSample(self._config.audit_share, os.urandom(16)),
-            limits=AuditLimits.within(offloader.num_host_blocks, self._block_bytes),
+            limits=AuditLimits.within(offloader.num_pinnable_blocks, self._link_bytes),
             subject=AuditSubject(
                 self.loaded.name, self.namespace.physical().digest().hex(), self.block_tokens
             ),
@@ -235,6 +343,20 @@ class EngineParts:
             on_failure=self._distrust,
         )
         return EngineAudits(auditor, self.pool)
+
+    def _follow_quarantine(self) -> None:
+        """Another client of the node may have found wrong KV: some of it may be in use here."""
+        if self.offloader is None or self._is_quarantined:
+            return
+        if self.offloader.is_quarantined:
+            log.error(
+                "stored KV of %s is in quarantine on the node, because an audit found wrong KV: "
+                "nothing is loaded or stored, and all requests are computed. The node's log and "
+                "the file quarantine-*.json in its disk folder say more.",
+                self.loaded.name,
+            )
+            tell(self._observers, [Quarantined("")])
+            self._distrust()
 
     def _distrust(self) -> None:
         """An audit has failed: compute all running requests again, and load nothing."""
@@ -246,8 +368,10 @@ class EngineParts:
         config, residency = self._config, self._residency_config
         num_blocks, num_cold = self._num_blocks, 0  # cold: blocks that may be in HOST
         if self.offloader is not None and residency.cold:
-            num_cold = self.offloader.num_host_blocks
-        self.pool = BlockPool(num_blocks)
+            num_cold = self.offloader.num_pinnable_blocks
+        if self._announcer is not None:
+            self._announcer.emptied(Tier.DEVICE)
+        self.pool = BlockPool(num_blocks, self._announcer)
         self.audits = self._make_audits()
         self.admission = Admission(
             self.block_tokens,
@@ -268,34 +392,59 @@ class EngineParts:
             admission=self.admission,
             tiers=self.offloader,
             choose=self._choose,
+            compute_seconds=self._compute_seconds,
             max_num_batched_tokens=num_batched,
             max_num_seqs=config.max_num_seqs,
-            residency=ResidencyPolicy(residency, self.block_tokens, self._block_bytes, num_blocks),
-            cold_reads=ColdReadBudget(residency.max_cold_bytes_per_step, self._block_bytes),
+            residency=ResidencyPolicy(residency, self.block_tokens, self._link_bytes, num_blocks),
+            cold_reads=ColdReadBudget(residency.max_cold_bytes_per_step, self._link_bytes),
             rotation=Rotation(residency.turn_seconds, self.block_tokens, self.offloader),
             audits=self.audits,
+            lossy=LossyBlocks(
+                self.block_tokens, {} if self.offloader is None else self.offloader.codecs
+            ),
+            announcer=self._announcer,
         )
 
     def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
         """Make the runner. Also returns the residency that it supports."""
         host = None if self.offloader is None else self.offloader.host
         residency, loaded, device = config.residency, self.loaded, self.device
+        if not self._reads_host_codec:
+            log.info("no sequence is kept partly in DRAM, because attention cannot read its codec")
+            residency = replace(residency, cold=False)
+            host = None
         if device.on_gpu and residency.max_cold_bytes_per_step is None:
             residency = replace(residency, max_cold_bytes_per_step=_GPU_COLD_BYTES)
         if device.on_gpu and importlib.util.find_spec("triton") is not None:
             from penstock.engine.triton_runner import TritonRunner
 
             runner = TritonRunner(
-                loaded, device, self.block_tokens, host, max_num_seqs=config.max_num_seqs
+                loaded,
+                device,
+                self.block_tokens,
+                host,
+                max_num_seqs=config.max_num_seqs,
+                host_form=self._host_form,
             )
             reads_host = host is None or has_same_addresses(host)
             return runner, replace(residency, cold=residency.cold and reads_host)
-        plain = TorchRunner(loaded.model, device, self.block_tokens, loaded.num_heads, host)
+        plain = TorchRunner(
+            loaded.model,
+            device,
+            self.block_tokens,
+            loaded.num_heads,
+            host,
+            host_form=self._host_form,
+        )
         return plain, replace(residency, cold=residency.cold and not device.on_gpu)
 
     def _choose(self, match: Match, num_past: int) -> LoadChoice:
         assert self.offloader is not None
         return self._costs.choose(match, num_past, self.offloader.rates, can_load_two_ended=True)
+
+    def _compute_seconds(self, num_tokens: int, num_past: int) -> float | None:
+        prefill = self._costs.prefill
+        return None if prefill is None else prefill.seconds(num_tokens, num_past)
 
     # Rebuilding.
 
@@ -350,9 +499,16 @@ class EngineParts:
         if old is not None and not old.abandon(_QUIET_SECONDS):
             raise TierHangs("a tier below the device hangs and cannot be reopened")
         old = runner = None
+        if self._announcer is not None:
+            self._announcer.emptied(Tier.HOST, Tier.DISK, Tier.REMOTE)
         self._make_books()  # drops references to DRAM, which may not have room for two
         gc.collect()
-        self._open_tiers()
+        try:
+            self._open_tiers()
+        except ConfigError as error:
+            if self._node is None:
+                raise
+            log.error("nothing is offloaded until this process is restarted: %s", error)
         self.runner, self._residency_config = self._make_runner(self._config)
 
     def _prove(self) -> None:

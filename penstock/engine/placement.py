@@ -7,7 +7,7 @@ is a copy that runs beside the computation; until it ends, the block is read fro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.engine.admit import DeviceRoom
@@ -20,6 +20,7 @@ from penstock.errors import BookError
 from penstock.events import Migrated
 from penstock.types import BlockKey, Done, Slot, TicketId, Verdict
 
+_MAX_UNFIT = 1 << 16  # keys that are remembered
 _MAX_RETURNING = 64  # blocks returning at a time, so that other loads are not held up
 
 
@@ -37,14 +38,21 @@ class Placement(DeviceRoom[Request]):
         pool: BlockPool,
         residency: ResidencyPolicy | None = None,
         tiers: EngineTiers | None = None,
+        on_returned: Callable[[Slot], None] = lambda slot: None,
     ) -> None:
-        """Without a residency or without tiers, all blocks of a sequence are on the device."""
+        """Without a residency or without tiers, all blocks of a sequence are on the device.
+
+        `on_returned` is called with each slot into which a block was copied from HOST.
+        """
         super().__init__(pool)
+        self._on_returned = on_returned
         self._tiers = tiers
         self._residency = residency if tiers is not None else None
         self._running: Collection[Request] = ()
         self._saving: dict[TicketId, list[Slot]] = {}
         self._being_saved: set[BlockKey] = set()
+        # Blocks that do not fit HOST's codec. They stay on the device, and are not saved again.
+        self._unfit: dict[BlockKey, None] = {}
         self._returning: dict[TicketId, dict[BlockKey, tuple[int, Slot]]] = {}
         self.num_left = 0  # blocks that left the device while in use
         self.num_returned = 0
@@ -162,6 +170,11 @@ class Placement(DeviceRoom[Request]):
         if (saved := self._saving.pop(done.ticket, None)) is not None:
             self._pool.release(saved)
             self._being_saved.difference_update(done.keys)
+            for key, verdict in zip(done.keys, done.verdicts, strict=True):
+                if verdict is Verdict.UNFIT:
+                    self._unfit[key] = None
+            while len(self._unfit) > _MAX_UNFIT:
+                del self._unfit[next(iter(self._unfit))]
             return True
         if (returning := self._returning.pop(done.ticket, None)) is not None:
             self._returned(done, returning)
@@ -211,6 +224,8 @@ class Placement(DeviceRoom[Request]):
                 return False
             if self._tiers.is_in_host(key):
                 return True
+            if key in self._unfit:
+                return False
             if key not in self._being_saved and len(unsaved) < count:
                 unsaved[key] = _Unsaved(slot, request.tenant, request.chain.key_before(index))
             return False
@@ -222,8 +237,7 @@ class Placement(DeviceRoom[Request]):
             lambda request, index: self._pool.num_holds(request.table.slot(index)) > 1,
             can_leave,
         )
-        for request, index in victims:
-            self._chill(running, request, index)
+        self._chill(running, victims)
         if len(victims) < count:  # HOST evicted some, or had no room for them
             self._save_again(unsaved)
 
@@ -235,18 +249,28 @@ class Placement(DeviceRoom[Request]):
             slots = [block.slot for block in mine.values()]
             self.save(list(mine), slots, tenant=tenant, parents=parents)
 
-    def _chill(self, running: Sequence[Request], request: Request, index: int) -> None:
-        assert self._tiers is not None
-        key, slot = request.chain.keys[index], request.table.slot(index)
-        holders = self._holders(running, index, slot)
-        pins = [self._tiers.pin([key])[0] for _ in holders]
-        held = [pin for pin in pins if pin is not None]
-        if len(held) < len(holders):  # HOST's copy did not match its seal
-            self._tiers.unpin(held)
+    def _chill(self, running: Sequence[Request], victims: Sequence[tuple[Request, int]]) -> None:
+        """Read these blocks in HOST. They are pinned by one call, which may cross to a node."""
+        if not victims:
             return
-        for holder, pin in zip(holders, held, strict=True):
-            self._pool.release([holder.table.chill(index, pin)])
-        self.num_left += 1
+        assert self._tiers is not None
+        holders = [
+            self._holders(running, index, request.table.slot(index)) for request, index in victims
+        ]
+        keys = [
+            request.chain.keys[index]
+            for (request, index), each in zip(victims, holders, strict=True)
+            for _ in each
+        ]
+        pins = iter(self._tiers.pin(keys))
+        for (_, index), each in zip(victims, holders, strict=True):
+            held = [pin for _, pin in zip(each, pins, strict=False) if pin is not None]
+            if len(held) < len(each):  # HOST's copy did not match its seal
+                self._tiers.unpin(held)
+                continue
+            for holder, pin in zip(each, held, strict=True):
+                self._pool.release([holder.table.chill(index, pin)])
+            self.num_left += 1
 
     def _return(self, count: int) -> None:
         assert self._tiers is not None
@@ -278,6 +302,7 @@ class Placement(DeviceRoom[Request]):
             index, slot = targets[key]
             if verdict is Verdict.OK:
                 self._pool.name(slot, key)
+                self._on_returned(slot)
                 self._warm(index, key, slot)
             else:
                 self._pool.release([slot])

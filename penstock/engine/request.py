@@ -47,12 +47,14 @@ class Request:
     ticket: TicketId | None = None
     # Blocks that would have been loaded, but are computed for an audit. None: not decided yet.
     num_audited: int | None = None
+    has_stopped_waiting: bool = False  # for KV that another server computes
     two_ended_end: int = 0  # where its two-ended load ends, in blocks (see `two_ended_loads`)
     lookup: LookupId | None = None  # in the remote tier
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # of the prompt: found or loaded when it first started
     num_loaded_tokens: int = 0
+    num_lossy_tokens: int = 0  # whose KV a lossy codec may have changed (see `lossy`)
     # Numbers of blocks, until it is first preempted: matched in a tier, received from it, and lost.
     matched: Counter[Tier] = field(default_factory=Counter)
     found: Counter[Tier] = field(default_factory=Counter)

@@ -12,7 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.codecs.lossless_format import LosslessFormat
+from penstock.engine import fp8
 from penstock.engine.attention.torch import AttentionStep, DecodeKernel, SequenceSpan, register
+from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import Addresses, Places
 from penstock.stores.device import DevicePool
@@ -111,10 +114,12 @@ class TorchMemory:
     """KV in a pool and in HOST, accessed by torch indexing."""
 
     def __init__(
-        self, pool: Tensor, host: Tensor | None, row: PackedRow, block_tokens: int
+        self, pool: Tensor, host: HostBlocks | None, row: PackedRow, block_tokens: int
     ) -> None:
-        """`pool` and `host` have shape [blocks, layers, 2, block_tokens, kv_heads, head_dim]."""
-        self._pool = pool
+        """`pool` has shape [blocks, layers, 2, block_tokens, kv_heads, head_dim]."""
+        self.rounds = pool.dtype is fp8.DTYPE
+        # Torch cannot index e4m3 on all devices, but it can index bytes.
+        self._pool = pool.view(torch.uint8) if self.rounds else pool
         self._host = host
         written = row.is_written
         self._rows = None if written.all() else _indices(np.flatnonzero(written), pool.device)
@@ -124,6 +129,8 @@ class TorchMemory:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         if self._rows is not None:
             keys, values = keys[self._rows], values[self._rows]
+        if self.rounds:
+            keys, values = fp8.narrow(keys), fp8.narrow(values)
         mine = self._pool[:, layer]
         mine[self._blocks, 0, self._offsets] = keys
         mine[self._blocks, 1, self._offsets] = values
@@ -135,10 +142,10 @@ class TorchMemory:
             assert self._host is not None
             whole = resident.new_empty((len(blocks), *resident.shape[1:]))
             whole[torch.from_numpy(~is_cold)] = resident
-            whole[torch.from_numpy(is_cold)] = self._host[:, layer][
-                torch.from_numpy(~blocks[is_cold])
-            ]
+            whole[torch.from_numpy(is_cold)] = self._host.layer(layer, ~blocks[is_cold])
             resident = whole
+        if self.rounds:
+            resident = resident.view(fp8.DTYPE)
         return resident[:, 0].flatten(0, 1), resident[:, 1].flatten(0, 1)
 
 
@@ -154,16 +161,21 @@ class TorchRunner:
         block_tokens: int,
         num_heads: int,
         host: HostArena | None = None,
+        *,
+        host_form: LosslessFormat | None = None,
     ) -> None:
-        """`host` holds cold blocks."""
+        """`host` holds cold blocks. `host_form`: their form, if they are packed."""
         register()
         self._model = model
         self._pool = pool
         self._block_tokens = block_tokens
         self._num_heads = num_heads
         self._has_kernel = _has_kernel(pool.tensor)
-        self._host = None if host is None or pool.on_gpu else pool.like(host)
-        self._addresses = Addresses.of_arenas(pool, host)
+        self._host = None
+        if host is not None and not pool.on_gpu:
+            self._host = HostBlocks(pool, host, host_form)
+        self._host_form = host_form
+        self._addresses = Addresses.of_arenas(pool, host, is_packed=host_form is not None)
 
     @torch.inference_mode()
     def run(
@@ -218,13 +230,14 @@ class TorchRunner:
 
         tables = [self._addresses.of(places_of(chunk, self._block_tokens)) for chunk in singles]
         lengths = [chunk.start + 1 for chunk in singles]
-        return DecodeBatch(self._pool.tensor, tables, lengths, self._num_heads)
+        return DecodeBatch(self._pool.tensor, tables, lengths, self._num_heads, self._host_form)
 
 
 def _has_kernel(pool: Tensor) -> bool:
     """Whether there is a decode kernel; if not, torch attends one sequence at a time."""
-    on_cpu = pool.device.type == "cpu" and pool.dtype in (torch.float32, torch.bfloat16)
-    return on_cpu and importlib.util.find_spec("numba") is not None
+    on_cpu = pool.device.type == "cpu"
+    is_known = pool.dtype in (torch.float32, torch.bfloat16, fp8.DTYPE)
+    return on_cpu and is_known and importlib.util.find_spec("numba") is not None
 
 
 def _indices(numbers: NDArray[np.int64], device: torch.device) -> Tensor:

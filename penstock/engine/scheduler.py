@@ -18,9 +18,12 @@ from typing import NamedTuple
 from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission
 from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
+from penstock.engine.announcer import Announcer
 from penstock.engine.auditing import EngineAudits
+from penstock.engine.awaited_prefills import AwaitedPrefills, ComputeSeconds
 from penstock.engine.blocks import BlockPool, CompletedBlocks
 from penstock.engine.fairness import FairQueue
+from penstock.engine.lossy import LossyBlocks
 from penstock.engine.placement import Placement
 from penstock.engine.request import Request, RequestPhase
 from penstock.engine.residency import ColdReadBudget, ResidencyPolicy
@@ -29,7 +32,7 @@ from penstock.engine.tiers import EngineTiers
 from penstock.engine.two_ended_loads import TwoEndedLoads
 from penstock.errors import PenstockError
 from penstock.events import Decided, Event, Preempted, TurnEnded
-from penstock.types import Done, Slot, TicketId, Tier, Verdict
+from penstock.types import Done, Match, Slot, TicketId, Tier, Verdict
 
 _MAX_STALLS = 200  # steps
 _RETRY_SECONDS = 0.02  # until a request that found no room is tried again
@@ -76,6 +79,9 @@ class Scheduler:
         cold_reads: ColdReadBudget | None = None,
         rotation: Rotation | None = None,
         audits: EngineAudits | None = None,
+        lossy: LossyBlocks | None = None,
+        announcer: Announcer | None = None,
+        compute_seconds: ComputeSeconds = lambda num_tokens, num_past: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
@@ -90,17 +96,21 @@ class Scheduler:
         self._running: list[Request] = []
         self._loading: dict[TicketId, Request] = {}
         self._distrusted: set[TicketId] = set()  # loads whose blocks must not be used
-        self.placement = Placement(pool, residency, tiers)
+        self._lossy = lossy or LossyBlocks(block_tokens)
+        self.placement = Placement(pool, residency, tiers, self._lossy.returned)
         self.placement.follow(self._running)
         self._two_ended_loads = TwoEndedLoads(
-            pool, tiers, block_tokens, max(block_tokens, max_num_batched_tokens // 4)
+            pool, tiers, block_tokens, max(block_tokens, max_num_batched_tokens // 4), announcer
         )
+        self._awaited = AwaitedPrefills(pool, tiers, block_tokens, compute_seconds, announcer)
         self._cold_reads = cold_reads
         self._rotation = rotation or Rotation(None)
         self._audits = audits
+        self._announcer = announcer
         self._clock = clock
         self._short: Request | None = None  # found no room in the last step
         self._refused = _Refusal(None, 0, 0.0)
+        self._stuck: dict[Request, None] = {}  # see `take_stuck`
         self._events: list[Event] = []
         self._entered: list[tuple[Request, RequestPhase]] = []
         self.num_preemptions = 0
@@ -125,9 +135,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        is_auditing = self._audits is not None and self._audits.is_moving
-        is_moving = self.placement.is_moving or len(self._two_ended_loads) or is_auditing
-        return not (self.has_work or is_moving)
+        return self._is_still and not self.has_work
 
     def add(self, request: Request) -> None:
         """Queue a request that has passed `Admission.check`."""
@@ -135,6 +143,8 @@ class Scheduler:
         request.charged_place = request.place
         if self._tiers is not None:
             request.lookup = self._tiers.lookup(request.chain.keys)
+        if self._announcer is not None:
+            self._announcer.arrived(request)
         self._enqueue(request)
 
     def __iter__(self) -> Iterator[Request]:
@@ -171,6 +181,7 @@ class Scheduler:
         self.placement.balance()
         for request in self._two_ended_loads:
             self._join_two_ended_load(request)
+        self._awaited.advance(self._clock())
         if self._fair.refresh():
             self._waiting.sort(key=lambda r: r.order)
         running = sorted(self._running, key=lambda r: r.order)
@@ -179,12 +190,16 @@ class Scheduler:
         for request in running:
             if request.phase is not RequestPhase.RUNNING or not budget:
                 continue  # preempted for a more urgent one
+            if self._awaited.holds(request):
+                continue
             num_tokens = min(request.num_uncomputed, budget)
             num_tokens = self._two_ended_loads.end_of_chunk(request, num_tokens)
             while not self._make_room(request, request.num_computed + num_tokens):
                 if self._gets_room_soon(request) or self._stalls(request):
                     break
                 victim = max(self._running, key=lambda r: r.order)
+                if self._is_still and len(self._running) == 1:
+                    self._stuck[request] = None
                 self._preempt(victim)
                 preempted = True
                 if victim is request:
@@ -199,7 +214,7 @@ class Scheduler:
                 break
             if not self._admit(waiting, budget):
                 break
-            if waiting.phase is RequestPhase.RUNNING:
+            if waiting.phase is RequestPhase.RUNNING and not self._awaited.holds(waiting):
                 num_tokens = min(waiting.num_uncomputed, budget)
                 num_tokens = self._two_ended_loads.end_of_chunk(waiting, num_tokens)
                 chunks.append(_chunk(waiting, num_tokens))
@@ -219,8 +234,11 @@ class Scheduler:
             request.max_computed = max(request.max_computed, request.num_computed)
             start, end = request.num_named, request.num_computed // self._block_tokens
             keys, slots = request.chain.keys[start:end], request.table.slots(start, end)
+            if self._announcer is not None:
+                self._announcer.completes(request, range(start, end))
             completed = complete.setdefault(request.tenant, CompletedBlocks(self._pool))
             completed.add(request.chain.key_before(start), keys, slots)
+            self._lossy.computed(request, slots)
             request.num_named = end
             if self._audits is not None:
                 self._audits.computed(request, keys, slots)
@@ -234,6 +252,9 @@ class Scheduler:
         if self._audits is not None and self._audits.settle(done):
             return None
         if self.placement.settle(done) or self._two_ended_loads.settle(done):
+            return None
+        if (came := self._awaited.settle(done, self._clock())) is not None:
+            self._take_awaited(*came, done)
             return None
         request = self._loading.pop(done.ticket)
         request.ticket = None
@@ -251,6 +272,10 @@ class Scheduler:
             self._enqueue(request)
             return None
         num_arrived = done.num_leading_ok
+        if self._announcer is not None:
+            first = len(request.table)
+            on_device = [n for n, slot in enumerate(into[:num_arrived], first) if slot is not None]
+            self._announcer.completes(request, on_device)
         places = []
         for key, slot, pin in zip(done.keys[:num_arrived], into, pins, strict=False):
             if slot is not None:
@@ -268,6 +293,7 @@ class Scheduler:
         self._set_present(request, arrived * self._block_tokens)
         request.max_computed = max(request.max_computed, request.num_computed)
         request.num_loaded_tokens += num_arrived * self._block_tokens
+        self._lossy.loaded(request, num_arrived, into[:num_arrived])
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed
             request.found.update(tier for tier in done.sources[:num_arrived] if tier is not None)
@@ -288,6 +314,14 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
+    def take_stuck(self) -> list[Request]:
+        """Requests that will never find room: they were alone, and nothing was about to change.
+
+        Their blocks that do not fit HOST's codec cannot leave the device.
+        """
+        stuck, self._stuck = self._stuck, {}
+        return [request for request in stuck if request.phase is RequestPhase.WAITING]
+
     def take_entered(self) -> list[tuple[Request, RequestPhase]]:
         """The requests that have entered a phase since the last call, in order."""
         entered, self._entered = self._entered, []
@@ -299,6 +333,13 @@ class Scheduler:
         held = [request for request in self._running if request.phase is not RequestPhase.RUNNING]
         if held or any(len(request.table) for request in self._waiting):
             raise PenstockError("a request is in the wrong queue or holds blocks while it waits")
+
+    @property
+    def _is_still(self) -> bool:
+        """Whether no load or save is under way: only running requests can free blocks."""
+        is_auditing = self._audits is not None and self._audits.is_moving
+        is_moving = self.placement.is_moving or len(self._two_ended_loads) or is_auditing
+        return not (self._loading or is_moving or len(self._awaited))
 
     @property
     def _has_seat(self) -> bool:
@@ -352,6 +393,8 @@ class Scheduler:
         keys = request.chain.keys[: len(request.tokens) // self._block_tokens]
         request.table.extend(self._pool.share(keys))
         choose = self._choose
+        if request.params.awaits_prefill and not request.has_stopped_waiting:
+            choose = _all_of_it
         if self._audits is not None:
             choose = self._audits.choosing(request, choose)
         plan = plan_admission(
@@ -381,6 +424,7 @@ class Scheduler:
             self._events.append(Decided(match.num_blocks, num_wanted, *seconds))
         self._set_present(request, num_shared * self._block_tokens)
         request.num_named = num_shared
+        self._lossy.shared(request, request.table.slots(0, num_shared))
         if choice.num_two_ended:
             request.two_ended_end = num_shared + choice.num_blocks + choice.num_two_ended
         if not request.num_preemptions:
@@ -406,6 +450,8 @@ class Scheduler:
             num_tokens = min(request.num_uncomputed, budget)
             end = request.num_computed + self._two_ended_loads.end_of_chunk(request, num_tokens)
             num_first = max(0, -(-end // self._block_tokens) - num_shared)
+            if self._awaited.holds(request):
+                num_first = 0
             request.table.extend(plan.first_slots[:num_first])
             self._pool.release(plan.first_slots[num_first:])
         self._rotation.wake(request)
@@ -416,13 +462,33 @@ class Scheduler:
         self._running.append(request)
         self._rotation.begin(request, self._clock())
         end, request.two_ended_end = request.two_ended_end, 0
+        self._awaited.begin(request, self._clock())
         if end > num_there:
             self._two_ended_loads.begin(request, num_there, end)
+
+    def _take_awaited(self, request: Request, num_arrived: int, done: Done) -> None:
+        """Enter blocks that another server has computed."""
+        if not num_arrived:
+            return
+        start, request.num_named = request.num_named, len(request.table)
+        slots = request.table.slots(start, request.num_named)
+        self._lossy.loaded(request, num_arrived, slots)
+        if self._audits is not None:
+            self._audits.loaded(request, start, slots, done.sources[:num_arrived])
+        self._set_present(request, request.num_named * self._block_tokens)
+        request.max_computed = max(request.max_computed, request.num_computed)
+        request.num_loaded_tokens += num_arrived * self._block_tokens
+        if not request.num_preemptions:
+            request.num_cached_tokens = request.num_computed
+            request.found.update(tier for tier in done.sources[:num_arrived] if tier is not None)
 
     def _join_two_ended_load(self, request: Request) -> None:
         num_computed = request.num_computed
         if self._two_ended_loads.try_to_join(request):
             request.num_named = len(request.table)
+            first = num_computed // self._block_tokens
+            joined = request.table.slots(first, request.num_named)
+            self._lossy.loaded(request, request.num_named - first, joined)
             if self._audits is not None:
                 start = num_computed // self._block_tokens
                 slots = request.table.slots(start, request.num_named)
@@ -442,6 +508,8 @@ class Scheduler:
     def _refuse(self, request: Request) -> None:
         """Release what a request held while it was planned: there is no room for it now."""
         self._drop_blocks(request)
+        if self._is_still and not self._running:
+            self._stuck[request] = None
         self._short = request
         self._refused = _Refusal(request, self._pool.num_available, self._clock())
 
@@ -491,10 +559,16 @@ class Scheduler:
 
     def _drop_blocks(self, request: Request) -> None:
         self._two_ended_loads.leave(request)
+        self._awaited.leave(request)
         if self._audits is not None:
             self._audits.left(request)
         self.placement.drop(request)
         request.num_computed = request.num_named = request.num_present = 0
+
+
+def _all_of_it(match: Match, num_past: int) -> LoadChoice:
+    """For a prompt that another server computes: to compute it here is what must not happen."""
+    return LoadChoice(match.num_blocks)
 
 
 def _chunk(request: Request, num_tokens: int) -> Chunk:

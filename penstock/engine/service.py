@@ -57,6 +57,7 @@ class Delta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_lossy_tokens: int = 0  # of the prompt
 
 
 class Stream:
@@ -342,4 +343,5 @@ def _delta(index: int, progress: Progress) -> Delta:
         request.stop_reason,
         request.num_cached_tokens,
         request.num_preemptions,
+        min(request.num_lossy_tokens, len(request.prompt_ids)),
     )

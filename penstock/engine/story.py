@@ -38,9 +38,15 @@ class Story:
     """Sends the engine's events to observers and writes the debug log."""
 
     def __init__(
-        self, block_bytes: int, block_tokens: int, observers: Sequence[Observer] = ()
+        self,
+        block_bytes: int,
+        block_tokens: int,
+        observers: Sequence[Observer] = (),
+        link_bytes: int | None = None,
     ) -> None:
+        """`link_bytes`: what a block has on the link to the device, if DRAM holds it packed."""
         self._block_bytes = block_bytes
+        self._link_bytes = link_bytes or block_bytes
         self._block_tokens = block_tokens
         self._observers = observers
         self._latest: dict[type[Event], Event] = {}  # events that are sent only when they change
@@ -93,7 +99,7 @@ class Story:
         if not self._observers:
             return
         num_cold = sum(chunk.request.table.num_cold for chunk in chunks)
-        num_bytes = num_cold * self._block_bytes
+        num_bytes = num_cold * self._link_bytes
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         link_seconds = None if link is None else num_bytes / link.bytes_per_second
         self._tell([Stepped(len(chunks), num_tokens, seconds, num_cold, num_bytes, link_seconds)])
@@ -101,7 +107,7 @@ class Story:
     def loaded(self, request: Request, done: Done) -> None:
         if not log.isEnabledFor(logging.DEBUG):
             return
-        num_bytes = done.num_leading_ok * self._block_bytes
+        num_bytes = done.num_leading_ok * self._link_bytes
         arrived = done.sources[: done.num_leading_ok]
         sources = [f"{tier.name} ({arrived.count(tier)})" for tier in Tier if tier in arrived]
         log.debug(
@@ -147,6 +153,7 @@ class Story:
             request.num_preemptions,
             end - request.arrival,
             None if first is None else first - request.arrival,
+            min(request.num_lossy_tokens, len(request.tokens)),
         )
         log.debug(
             "request %s: %s after %s; output tokens: %d, preemptions: %d, recomputed tokens: %d",
@@ -157,6 +164,12 @@ class Story:
             finished.num_preemptions,
             finished.num_recomputed,
         )
+        if finished.num_lossy:
+            log.debug(
+                "request %s: the KV of %d tokens came from a tier with a lossy codec",
+                request.id,
+                finished.num_lossy,
+            )
         self._tell([finished])
         if self._observers:
             self._tell([self._served(request, finished), self._history(request, finished)])
@@ -202,6 +215,7 @@ class Story:
             compute_seconds,
             self._block_tokens,
             self._block_bytes,
+            finished.num_lossy,
         )
 
     def _tell(self, events: Iterable[Event]) -> None:

@@ -1,7 +1,9 @@
 """Where the blocks of one sequence are: on the device, or cold, which means pinned in HOST.
 
 A place is a number: a device slot, or `~slot` (below zero) for a slot of HOST. `Addresses` turns
-places into memory addresses, so kernels need not know which tier a block is in.
+places into memory addresses, so kernels need not know which tier a block is in. The address of a
+block that is packed (see `penstock.codecs.lossless_format`) is marked by its lowest bit: blocks are
+aligned, so the bit is free.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from numpy.typing import NDArray
 from penstock.types import Slot
 
 Places = NDArray[np.int64]
+
+PACKED_MARK = 1  # added to the address of a packed block
 
 
 class BlockTable:
@@ -137,7 +141,10 @@ class AddressedSlots(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Turns places into addresses. `host_address` is 0 if nothing is offloaded."""
+    """Turns places into addresses. `host_address` is 0 if nothing is offloaded.
+
+    If HOST's blocks are packed, `host_address` includes `PACKED_MARK`.
+    """
 
     device_address: int
     device_stride: int
@@ -145,13 +152,22 @@ class Addresses:
     host_stride: int = 0
 
     @classmethod
-    def of_arenas(cls, device: AddressedSlots, host: AddressedSlots | None) -> Addresses:
+    def of_arenas(
+        cls, device: AddressedSlots, host: AddressedSlots | None, *, is_packed: bool = False
+    ) -> Addresses:
+        """`is_packed`: whether HOST's blocks are packed."""
         if host is None:
             return cls(device.address, device.stride_bytes)
-        return cls(device.address, device.stride_bytes, host.address, host.stride_bytes)
+        first = host.address + PACKED_MARK if is_packed else host.address
+        return cls(device.address, device.stride_bytes, first, host.stride_bytes)
 
     def of(self, places: Places) -> Places:
         resident = self.device_address + places * self.device_stride
         if not self.host_address:
             return resident
         return np.where(places >= 0, resident, self.host_address + ~places * self.host_stride)
+
+
+def are_packed(addresses: Places) -> NDArray[np.bool_]:
+    """Which addresses are those of packed blocks. False for the numbers of fetched blocks."""
+    return np.asarray((addresses > 0) & (addresses & PACKED_MARK != 0))

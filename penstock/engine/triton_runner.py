@@ -16,7 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.codecs.lossless_format import LosslessFormat
+from penstock.engine import fp8
 from penstock.engine.attention import triton as kernels
+from penstock.engine.attention.packed_triton import make_room
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import DecodePlan, PartRoom
@@ -45,11 +48,17 @@ class _Shape:
     block_tokens: int
     kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which it is stored
+    computed: torch.dtype  # in which the model computes
+    host_form: LosslessFormat | None = None  # of HOST's blocks, if they are packed
 
     @property
     def token_bytes(self) -> int:
         return self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype is fp8.DTYPE
 
     @property
     def layer_bytes(self) -> int:
@@ -60,20 +69,28 @@ class _Memory:
     """KV at addresses (see `attention.torch.KvMemory`)."""
 
     def __init__(self, shape: _Shape, addresses: Tensor) -> None:
+        self.rounds = shape.is_fp8
         self._shape = shape
         self._addresses = addresses  # of each row's keys in the first layer; 0: already written
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         shape = self._shape
         kernels.store_tokens(
-            keys, values, self._addresses, layer * shape.layer_bytes, shape.block_tokens
+            keys,
+            values,
+            self._addresses,
+            layer * shape.layer_bytes,
+            shape.block_tokens,
+            is_fp8=shape.is_fp8,
         )
 
     def history(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         shape = self._shape
         size = (2, len(blocks), shape.block_tokens, shape.kv_heads, shape.head_dim)
-        both = torch.empty(size, dtype=shape.dtype, device=blocks.device)
-        kernels.copy_layer(blocks, layer * shape.layer_bytes, both)
+        both = torch.empty(size, dtype=shape.computed, device=blocks.device)
+        kernels.copy_layer(
+            blocks, layer * shape.layer_bytes, both, shape.host_form, is_fp8=shape.is_fp8
+        )
         return both[0].flatten(0, 1), both[1].flatten(0, 1)
 
 
@@ -100,6 +117,8 @@ class _Decode:
             shape.block_tokens,
             self._num_programs,
             fetched,
+            shape.host_form,
+            is_fp8=shape.is_fp8,
         )
         if self.fetcher is not None:
             self.fetcher.end(layer)
@@ -130,16 +149,21 @@ class TritonRunner:
         *,
         max_num_seqs: int,
         use_graphs: bool = True,
+        host_form: LosslessFormat | None = None,
     ) -> None:
+        """`host_form`: the form of HOST's blocks, if they are packed."""
         register()
         self.num_fetched = 0  # cold blocks fetched during their step
         self.num_ahead = 0  # of those, blocks whose first layers were fetched before it
         self._num_heads = loaded.num_heads
-        self._like = pool.tensor
         self._device = pool.tensor.device
+        self._like = torch.empty(0, dtype=loaded.dtype, device=self._device)
         self._model = loaded.model
-        self._shape = _Shape(block_tokens, loaded.num_kv_heads, loaded.head_dim, loaded.dtype)
-        self._addresses = Addresses.of_arenas(pool, host)
+        kv_dtype = pool.tensor.dtype
+        self._shape = _Shape(
+            block_tokens, loaded.num_kv_heads, loaded.head_dim, kv_dtype, loaded.dtype, host_form
+        )
+        self._addresses = Addresses.of_arenas(pool, host, is_packed=host_form is not None)
         max_blocks = max_num_seqs * -(-loaded.max_tokens // block_tokens)
         max_fetched = 0
         if host is not None:
@@ -150,21 +174,26 @@ class TritonRunner:
             max_num_seqs, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched
         )
         self._max_parts = min(self._plan.max_items, _MAX_PARTS)
-        room = PartRoom.make(self._max_parts, loaded.num_heads, loaded.head_dim, self._device)
         on_gpu = self._device.type == "cuda"
         num_processors = 1
         if on_gpu:
             num_processors = _cuda.get_device_properties(self._device).multi_processor_count
         num_programs = num_processors * _PROGRAMS_PER_PROCESSOR
+        unpacked = None
+        if host_form is not None:
+            half_rows = block_tokens * loaded.num_kv_heads
+            unpacked = make_room(num_programs, kernels.PART_TOKENS, half_rows, pool.tensor)
+        room = PartRoom.make(
+            self._max_parts, loaded.num_heads, loaded.head_dim, self._device, unpacked
+        )
         self._decode = _Decode(self._shape, self._plan, room, num_programs)
         self._fused = None
         if can_fuse(loaded.model):
-            self._fused = FusedDecoder(loaded.model, loaded.max_tokens, block_tokens)
+            self._fused = FusedDecoder(loaded.model, loaded.max_tokens, block_tokens, kv_dtype)
         self._fetcher = None
         if host is not None:
-            self._fetcher = Fetcher(
-                self._plan, loaded.num_layers, pool.tensor.shape[2:], pool.tensor
-            )
+            like = _as_copied(pool.tensor)
+            self._fetcher = Fetcher(self._plan, loaded.num_layers, like.shape[2:], like, host_form)
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
@@ -353,3 +382,10 @@ class TritonRunner:
             blocks = torch.from_numpy(table).to(self._device)
             spans.append(SequenceSpan(begin, chunk.num_tokens, chunk.start, blocks))
         return spans
+
+
+def _as_copied(pool: Tensor) -> Tensor:
+    """The pool as kernels copy it: pairs of e4m3 bytes, which not every GPU has a type for."""
+    if pool.dtype is not fp8.DTYPE:
+        return pool
+    return pool.view(torch.uint8 if pool.shape[-1] % 2 else torch.int16)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from penstock.engine.announcer import Announcer
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
 from penstock.engine.tiers import EngineTiers
@@ -44,11 +45,17 @@ class _TwoEndedLoad:
 
 class TwoEndedLoads:
     def __init__(
-        self, pool: BlockPool, tiers: EngineTiers | None, block_tokens: int, max_chunk_tokens: int
+        self,
+        pool: BlockPool,
+        tiers: EngineTiers | None,
+        block_tokens: int,
+        max_chunk_tokens: int,
+        announcer: Announcer | None = None,
     ) -> None:
         """`max_chunk_tokens`: chunks are short, because progress is checked only between them."""
         self._pool = pool
         self._tiers = tiers
+        self._announcer = announcer
         self._block_tokens = block_tokens
         self._max_chunk_tokens = max_chunk_tokens
         self._loads: dict[str, _TwoEndedLoad] = {}  # by request
@@ -90,6 +97,8 @@ class TwoEndedLoads:
         has_joined = bool(load.slots) and request.num_computed >= load.back * self._block_tokens
         if has_joined:
             keys = request.chain.keys[load.back : load.back + len(load.slots)]
+            if self._announcer is not None:
+                self._announcer.completes(request, range(load.back, load.back + len(load.slots)))
             for slot, key in zip(load.slots, keys, strict=True):
                 self._pool.name(slot, key)
             request.table.extend(load.slots)

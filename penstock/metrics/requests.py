@@ -6,6 +6,7 @@ from penstock.events import (
     Event,
     Finished,
     FirstToken,
+    KvEventsDropped,
     Preempted,
     Refused,
     Sequences,
@@ -45,6 +46,12 @@ class RequestFamilies:
         self._recomputed = make.counter(
             "penstock_recomputed_tokens", "Tokens computed again after preemption."
         )
+        self._lossy = make.counter(
+            "penstock_lossy_requests", "Requests answered from KV of a tier with a lossy codec."
+        )
+        self._kv_events_dropped = make.counter(
+            "penstock_kv_events_dropped", "KV events that did not fit their queue."
+        )
         self._first_token = make.histogram(
             "penstock_first_token_seconds",
             "From a request's arrival to its first token, by whether KV was reused.",
@@ -71,6 +78,8 @@ class RequestFamilies:
                 self._sequences.labels("running").set(num_running)
             case StepFailed():
                 self._faults.inc()
+            case KvEventsDropped(num_events):
+                self._kv_events_dropped.inc(num_events)
             case Preempted():
                 self._preemptions.inc()
             case TurnEnded():
@@ -88,5 +97,7 @@ class RequestFamilies:
                 self._output_tokens.inc(num_output)
                 self._recomputed.inc(num_recomputed)
                 self._request.observe(seconds)
+                if event.num_lossy:
+                    self._lossy.inc()
                 if event.token_seconds is not None:
                     self._token.observe(event.token_seconds)

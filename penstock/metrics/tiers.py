@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from penstock.codecs.names import is_lossy
 from penstock.events import (
     Asked,
     Audited,
     AuditFailed,
+    CodecsChosen,
     Damaged,
     Decided,
     Event,
@@ -59,6 +61,14 @@ class TierMetrics:
             "Saves dropped by back-pressure or for lack of room.",
             ("tier",),
         )
+        self._unfit = make.counter(
+            "penstock_unfit_blocks",
+            "Blocks not kept because they do not fit the tier's codec.",
+            ("tier",),
+        )
+        self._lossy = make.counter(
+            "penstock_lossy_blocks", "Blocks loaded from a tier with a lossy codec.", ("tier",)
+        )
         self._lookups = make.counter("penstock_lookups", "Prompts looked up.")
         self._asked = make.counter("penstock_lookup_blocks", "Blocks looked up.")
         self._hits = make.counter("penstock_hit_blocks", "Blocks found, by tier.", ("tier",))
@@ -80,6 +90,18 @@ class TierMetrics:
         )
         self._used = make.gauge("penstock_used_blocks", "Slots in use.", ("tier",))
         self._slots = make.gauge("penstock_capacity_blocks", "Number of slots.", ("tier",))
+        self._used_tokens = make.gauge(
+            "penstock_used_tokens", "Tokens whose KV a tier holds.", ("tier",)
+        )
+        self._capacity_tokens = make.gauge(
+            "penstock_capacity_tokens", "Tokens whose KV a tier has room for.", ("tier",)
+        )
+        self._block_bytes = make.gauge(
+            "penstock_block_bytes", "Size of a block, as its tier's codec packs it.", ("tier",)
+        )
+        self._codec = make.gauge(
+            "penstock_tier_codec_info", "1 for the codec that a tier uses.", ("tier", "codec")
+        )
         self._leased = make.gauge("penstock_leased_blocks", "Slots leased.", ("tier",))
         self._retained = make.gauge(
             "penstock_retained_blocks", "Blocks in HOST that hints protect from eviction."
@@ -134,11 +156,16 @@ class TierMetrics:
             "penstock_quarantined", "1 if stored KV is not used because an audit failed."
         )
 
+        self._block_tokens = 0  # unknown
+        self._lossy_tiers: set[Tier] = set()
+
         # Create the series that alerts use now: one that begins with its first event shows no
         # increase(), so the first corrupt block would be missed.
         for tier in Tier:
             if tier is not Tier.DEVICE:
                 for counter in (self._corrupt, self._emptied, self._dropped, self._hits):
+                    counter.labels(tier.label)
+                for counter in (self._unfit, self._lossy):
                     counter.labels(tier.label)
                 for direction in Direction:
                     self._faults.labels(tier.label, direction.value)
@@ -155,6 +182,8 @@ class TierMetrics:
                 self._blocks.labels(*hop).inc(num_blocks)
                 self._bytes.labels(*hop).inc(num_bytes)
                 self._seconds.labels(*hop).inc(seconds)
+                if direction is Direction.LOAD and source in self._lossy_tiers:
+                    self._lossy.labels(source.label).inc(num_blocks)
             case Lost(source, target, direction, verdict, num_blocks):
                 self._lost.labels(source.label, target.label, direction.value, verdict.label).inc(
                     num_blocks
@@ -163,6 +192,8 @@ class TierMetrics:
                     self._corrupt.labels(source.label).inc(num_blocks)
                 if verdict is Verdict.DROPPED and direction is Direction.SAVE:
                     self._dropped.labels(target.label).inc(num_blocks)
+                if verdict is Verdict.UNFIT:
+                    self._unfit.labels(target.label).inc(num_blocks)
             case Damaged(tier, num_blocks):
                 self._corrupt.labels(tier.label).inc(num_blocks)
             case TierEmptied(tier):
@@ -185,6 +216,16 @@ class TierMetrics:
                 self._leased.labels(tier.label).set(num_leased)
                 self._queued.labels(tier.label, "load").set(num_loads)
                 self._queued.labels(tier.label, "save").set(num_saves)
+                if self._block_tokens:
+                    self._used_tokens.labels(tier.label).set(num_used * self._block_tokens)
+                    self._capacity_tokens.labels(tier.label).set(num_slots * self._block_tokens)
+            case CodecsChosen(codecs, raw_block_bytes, block_tokens):
+                self._block_tokens = block_tokens
+                self._lossy_tiers = {each.tier for each in codecs if is_lossy(each.codec)}
+                self._block_bytes.labels(Tier.DEVICE.label).set(raw_block_bytes)
+                for each in codecs:
+                    self._codec.labels(each.tier.label, each.codec).set(1)
+                    self._block_bytes.labels(each.tier.label).set(each.block_bytes)
             case Retained(num_blocks, max_blocks):
                 self._retained.set(num_blocks)
                 self._max_retained.set(max_blocks)

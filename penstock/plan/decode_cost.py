@@ -89,7 +89,8 @@ def decode_cost(shape: ModelShape, found: Fit, demand: Demand, rates: GpuRates) 
     target = demand.max_token_seconds
     if target is not None:
         left = max(0.0, target - now.weight_seconds - rates.exchange_seconds)
-        within = min(found.host_bytes, int(left * rates.cold_bytes_per_second))
+        held = int(found.host_bytes / found.host_ratio)  # of KV, which DRAM holds packed
+        within = min(held, int(left * rates.cold_bytes_per_second))
         most = found.count_with(found.host_bytes)
         sessions = most_within(
             target, most, lambda num: decode_step(shape, found, rates, num).seconds

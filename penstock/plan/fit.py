@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from penstock.codecs.names import AUTO
 from penstock.errors import ConfigError
 from penstock.shapes.catalog import Gpu
-from penstock.shapes.shape import ModelShape
+from penstock.shapes.packing import Packing, pack_tiers
+from penstock.shapes.shape import ModelShape, suggest_block_tokens
+from penstock.types import Tier
 from penstock.units import GiB
 
 # Per GPU, beyond weights and KV: activations, captured graphs, the CUDA runtime.
@@ -83,6 +86,18 @@ class Hardware:
     disk_bytes: int = 0
     device_kv_bytes: int | None = None  # KV pool as reported by an engine; None: estimated
     tensor_parallel: int | None = None  # GPUs per copy of the model; None: the plan chooses
+    host_codec: str = AUTO
+    disk_codec: str = AUTO
+    remote_codec: str = AUTO
+
+    @property
+    def codecs(self) -> dict[Tier, str]:
+        """As asked for; see `packings` for what that means for a model."""
+        return {
+            Tier.HOST: self.host_codec,
+            Tier.DISK: self.disk_codec,
+            Tier.REMOTE: self.remote_codec,
+        }
 
     def pool_bytes(self, weight_bytes: int) -> int:
         """Room for KV with one copy of the model on all GPUs; negative if it does not fit."""
@@ -134,6 +149,17 @@ def can_split(shape: ModelShape, num_gpus: int) -> bool:
     return True
 
 
+def packings(shape: ModelShape, hardware: Hardware, num_gpus: int) -> dict[Tier, Packing]:
+    """How the tiers of one server of `num_gpus` pack KV. Raises if a codec does not apply."""
+    return pack_tiers(
+        shape,
+        hardware.codecs,
+        suggest_block_tokens(shape.bytes_per_token),
+        num_gpus=num_gpus,
+        setting="--{tier}-codec",
+    )
+
+
 def layouts(shape: ModelShape, hardware: Hardware) -> list[Layout]:
     """Every sensible layout; GPUs may stay unused. Raises if the requested one is impossible.
 
@@ -160,7 +186,8 @@ class Fit:
     """What fits on one server, or on several (`times`). Bytes are totals over its GPUs.
 
     On the GPUs a session is all its tokens, its windows and its states. In DRAM it is the tokens of
-    layers that keep all, and a checkpoint of windows and states for each turn.
+    layers that keep all, and a checkpoint of windows and states for each turn, packed by DRAM's
+    codec.
     """
 
     bytes_per_token: int  # of a token that every layer keeps
@@ -177,10 +204,23 @@ class Fit:
     least_host_bytes: int  # so that all sessions fit if no block is in both device and DRAM
     recommended_host_bytes: int
     num_kv_copies: int = 1  # how many of a server's GPUs hold each byte of KV
-    live_bytes: int = 0  # KV that a trace reads again, including copies
+    live_bytes: int = 0  # KV that a trace reads again, including copies; not packed
     offloaded_bytes: int = 0  # of a session, in DRAM
     offloaded_own_bytes: int = 0  # the part of it that is not shared
     checkpoint_bytes: int = 0  # of windows and states, in DRAM; 0 if all layers keep all tokens
+    host_ratio: float = 1.0  # bytes in DRAM for each byte of KV, with its codec
+    disk_ratio: float = 1.0
+    host_blocks: int = 0  # that `host_bytes` and `disk_bytes` hold, of layers that keep all tokens
+    disk_blocks: int = 0
+    block_tokens: int = 0
+
+    @property
+    def host_tokens(self) -> int:
+        return self.host_blocks * self.block_tokens
+
+    @property
+    def disk_tokens(self) -> int:
+        return self.disk_blocks * self.block_tokens
 
     def times(self, num_servers: int) -> Fit:
         """All servers together. Each session is on one server, the shared prefix on every one."""
@@ -202,7 +242,7 @@ class Fit:
 _SUMMED = (
     *("shared_bytes", "weight_bytes", "pool_bytes", "host_bytes", "disk_bytes", "live_bytes"),
     *("sessions_on_device", "sessions_with_host", "sessions_with_disk"),
-    *("least_host_bytes", "recommended_host_bytes"),
+    *("least_host_bytes", "recommended_host_bytes", "host_blocks", "disk_blocks"),
 )
 
 
@@ -224,16 +264,28 @@ def fit(shape: ModelShape, weight_bytes: int, hardware: Hardware, demand: Demand
     session_bytes = shape.kv_bytes(context, num_gpus=num_gpus)
     shared_bytes = shape.growing_bytes(shared, num_gpus=num_gpus)
     own_bytes = session_bytes - shared_bytes
+    block_tokens = suggest_block_tokens(shape.bytes_per_token)
+    packed = packings(shape, hardware, num_gpus)
+    raw_block_bytes = shape.offloaded_bytes(block_tokens, 0, num_gpus=num_gpus)
+    if not raw_block_bytes:  # no layer keeps all tokens
+        raw_block_bytes = max(1, shape.offloaded_bytes(block_tokens, num_gpus=num_gpus))
+    slots = {tier: packing.slot_bytes(raw_block_bytes) for tier, packing in packed.items()}
+    ratios = {tier: packing.ratio for tier, packing in packed.items()}
+    host_ratio, disk_ratio = ratios[Tier.HOST], ratios[Tier.DISK]
+
+    def in_dram(num_tokens: int, num_turns: int = 1) -> int:
+        raw_bytes = shape.offloaded_bytes(num_tokens, num_turns, num_gpus=num_gpus)
+        return packed[Tier.HOST].packed_bytes(raw_bytes)
+
     # The shared prefix has a checkpoint of its own, so that new sessions can continue it.
-    offloaded = shape.offloaded_bytes(context, demand.num_turns, num_gpus=num_gpus)
-    offloaded_shared = shape.offloaded_bytes(shared, num_gpus=num_gpus)
-    growing_shared = shape.offloaded_bytes(shared, 0, num_gpus=num_gpus)
-    offloaded_own = max(1, offloaded - growing_shared)
+    offloaded = in_dram(context, demand.num_turns)
+    offloaded_shared = in_dram(shared)
+    offloaded_own = max(1, offloaded - in_dram(shared, 0))
     pool_bytes = hardware.pool_bytes(weight_bytes)
     all_bytes = offloaded_shared + offloaded_own * demand.num_sessions
     # Counts KV on the device too: a copy in DRAM lets it leave the device at once.
     live_bytes = demand.live_bytes * (1 if shape.is_mla else copies)
-    wanted = max(all_bytes, live_bytes) * (1 + DRAM_HEADROOM)
+    wanted = max(all_bytes, packed[Tier.HOST].packed_bytes(live_bytes)) * (1 + DRAM_HEADROOM)
     recommended = math.ceil(wanted / GiB) * GiB
     host_bytes = recommended if hardware.host_bytes is None else hardware.host_bytes
     sessions_on_device = _count(pool_bytes, shared_bytes, own_bytes)
@@ -246,6 +298,7 @@ def fit(shape: ModelShape, weight_bytes: int, hardware: Hardware, demand: Demand
 
     on_device = Fraction(max(0, pool_bytes) - shared_bytes, own_bytes)
     least_host_bytes = math.ceil((demand.num_sessions - on_device) * offloaded_own)
+    disk_in_dram = int(hardware.disk_bytes * host_ratio / disk_ratio)  # what would hold as much
     return Fit(
         bytes_per_token=sum(
             group.token_bytes(shape.bits) * group.num_copies(num_gpus) for group in shape.groups
@@ -259,12 +312,19 @@ def fit(shape: ModelShape, weight_bytes: int, hardware: Hardware, demand: Demand
         disk_bytes=hardware.disk_bytes,
         sessions_on_device=sessions_on_device,
         sessions_with_host=count_with(host_bytes),
-        sessions_with_disk=count_with(host_bytes + hardware.disk_bytes),
+        sessions_with_disk=count_with(host_bytes + disk_in_dram),
         least_host_bytes=max(0, least_host_bytes),
         recommended_host_bytes=recommended,
         num_kv_copies=copies,
         live_bytes=live_bytes,
         offloaded_bytes=offloaded,
         offloaded_own_bytes=offloaded_own,
-        checkpoint_bytes=shape.checkpoint_bytes(context, num_gpus=num_gpus),
+        checkpoint_bytes=packed[Tier.HOST].packed_bytes(
+            shape.checkpoint_bytes(context, num_gpus=num_gpus)
+        ),
+        host_ratio=host_ratio,
+        disk_ratio=disk_ratio,
+        host_blocks=host_bytes // slots[Tier.HOST],
+        disk_blocks=hardware.disk_bytes // slots[Tier.DISK],
+        block_tokens=block_tokens,
     )

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from penstock.costs.rates import LinkRate, PrefillRate, break_even_tokens
 from penstock.errors import ConfigError
 from penstock.plan.decode_cost import DecodeCost, decode_cost
-from penstock.plan.fit import Demand, Fit, Hardware, Layout, fit, layouts
+from penstock.plan.fit import Demand, Fit, Hardware, Layout, fit, layouts, packings
 from penstock.plan.settings import PlanSettings, make_settings
 from penstock.plan.verdict import PlanVerdict, judge
 from penstock.plan.ways import Way, find_ways
 from penstock.shapes.gpu_rates import GpuRates, RatesOf, rates_from_table
+from penstock.shapes.packing import Packing, packed_rates
 from penstock.shapes.shape import ModelShape
 from penstock.types import Tier
 
@@ -32,7 +33,8 @@ class Plan:
     demand: Demand
     ways: tuple[Way, ...]  # best first; empty if the weights do not fit
     layout: Layout  # of the best way; `fit` and `cost` cover all its servers, `rates` one
-    rates: GpuRates
+    rates: GpuRates  # in bytes of KV before it is packed
+    packings: Mapping[Tier, Packing]
     fit: Fit
     cost: DecodeCost
     break_evens: Mapping[Tier, int | None]  # tokens; None: never; empty: prefill rate unknown
@@ -53,15 +55,19 @@ def make_plan(
     """Plan `model` on `hardware`. Without `rates_of`, rates come from the catalog."""
     _check(hardware)
     shape = model.shape
-    rates_of = rates_of or (lambda num_gpus: rates_from_table(hardware.gpu, num_gpus, shape))
-    ways = find_ways(shape, model.weight_bytes, hardware, demand, rates_of)
+    link_rates_of = rates_of or (lambda num_gpus: rates_from_table(hardware.gpu, num_gpus, shape))
+
+    def packed_rates_of(num_gpus: int) -> GpuRates:
+        return packed_rates(link_rates_of(num_gpus), packings(shape, hardware, num_gpus))
+
+    ways = find_ways(shape, model.weight_bytes, hardware, demand, packed_rates_of)
     if ways:
         best = ways[0]
         layout, rates, found, cost = best.layout, best.rates, best.found, best.cost
     else:
         layout = max(layouts(shape, hardware), key=lambda each: (each.gpus_each, each.num_servers))
         layout = Layout(1, layout.gpus_each)
-        rates = rates_of(layout.gpus_each)
+        rates = packed_rates_of(layout.gpus_each)
         found = fit(shape, model.weight_bytes, hardware.part(layout), demand)
         cost = decode_cost(shape, found, demand, rates)
     to_device = {tier: _through_host(tier, rates) for tier in rates.links}
@@ -86,6 +92,7 @@ def make_plan(
         ways=tuple(ways),
         layout=layout,
         rates=rates,
+        packings=packings(shape, hardware, layout.gpus_each),
         fit=together,
         cost=cost.times(layout.num_servers, demand.num_active),
         break_evens=break_evens,

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from penstock.codecs.names import AUTO
 from penstock.config.options import EngineOptions
 from penstock.connectors.vllm.settings import VllmSettings
 from penstock.plan.fit import Fit, Hardware
 from penstock.plan.verdict import PlanKind, PlanVerdict, format_count
-from penstock.plan.ways import Mode, ServingEngine, Way
+from penstock.plan.ways import SERVED_BITS, Mode, ServingEngine, Way
 from penstock.shapes.shape import ModelShape
+from penstock.types import Tier
 from penstock.units import GiB, counted, format_seconds
 
 DISK_PATH = "/var/cache/penstock"
@@ -58,11 +60,12 @@ def _serve(
             "`penstock serve` supports only models whose layers all keep the keys and values of "
             "every token."
         )
-    if shape.bits != 16:
-        return None, "`penstock serve` keeps KV in 16 bits only: leave out --kv-cache-dtype fp8."
+    if shape.bits not in SERVED_BITS:
+        return None, f"`penstock serve` does not support {shape.bits}-bit KV."
     if way is None:
         return None, "`penstock serve` runs on one GPU, and these weights do not fit on one."
-    options = _serve_options(_kind_of(kind, way), model, hardware, way)
+    is_fp8 = shape.bits == 8
+    options = _serve_options(_kind_of(kind, way), model, hardware, way, is_fp8=is_fp8)
     num_servers = way.layout.num_servers
     if num_servers == 1:
         return options, _in_numbers(way)
@@ -113,7 +116,9 @@ def _host_gib(found: Fit) -> float:
     return _gib(min(found.host_bytes, found.recommended_host_bytes))
 
 
-def _serve_options(kind: PlanKind, model: str, hardware: Hardware, way: Way) -> tuple[str, ...]:
+def _serve_options(
+    kind: PlanKind, model: str, hardware: Hardware, way: Way, *, is_fp8: bool
+) -> tuple[str, ...]:
     """Arguments of one server on one GPU."""
     alone, found, part = hardware.part(way.layout), way.found, way.part
     options: dict[str, object] = {}
@@ -121,17 +126,20 @@ def _serve_options(kind: PlanKind, model: str, hardware: Hardware, way: Way) -> 
         options["--device-kv-gib"] = _gib(alone.device_kv_bytes)
     elif alone.memory_utilization != _DEFAULTS.gpu_memory_utilization:
         options["--gpu-memory-utilization"] = alone.memory_utilization
+    if is_fp8:
+        options["--kv-cache-dtype"] = "fp8"
     if not kind.tiers:
         return (model, *_flat({"--kv-offloading-size": 0, **options}))
     options = {"--kv-offloading-size": _host_gib(found), **_disk(alone), **options}
     options["--max-num-seqs"] = way.seats_each
+    codecs = [part for codec in _codecs(alone).items() for part in ("--set", "=".join(codec))]
     if kind is not PlanKind.TAIL_PIN:
         if way.turn_seconds is not None and way.seats_each == found.sessions_on_device:
             # A turn ends only if a waiting session lacks room, not a free sequence slot. So allow
             # all active sessions, and let the room decide how many run.
             options["--max-num-seqs"] = part.num_active
             options["--turn-seconds"] = math.ceil(way.turn_seconds * 10) / 10
-        return (model, *_flat(options), "--no-cold-kv")
+        return (model, *_flat(options), *codecs, "--no-cold-kv")
     share_bytes = max(0, found.pool_bytes - found.shared_bytes) // way.seats_each
     budget = part.shared_tokens + share_bytes // found.bytes_per_token
     budget = max(_BLOCK_TOKENS, budget // _BLOCK_TOKENS * _BLOCK_TOKENS)
@@ -143,7 +151,7 @@ def _serve_options(kind: PlanKind, model: str, hardware: Hardware, way: Way) -> 
     # Above this limit new sessions wait, so it must cover what all of them read.
     bound = max(way.cold_bytes, way.cost.cold_bytes_within_target or 0)
     options["--max-cold-gib-per-step"] = max(0.01, _gib(bound * 1.01))
-    return (model, *_flat(options))
+    return (model, *_flat(options), *codecs)
 
 
 def _vllm_options(
@@ -166,7 +174,19 @@ def _vllm_options(
     if alone.disk_bytes:
         disk_size = _plain(_gib(alone.disk_bytes))
         settings = replace(settings, disk_path=DISK_PATH, disk_size=disk_size)
+    if codecs := _codecs(alone):
+        settings = replace(settings, set=codecs)
     return (model, *_flat(options)), settings
+
+
+def _codecs(hardware: Hardware) -> dict[str, str]:
+    """The settings of codecs that differ from the default, for tiers that the plan uses."""
+    has = {Tier.HOST: True, Tier.DISK: bool(hardware.disk_bytes), Tier.REMOTE: True}
+    return {
+        f"{tier.label}.codec": codec
+        for tier, codec in hardware.codecs.items()
+        if codec != AUTO and has[tier]
+    }
 
 
 def _disk(hardware: Hardware) -> dict[str, object]:

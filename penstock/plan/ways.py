@@ -22,6 +22,7 @@ from penstock.units import format_bytes
 ACCEPTABLE_TOKEN_SECONDS = 0.2
 # One machine's GPUs. A model is split further only if it does not fit otherwise.
 _SPLIT_WITHIN_MACHINE = 8
+SERVED_BITS = (8, 16)  # of a value of KV, in `penstock serve`
 # The shortest turn. `turn_seconds` is at least twice the time that loading a turn's sessions takes,
 # so that loads use no more than half of the link's time.
 _LEAST_TURN_SECONDS = 0.5
@@ -164,7 +165,7 @@ def _in_layout(
 def _engines(shape: ModelShape, mode: Mode, layout: Layout) -> Iterator[ServingEngine]:
     if mode is not Mode.COLD:
         yield ServingEngine.VLLM
-    if layout.gpus_each == 1 and shape.bits == 16 and shape.is_plain:
+    if layout.gpus_each == 1 and shape.bits in SERVED_BITS and shape.is_plain:
         yield ServingEngine.SERVE
 
 
@@ -174,7 +175,8 @@ def _no_engine(shape: ModelShape, mode: Mode, layout: Layout) -> str:
     if not shape.is_plain:
         why = f"does not support {_special(shape)}"
     else:
-        why = "does not support fp8" if shape.bits != 16 else "runs on one GPU"
+        is_served = shape.bits in SERVED_BITS
+        why = "runs on one GPU" if is_served else f"does not support {shape.bits}-bit KV"
     return f"Only `penstock serve` reads KV from DRAM in every step, and it {why}"
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
+    lossy_tokens: int  # whose KV a lossy codec may have changed
 
 
 class Usage(BaseModel):
@@ -49,6 +50,14 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
 
 
+class KvTransferParams(BaseModel):
+    """What a router passes on to the server that goes on: see docs/disaggregation.md."""
+
+    do_remote_prefill: Literal[True]
+    do_remote_decode: Literal[False]
+    remote_engine_id: str
+
+
 class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"]
@@ -57,6 +66,7 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    kv_transfer_params: KvTransferParams | None = None
 
 
 class ChatDelta(BaseModel):
@@ -105,6 +115,7 @@ class Completion(BaseModel):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
 
 class HintAnswer(BaseModel):

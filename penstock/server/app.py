@@ -29,6 +29,7 @@ from penstock.server.chat import ChatAnswer
 from penstock.server.completions import Completions
 from penstock.server.dashboard import data_routes, page_routes, watch_backend
 from penstock.server.guards import guarded_app, key_check
+from penstock.server.handed_over import HandedOver, ServerRole
 from penstock.server.hints import follow_hint
 from penstock.server.hosts import Hosts
 from penstock.server.origins import origin_of
@@ -56,6 +57,7 @@ class AppSettings:
     max_body_bytes: int = 32 * MiB
     allowed_hosts: tuple[str, ...] = ()  # besides this machine's own names: see hosts.py
     tenant_from: TenantSource = TenantSource.HEADER
+    role: ServerRole = ServerRole.BOTH
 
 
 def make_app(
@@ -145,6 +147,7 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
         responses=_errors(),
     )
     unknown = UnknownFields()
+    handed_over = HandedOver(settings.role)
 
     async def answer(
         request: Request, body: GenerationRequest, work: ChatAnswer | Completions
@@ -162,6 +165,9 @@ def _openai_routes(backend: Backend, settings: AppSettings, wants_key: Any) -> A
             log.debug("request %s has the engine's ids %s", request.state.request_id, names)
             if body.stream:
                 return work.stream(generation)
+            if handed_over.is_asked(body):
+                handed_over.compute(generation)
+                return work.handed_over(generation, handed_over.params)
             try:
                 return await work.whole(generation)
             finally:

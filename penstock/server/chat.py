@@ -18,6 +18,7 @@ from penstock.server.answers import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    KvTransferParams,
 )
 from penstock.server.generation import Generation, prompt_cut, sampling_params
 from penstock.server.logprobs import chat_logprobs
@@ -98,7 +99,23 @@ class ChatAnswer:
         answer = ChatCompletion(
             object="chat.completion", choices=choices, usage=generation.usage(), **self._head
         )
-        return Response(answer.model_dump_json(), media_type="application/json")
+        return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+
+    def handed_over(self, generation: Generation, params: KvTransferParams) -> Response:
+        """The answer without text: another server generates it."""
+        message = ChatMessage(role="assistant", content="", refusal=None)
+        choices = [
+            ChatChoice(index=index, message=message, logprobs=None, finish_reason="length")
+            for index in range(self._params.n)
+        ]
+        answer = ChatCompletion(
+            object="chat.completion",
+            choices=choices,
+            usage=generation.usage(),
+            kv_transfer_params=params,
+            **self._head,
+        )
+        return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
     def stream(self, generation: Generation) -> Response:
         return EventStream(self._chunks(generation), generation.close)

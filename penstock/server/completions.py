@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from starlette.responses import Response
 
-from penstock.server.answers import Completion, CompletionChoice, CompletionLogprobs
+from penstock.server.answers import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    KvTransferParams,
+)
 from penstock.server.generation import Generation, prompt_cut, sampling_params
 from penstock.server.logprobs import completion_logprobs
 from penstock.server.schema import CompletionRequest
@@ -87,7 +92,20 @@ class Completions:
             for index, deltas in enumerate(await generation.gather())
         ]
         answer = Completion(choices=choices, usage=generation.usage(), **self._head)
-        return Response(answer.model_dump_json(), media_type="application/json")
+        return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+
+    def handed_over(self, generation: Generation, params: KvTransferParams) -> Response:
+        """The answer without text: another server generates it."""
+        choices = [
+            CompletionChoice(
+                index=index, text=self._echo(index), logprobs=None, finish_reason="length"
+            )
+            for index in range(len(self._echoes) * self._params.n)
+        ]
+        answer = Completion(
+            choices=choices, usage=generation.usage(), kv_transfer_params=params, **self._head
+        )
+        return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
 
     def stream(self, generation: Generation) -> Response:
         return EventStream(self._chunks(generation), generation.close)

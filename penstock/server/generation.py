@@ -48,6 +48,9 @@ def sampling_params(
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
     if request.kv_residency is not None:
         given["kv_residency"] = request.kv_residency.model_dump()
+    transfer = request.kv_transfer_params
+    if transfer is not None and transfer.do_remote_prefill:
+        given["awaits_prefill"] = True
     if request.penstock is not None:
         given["kv_hints"] = request.penstock.plain()
     try:
@@ -97,6 +100,7 @@ class Generation:
         self._num_prompt_tokens = sum(len(ids) for ids in prompts)
         self._num_new_tokens = 0
         self._num_cached = [0] * len(streams)
+        self._num_lossy = [0] * len(streams)
 
     @classmethod
     async def start(
@@ -179,7 +183,9 @@ class Generation:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_new_tokens,
             total_tokens=self._num_prompt_tokens + self._num_new_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached)),
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(self._num_cached), lossy_tokens=sum(self._num_lossy)
+            ),
         )
 
     def close(self) -> None:
@@ -190,6 +196,7 @@ class Generation:
         self._num_new_tokens += 1
         self._spoken.num_tokens += 1
         prompt, index = divmod(piece.choice, self._n)
+        self._num_lossy[prompt] = max(self._num_lossy[prompt], piece.delta.num_lossy_tokens)
         if index == 0:  # the other n - 1 reuse what the first has computed
             self._num_cached[prompt] = piece.delta.num_cached_tokens
 

@@ -29,6 +29,7 @@ _STEPS = 10  # of a long recovery
 _OF_TIERS = (
     "model",
     "kv_offloading_backend",
+    "node",
     "kv_offloading_size",
     "disk_path",
     "disk_size",
@@ -112,6 +113,7 @@ def settings_in_force(
         **given,
         "device": str(engine.loaded.device),
         "dtype": str(engine.loaded.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(engine.kv_dtype).removeprefix("torch."),
         "block_tokens": engine.block_tokens,
         "device_blocks": engine.pool.num_blocks,
         "max_model_len": engine.loaded.max_tokens,

@@ -242,6 +242,17 @@ class RequestHints(_Strict):
         return Hints(self.session, self.retain_seconds, self.on_end, self.prefetch or ())
 
 
+class KvTransfer(_Open):
+    """Prefill apart from decode, in the fields that vLLM's routers use: see docs/disaggregation.md.
+
+    Routers fill in many more fields. None of them is needed here, because blocks are found by the
+    tokens of the prompt.
+    """
+
+    do_remote_decode: bool | None = None  # only compute the prompt: another server goes on
+    do_remote_prefill: bool | None = None  # another server computes the prompt
+
+
 _Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
 
 
@@ -281,15 +292,29 @@ class GenerationRequest(TenantFields, _Open):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     kv_residency: Residency | None = None
     penstock: RequestHints | None = None
+    kv_transfer_params: KvTransfer | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
+    request_id: Ignored = None
+    session_id: Ignored = None
+    stream_interval: Ignored = None
     spaces_between_special_tokens: Ignored = None
     length_penalty: Ignored = None
 
     use_beam_search: Refused = None
     allowed_token_ids: Refused = None
     bad_words: Refused = None
+    repetition_detection: Refused = None
+    thinking_token_budget: Refused = None
+    vllm_xargs: Refused = None
+    watermarking: Refused = None
     prompt_logprobs: Refused = None
+    logprob_token_ids: Refused = None
+    return_token_ids: Refused = None
+    return_token_offsets: Refused = None
+    return_tokens_as_token_ids: Refused = None
+    return_hidden_states: Refused = None
+    mm_payload: Refused = None
     structured_outputs: Refused = None
     guided_json: Refused = None
     guided_regex: Refused = None
@@ -384,10 +409,17 @@ class ChatRequest(GenerationRequest, ChatFields):
     parallel_tool_calls: Ignored = None
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
+    include_reasoning: Ignored = None
+    separate_reasoning: Ignored = None
+    stream_reasoning: Ignored = None
 
     audio: Refused = None
+    echo: Refused = None
     functions: Refused = None
     modalities: Annotated[list[_Text], Field(max_length=16, fail_fast=True)] | None = None
+    media_io_kwargs: Refused = None
+    mm_processor_kwargs: Refused = None
+    return_prompt_text: Refused = None
     moderation: Refused = None
     reasoning_effort: Refused = None
     response_format: TextFormat | None = None
@@ -422,7 +454,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: _Count | None = None
+    response_format: TextFormat | None = None
     suffix: Refused = None
+    prompt_embeds: Refused = None
 
     @model_validator(mode="after")
     def _check_together(self) -> CompletionRequest:

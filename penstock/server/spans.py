@@ -69,6 +69,7 @@ def attributes_of(told: RequestStory, model: str) -> dict[str, Value]:
         "gen_ai.usage.cache_read.input_tokens": told.num_cached,
         "penstock.sequence_id": told.request_id,
         "penstock.cached_tokens": told.num_cached,
+        "penstock.lossy_tokens": told.num_lossy,
         "penstock.recomputed_tokens": told.num_recomputed,
         "penstock.preemptions": told.num_preemptions,
         "penstock.block_tokens": told.block_tokens,

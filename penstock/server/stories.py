@@ -86,6 +86,7 @@ class Stories:
             "prompt_tokens": told.num_prompt,
             "output_tokens": told.num_output,
             "cached_tokens": told.num_cached,
+            "lossy_tokens": told.num_lossy,
             "recomputed_tokens": told.num_recomputed,
             "preemptions": told.num_preemptions,
             "block_tokens": told.block_tokens,

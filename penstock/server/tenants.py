@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from starlette.requests import Request
 
+from penstock.kv_events.salts import with_salt
 from penstock.server.errors import ApiError
 from penstock.server.schema import TenantFields
 
@@ -44,8 +45,7 @@ def tenant_of(
         tenant = _name("user", body.user)
     if body.cache_salt is None:
         return tenant
-    # The length distinguishes a name that ends like a salt from a name with a salt.
-    return f"{len(tenant)}:{tenant} cache_salt:{body.cache_salt}"
+    return with_salt(tenant, body.cache_salt)
 
 
 def _name(source: str, name: str | None) -> str:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 log = logging.getLogger("penstock.server")
 
-_MAX_REMEMBERED = 256  # fields; after that nothing is logged
+_MAX_REMEMBERED = 256  # fields; after that, one last line says that no more are logged
 _MAX_NAME_CHARS = 80
 
 
@@ -43,6 +43,8 @@ class UnknownFields:
                 break
         if new:
             log.info("ignored unknown fields: %s", ", ".join(new.values()))
+        if len(self._told) >= _MAX_REMEMBERED:
+            log.info("%d unknown fields were named; others are ignored silently", _MAX_REMEMBERED)
 
 
 def unknown_fields(model: BaseModel, path: str = "") -> Iterator[str]:

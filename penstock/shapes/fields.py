@@ -63,6 +63,11 @@ class ConfigFields:
             return 8
         raise self.wrong(name, "expected bfloat16, float16, float32 or float8")
 
+    def half_dtype(self, name: str) -> str:
+        """float16 if the field says so; otherwise bfloat16, as engines use for 16 bits."""
+        dtype = str(self.values.get(name)).removeprefix("torch.").lower()
+        return "float16" if dtype in ("float16", "fp16", "half") else "bfloat16"
+
     def wrong(self, name: str, expected: str) -> ConfigError:
         value = repr(self.values.get(name))[:80]
         return ConfigError(f"{name} in {self.origin} is {value}: {expected}; correct the file")

@@ -75,6 +75,7 @@ def shape_from_fields(
         window_tokens=max((group.span for group in windows), default=None),
         num_window_layers=sum(group.num_layers for group in windows),
         max_context_tokens=_max_context(fields),
+        half_dtype=fields.half_dtype(_dtype_name(fields)),
         groups=groups,
     )
 
@@ -82,11 +83,15 @@ def shape_from_fields(
 def _model_bits(fields: ConfigFields, *, is_needed: bool) -> int:
     """The width of the model's dtype. If the width of KV is given, an unknown one counts as 16."""
     try:
-        return fields.bits("dtype" if fields.has("dtype") else "torch_dtype", 16)
+        return fields.bits(_dtype_name(fields), 16)
     except ConfigError:
         if is_needed:
             raise
         return 16
+
+
+def _dtype_name(fields: ConfigFields) -> str:
+    return "dtype" if fields.has("dtype") else "torch_dtype"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

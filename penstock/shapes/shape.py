@@ -48,6 +48,7 @@ class ModelShape:
     window_tokens: int | None = None
     num_window_layers: int = 0
     max_context_tokens: int | None = None  # the longest sequence; None: unknown
+    half_dtype: str = "bfloat16"  # of 16-bit KV: bfloat16 or float16
     groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,6 +94,11 @@ class ModelShape:
     def is_plain(self) -> bool:
         """Whether every layer keeps the keys and values of every token."""
         return all(group.kind is Kind.FULL and not group.is_latent for group in self.groups)
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of KV values, as torch names it."""
+        return {32: "float32", 16: self.half_dtype, 8: "float8_e4m3fn", 4: "4-bit"}[self.bits]
 
     @property
     def is_mixture(self) -> bool:

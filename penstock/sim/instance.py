@@ -1,24 +1,29 @@
-"""A simulated instance: its sizes, links and rates, and the books built from them."""
+"""A simulated instance: its sizes, links and rates, and the books built from them.
+
+A fleet has several instances. Those on one node share its books (`build_books`), and all nodes may
+share a remote store.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from penstock.books.ledger import Ledger
 from penstock.books.stack import Limits, TierStack
-from penstock.clock import ManualClock
+from penstock.clock import Clock
 from penstock.config import Config, TransferConfig
 from penstock.config.options import EngineOptions
 from penstock.costs.rates import LinkRate
-from penstock.engine.blocks import BlockPool
 from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.offload import Offloader
 from penstock.sim.compute import ComputeRates
 from penstock.sim.links import LinkSpec, SimulatedLinks
 from penstock.sim.replay import new_ledger
-from penstock.types import Tier
+from penstock.sim.shared_store import SharedStore
+from penstock.types import TicketId, Tier
 
 _GB = 1e9
 # Measured on one H200 (PCIe Gen5 x16) and a local NVMe drive. A copy's latency is its submission.
@@ -26,6 +31,8 @@ HOST_LINK = LinkSpec(LinkRate(54 * _GB, 30e-6), LinkRate(54 * _GB, 30e-6))
 DISK_LINK = LinkSpec(
     LinkRate(2.8 * _GB, 100e-6), LinkRate(1.9 * _GB, 100e-6), num_streams=4, is_duplex=False
 )
+# A network card of 100 Gb/s, most of which a client of a store in memory reaches.
+REMOTE_LINK = LinkSpec(LinkRate(10 * _GB, 500e-6), LinkRate(10 * _GB, 500e-6), num_streams=4)
 # Whole batches are copied at once: a simulation does not resolve the gain of smaller parts.
 _MIN_TRANSFER_BLOCKS = 16
 
@@ -49,15 +56,27 @@ class InstanceConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     limits: Limits | None = None  # None: derived from `transfer`
     load_block_bytes: int | None = None  # that a load moves for each block; None: `block_bytes`
+    # Bytes that cross each link for each byte of KV: below 1 if a codec packs it.
+    host_ratio: float = 1.0
+    disk_ratio: float = 1.0
+    # A store that all nodes of a fleet share.
+    num_remote_blocks: int = 0
+    remote_link: LinkSpec = REMOTE_LINK
+    remote_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check(0, "num_host_blocks", "num_disk_blocks")
+        self._check(0, "num_host_blocks", "num_disk_blocks", "num_remote_blocks")
         self._check(1, "block_tokens", "block_bytes", "num_device_blocks")
         self._check(1, "max_num_batched_tokens", "max_num_seqs", "max_waiting")
         if self.num_disk_blocks and not self.num_host_blocks:
             raise ConfigError(
                 "there is a disk tier and no host tier: every block for the disk passes through "
                 "DRAM; give the host tier a size too"
+            )
+        if self.num_remote_blocks and not self.num_host_blocks:
+            raise ConfigError(
+                "there is a remote store and no host tier: every block for the store passes "
+                "through DRAM; give the host tier a size too"
             )
 
     def _check(self, least: int, *names: str) -> None:
@@ -66,31 +85,36 @@ class InstanceConfig:
                 raise ConfigError(f"{name} is {value}: expected {least} or more")
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """The real books, with simulated links and a clock that is advanced by hand."""
+class Books(NamedTuple):
+    """The real books, with simulated links."""
 
-    config: InstanceConfig
-    clock: ManualClock
-    pool: BlockPool
-    links: SimulatedLinks | None = None
-    offloader: Offloader | None = None
-
-    def check(self) -> None:
-        self.pool.check()
-        if self.offloader is not None:
-            self.offloader.check()
+    stack: TierStack
+    links: SimulatedLinks
+    offloader: Offloader
 
 
-def build_instance(config: InstanceConfig, observers: Iterable[Observer] = ()) -> Instance:
-    clock, pool = ManualClock(), BlockPool(config.num_device_blocks)
+def build_books(
+    config: InstanceConfig,
+    clock: Clock,
+    observers: Iterable[Observer] = (),
+    *,
+    store: SharedStore | None = None,
+    num_devices: int = 1,
+    device_of: Callable[[TicketId | None], int] = lambda ticket: 0,
+) -> Books | None:
+    """The books and links of a node with `num_devices` engines; None if nothing is offloaded."""
     if not config.num_host_blocks:
-        return Instance(config, clock, pool)
+        return None
     specs = {Tier.HOST: config.host_link}
     lower: dict[Tier, Ledger] = {}
     if config.num_disk_blocks:
         specs[Tier.DISK] = config.disk_link
         lower[Tier.DISK] = new_ledger(config.policy, config.num_disk_blocks)
+    if store is not None:
+        specs[Tier.REMOTE] = config.remote_link
+        # As in `build`: what this node knows of the store.
+        num_known = min(Config().remote.max_known_blocks, config.num_remote_blocks)
+        lower[Tier.REMOTE] = new_ledger("lru", num_known)
     stack = TierStack(
         config.block_bytes,
         new_ledger(config.policy, config.num_host_blocks),
@@ -103,6 +127,14 @@ def build_instance(config: InstanceConfig, observers: Iterable[Observer] = ()) -
         config.block_bytes,
         max_queued=config.transfer.queue_transfers,
         load_block_bytes=config.load_block_bytes,
+        ratios={
+            Tier.HOST: config.host_ratio,
+            Tier.DISK: config.disk_ratio,
+            Tier.REMOTE: config.remote_ratio,
+        },
+        store=store,
+        num_devices=num_devices,
+        device_of=device_of,
     )
     offloader = Offloader(
         stack,
@@ -112,7 +144,7 @@ def build_instance(config: InstanceConfig, observers: Iterable[Observer] = ()) -
         load_deadline_seconds=config.transfer.load_deadline_seconds,
         observers=observers,
     )
-    return Instance(config, clock, pool, links, offloader)
+    return Books(stack, links, offloader)
 
 
 def _limits(config: InstanceConfig) -> Limits:

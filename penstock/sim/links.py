@@ -4,22 +4,28 @@ A transfer waits in its link's queue, loads before saves. When a stream of the l
 transfer starts: first the link's latency passes, then its bytes flow. Transfers that flow at the
 same time share the bandwidth equally. On a duplex link such as PCIe, loads and saves do not affect
 each other; on others, such as a disk, they do.
+
+Engines that share a node have one link to DRAM each, and share the others. A remote store that
+several nodes share is a `SharedStore`: its link reads and writes it, and lookups ask it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from penstock.clock import Clock
 from penstock.costs.rates import LinkRate
+from penstock.sim.shared_store import SharedStore
 from penstock.types import (
     Answer,
     Direction,
     Outcome,
     Question,
+    TicketId,
     Tier,
     Transfer,
     TransferId,
@@ -49,8 +55,21 @@ class Carried:
     busy_seconds: float = 0.0  # with at least one transfer on the link
 
 
+def sum_carried(parts: Iterable[Carried]) -> Carried:
+    total = Carried()
+    for part in parts:
+        total.num_transfers += part.num_transfers
+        total.num_blocks += part.num_blocks
+        total.num_bytes += part.num_bytes
+        total.busy_seconds += part.busy_seconds
+    return total
+
+
 class SimulatedLinks:
-    """The `Engine` of an Offloader with a simulated clock. Nothing fails here."""
+    """The `Engine` of an Offloader with a simulated clock. Nothing fails here.
+
+    Each of `num_devices` has its own link to DRAM; `device_of` says whose ticket a transfer is.
+    """
 
     def __init__(
         self,
@@ -60,36 +79,58 @@ class SimulatedLinks:
         *,
         max_queued: int = 256,
         load_block_bytes: int | None = None,
+        ratios: Mapping[Tier, float] = MappingProxyType({}),
+        store: SharedStore | None = None,
+        num_devices: int = 1,
+        device_of: Callable[[TicketId | None], int] = lambda ticket: 0,
     ) -> None:
+        """`ratios`: bytes that cross a link for each byte of a block, if a codec packs it."""
         self._clock = clock
         self._max_queued = max_queued
+        self._store = store
+        self._device_of = device_of
         self._ended: list[Outcome] = []
-        self._lines: dict[tuple[Tier, Direction], _Line] = {}
-        sizes = {Direction.LOAD: load_block_bytes or block_bytes, Direction.SAVE: block_bytes}
+        self._asked: deque[tuple[float, Question]] = deque()  # by the time of the answer
+        self._answers: list[Answer] = []
+        self._lines: dict[tuple[Tier, Direction], list[_Line]] = {}  # for DRAM, one per device
+        raw = {Direction.LOAD: load_block_bytes or block_bytes, Direction.SAVE: block_bytes}
         for tier, spec in specs.items():
-            line = _Line(spec, sizes, self._ended)
-            self._lines[tier, Direction.LOAD] = line
-            if spec.is_duplex:
-                line = _Line(spec, sizes, self._ended)
-            self._lines[tier, Direction.SAVE] = line
-        self._all = list(dict.fromkeys(self._lines.values()))
+            ratio = ratios.get(tier, 1.0)
+            sizes = {direction: math.ceil(size * ratio) for direction, size in raw.items()}
+            self._lines[tier, Direction.LOAD] = loads = []
+            self._lines[tier, Direction.SAVE] = saves = []
+            for _ in range(num_devices if tier is Tier.HOST else 1):
+                shared = store if tier is Tier.REMOTE else None
+                line = _Line(spec, sizes, self._ended, shared)
+                loads.append(line)
+                saves.append(_Line(spec, sizes, self._ended, shared) if spec.is_duplex else line)
+        self._all = list(dict.fromkeys(line for lines in self._lines.values() for line in lines))
+        self._lookup_seconds = specs[Tier.REMOTE].load.latency_seconds if store else 0.0
 
     @property
     def next_end(self) -> float:
         """The earliest time that a transfer may end; infinity while all links are idle."""
+        if self._asked:
+            return min(self._asked[0][0], *[line.next_end for line in self._all])
         return min([line.next_end for line in self._all])
 
     @property
     def has_ended(self) -> bool:
-        """Whether `poll` has something to return."""
-        return bool(self._ended)
+        """Whether `poll` or `take_answers` has something to return."""
+        return bool(self._ended or self._answers)
 
     @property
     def is_busy(self) -> bool:
         return any(line.running for line in self._all)
 
     def carried(self) -> dict[tuple[Tier, Direction], Carried]:
-        return {lane: line.carried[lane[1]] for lane, line in self._lines.items()}
+        """What has crossed each link, of all devices together."""
+        return {
+            lane: lines[0].carried[lane[1]]
+            if len(lines) == 1
+            else sum_carried(line.carried[lane[1]] for line in lines)
+            for lane, lines in self._lines.items()
+        }
 
     def advance(self) -> None:
         """Advance the links to the clock's time."""
@@ -97,20 +138,31 @@ class SimulatedLinks:
         for line in self._all:
             if line.next_change <= now:
                 line.advance(now)
+        while self._asked and self._asked[0][0] <= now:
+            _, question = self._asked.popleft()
+            assert self._store is not None
+            present = tuple(key in self._store for key in question.keys)
+            self._answers.append(Answer(question.id, present, self._lookup_seconds))
 
     # The interface that an Offloader uses.
 
     def has_room(self, link: Tier, direction: Direction) -> bool:
-        return len(self._lines[link, direction].queues[direction]) < self._max_queued
+        return self.depth(link, direction) < self._max_queued
 
     def depth(self, link: Tier, direction: Direction) -> int:
-        return len(self._lines[link, direction].queues[direction])
+        """Transfers in the queue; for the links to DRAM, in the longest one."""
+        lines = self._lines[link, direction]
+        if len(lines) == 1:
+            return len(lines[0].queues[direction])
+        return max(len(line.queues[direction]) for line in lines)
 
     def submit(self, transfer: Transfer) -> bool:
         link, direction = transfer.link, transfer.direction
         if not self.has_room(link, direction):
             return False
-        self._lines[link, direction].submit(transfer, self._clock.now())
+        lines = self._lines[link, direction]
+        line = lines[0] if len(lines) == 1 else lines[self._device_of(transfer.ticket)]
+        line.submit(transfer, self._clock.now())
         return True
 
     def cancel(self, transfer_id: TransferId) -> None:
@@ -123,10 +175,11 @@ class SimulatedLinks:
         return ended
 
     def ask(self, question: Question) -> None:
-        raise NotImplementedError("a simulated instance has no remote tier")
+        self._asked.append((self._clock.now() + self._lookup_seconds, question))
 
     def take_answers(self) -> list[Answer]:
-        return []
+        answers, self._answers = self._answers, []
+        return answers
 
     def wait(self, timeout_seconds: float) -> bool:
         return self.has_ended
@@ -156,6 +209,7 @@ class _Line:
     spec: LinkSpec
     block_bytes: Mapping[Direction, int]
     ended: list[Outcome]
+    store: SharedStore | None = None  # the far end, if several nodes share it
     next_change: float = math.inf  # when a latency is over or a transfer ends
     next_end: float = math.inf  # when a transfer ends, or later if others slow it down
     running: list[_Running] = field(default_factory=list)
@@ -249,7 +303,17 @@ class _Line:
         carried.num_transfers += 1
         carried.num_blocks += len(transfer.keys)
         carried.num_bytes += len(transfer.keys) * self.block_bytes[one.direction]
-        self._report(transfer, Verdict.OK, self._since - one.begun)
+        seconds = self._since - one.begun
+        if self.store is None:
+            self._report(transfer, Verdict.OK, seconds)
+        elif one.direction is Direction.SAVE:
+            self.store.put(transfer.keys)
+            self._report(transfer, Verdict.OK, seconds)
+        else:  # the store may have evicted some since they were looked up
+            found = tuple(
+                Verdict.OK if self.store.use(key) else Verdict.MISSING for key in transfer.keys
+            )
+            self.ended.append(Outcome(transfer.id, found, seconds, ended=self._since))
 
     def _report(self, transfer: Transfer, verdict: Verdict, seconds: float = 0.0) -> None:
         verdicts = (verdict,) * len(transfer.keys)

@@ -49,7 +49,7 @@ def _hit_chart(pairs: _Pairs, swept: str, unit: str) -> Chart:
         ("offline optimum", "optimum_hit_rate", "limit"),
         ("unbounded", "unbounded_hit_rate", "bound"),
     ):
-        best = {size[swept]: point[field] for point, size in pairs}
+        best = {size[swept]: point[field] for point, size in pairs if field in point}
         lines.append(PlotLine(name, tuple(sorted(best.items())), kind))
     return Chart(
         "Hit rate",
@@ -104,13 +104,15 @@ def _table(
     pairs: _Pairs, unit: str, *, timed: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     header = ["policy", *(f"{tier}, {unit}" for tier in ("device", "host", "disk")), "hit rate"]
-    header += ["optimum", "unbounded"]
+    limits = {"optimum": "optimum_hit_rate", "unbounded": "unbounded_hit_rate"}
+    limits = {name: field for name, field in limits.items() if all(field in p for p, _ in pairs)}
+    header += limits
     if timed:
         header += ["TTFT P50", "P90", "P99", "rejected"]
     rows = []
     for point, size in pairs:
         row = [point["policy"], *(f"{size[tier]:,.4g}" for tier in ("device", "host", "disk"))]
-        for field in ("hit_rate", "optimum_hit_rate", "unbounded_hit_rate"):
+        for field in ("hit_rate", *limits.values()):
             row.append(_show_share(point[field]))
         if timed:
             times = point["first_token_seconds"].values()

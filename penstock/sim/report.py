@@ -22,15 +22,15 @@ LINKS = {
 
 def facts(traces: Sequence[Trace], swept: Swept) -> dict[str, Any]:
     return {
-        "traces": [_trace_facts(trace) for trace in traces],
+        "traces": [trace_facts(trace) for trace in traces],
         "points": [
-            _point_facts(point, found, limit)
+            _point_facts(point, found, limit, traces[point.trace].block_tokens)
             for point, found, limit in zip(swept.points, swept.found, swept.limits, strict=True)
         ],
     }
 
 
-def _trace_facts(trace: Trace) -> dict[str, Any]:
+def trace_facts(trace: Trace) -> dict[str, Any]:
     requests = trace.requests
     return {
         "name": trace.name,
@@ -43,13 +43,17 @@ def _trace_facts(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _point_facts(point: Point, found: Simulated | Replayed, limit: Limit) -> dict[str, Any]:
+def _point_facts(
+    point: Point, found: Simulated | Replayed, limit: Limit, block_tokens: int
+) -> dict[str, Any]:
     common: dict[str, Any] = {
         "trace": point.trace,
         "policy": point.policy,
         "num_device_blocks": point.num_device_blocks,
         "num_host_blocks": point.num_host_blocks,
         "num_disk_blocks": point.num_disk_blocks,
+        "num_host_tokens": point.num_host_blocks * block_tokens,
+        "num_disk_tokens": point.num_disk_blocks * block_tokens,
         "hit_rate": found.hit_rate,
         "optimum_hit_rate": limit.optimum,
         "unbounded_hit_rate": limit.unbounded,
@@ -58,10 +62,10 @@ def _point_facts(point: Point, found: Simulated | Replayed, limit: Limit) -> dic
     if isinstance(found, Replayed):
         written = {"num_written_blocks": found.num_written, "num_refused_blocks": found.num_refused}
         return common | {"num_hits": found.num_hits} | written
-    return common | _timed_facts(found)
+    return common | timed_facts(found)
 
 
-def _timed_facts(found: Simulated) -> dict[str, Any]:
+def timed_facts(found: Simulated) -> dict[str, Any]:
     carried = {
         name: {
             "num_bytes": found.carried[lane].num_bytes,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from penstock.engine.admission import Admission, Busy, TooLong
 from penstock.engine.admit import AdmissionPlan, Choose, DeviceRoom, plan_admission
 from penstock.engine.blocks import BlockPool, CompletedBlocks
+from penstock.engine.tiers import EngineTiers
 from penstock.errors import PenstockError
-from penstock.offload import Offloader
 from penstock.sim.decoders import Decoders
 from penstock.sim.sequences import Sequence, SequencePhase
 from penstock.types import Done, Slot, TicketId
@@ -39,7 +39,7 @@ class SimulatedScheduler:
         pool: BlockPool,
         block_tokens: int,
         admission: Admission,
-        tiers: Offloader | None,
+        tiers: EngineTiers | None,
         choose: Choose,
         *,
         max_num_batched_tokens: int,
@@ -62,6 +62,7 @@ class SimulatedScheduler:
         self._is_blocked = False  # the first in the queue found no room, and none was freed since
         self.decoders = Decoders()
         self.num_preemptions = 0
+        self.ended: list[Sequence] = []  # finished or refused since the owner last emptied it
 
     @property
     def has_work(self) -> bool:
@@ -91,8 +92,11 @@ class SimulatedScheduler:
         except Busy:
             sequence.refusal = "busy"
         else:
+            if self._tiers is not None:
+                sequence.lookup = self._tiers.lookup(sequence.keys(0, sequence.num_prompt_blocks))
             self._waiting.append(sequence)
             return True
+        self.ended.append(sequence)
         return False
 
     def schedule(self) -> list[SimulatedChunk]:
@@ -114,13 +118,14 @@ class SimulatedScheduler:
         while budget > 0 and self._waiting and not preempted and not self._is_blocked:
             if len(self._running) + len(self._loading) >= self._max_num_seqs:
                 break
-            sequence = self._waiting[0]
-            if not self._admit(sequence, budget):
+            if (waiting := self._next_waiting()) is None:
+                break
+            if not self._admit(waiting, budget):
                 self._is_blocked = True
                 break
-            if sequence.phase is SequencePhase.PREFILLING:
-                num_tokens = min(sequence.num_uncomputed, budget)
-                chunks.append(SimulatedChunk(sequence, sequence.num_computed, num_tokens))
+            if waiting.phase is SequencePhase.PREFILLING:
+                num_tokens = min(waiting.num_uncomputed, budget)
+                chunks.append(SimulatedChunk(waiting, waiting.num_computed, num_tokens))
                 budget -= num_tokens
         return chunks
 
@@ -177,6 +182,16 @@ class SimulatedScheduler:
         if is_at_rest and self._pool.num_available != self._pool.num_blocks:
             raise PenstockError("a device block is held, and no sequence is left")
 
+    def _next_waiting(self) -> Sequence | None:
+        """The most urgent waiting sequence whose lookup in the remote tier has ended."""
+        for sequence in self._waiting:
+            if sequence.lookup is not None and self._tiers is not None:
+                if self._tiers.is_looking_up(sequence.lookup):
+                    continue
+                sequence.lookup = None
+            return sequence
+        return None
+
     # Room on the device.
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
@@ -208,7 +223,7 @@ class SimulatedScheduler:
         return plan
 
     def _start(self, sequence: Sequence, plan: AdmissionPlan) -> None:
-        self._waiting.pop(0)
+        self._waiting.remove(sequence)
         self._admission.start(str(sequence.number), sequence.max_total_tokens)
         sequence.num_named = plan.num_shared
         self._set_present(sequence, plan.num_shared)
@@ -297,7 +312,9 @@ class SimulatedScheduler:
         if self._tiers is None or not slots:
             return
         self._pool.hold(slots)
-        self._saving[self._tiers.save(blocks.keys, slots, parents=blocks.parents)] = slots
+        self._saving[self._tiers.save(blocks.keys, slots, tenant="", parents=blocks.parents)] = (
+            slots
+        )
 
     def _sample(self, sequence: Sequence, now: float) -> None:
         """A sequence has computed its last token, so the next one is sampled."""
@@ -313,6 +330,7 @@ class SimulatedScheduler:
             sequence.phase, sequence.finished = SequencePhase.FINISHED, now
             self._drop(sequence)
             self._admission.end(str(sequence.number), now)
+            self.ended.append(sequence)
         elif sequence.num_computed < len(sequence.slots) * self._block_tokens:
             self.decoders.add(sequence)
         else:

@@ -7,7 +7,7 @@ from enum import Enum
 from hashlib import blake2b
 
 from penstock.sim.trace import TraceRequest
-from penstock.types import KEY_BYTES, BlockKey, Slot, Tier
+from penstock.types import KEY_BYTES, BlockKey, LookupId, Slot, Tier
 
 
 class SequencePhase(Enum):
@@ -46,6 +46,7 @@ class Sequence:
     first_token: float | None = None
     finished: float | None = None
     refusal: str = ""  # why it was refused
+    lookup: LookupId | None = None  # in the remote tier; it starts once this has ended
     _keys: list[BlockKey] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from penstock.codecs.names import AUTO
 from penstock.costs.rates import LinkRate
 from penstock.errors import ConfigError
+from penstock.shapes.packing import Packing, pack_tiers
 from penstock.shapes.sizing import ModelShape, find_shape
 from penstock.sim.block_sizes import BlockSizes, block_sizes, plain_sizes
 from penstock.sim.compute import ComputeRates, rates_of
@@ -21,6 +23,7 @@ from penstock.sim.trace import Trace
 from penstock.types import Tier
 from penstock.units import GiB, format_bytes
 
+_SOME_TOKENS = 16  # of a block, to check codecs before a trace is read
 _SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)
 _MAX_SIZE = 1e12
 _GB = 1e9
@@ -105,9 +108,12 @@ class SimulatedHardware:
     max_batched_tokens: int = 8192
     max_num_seqs: int = 64
     max_waiting: int = 256
+    host_codec: str = AUTO
+    disk_codec: str = AUTO
 
     def check(self, policies: Sequence[str], speed: float) -> None:
         """Raise ConfigError if any setting is invalid."""
+        self.packings(_SOME_TOKENS)
         for name in policies:
             check_policy(name)
         if not 0 < speed < math.inf:
@@ -117,6 +123,16 @@ class SimulatedHardware:
     @property
     def shape(self) -> ModelShape:
         return find_shape(self.model)
+
+    def packings(self, block_tokens: int) -> dict[Tier, Packing]:
+        """How the tiers pack KV in blocks of that many tokens."""
+        return pack_tiers(
+            self.shape,
+            {Tier.HOST: self.host_codec, Tier.DISK: self.disk_codec},
+            block_tokens,
+            num_gpus=self.num_gpus,
+            setting="--{tier}-codec",
+        )
 
     def rates(
         self, context_token_bytes: float | None = None
@@ -151,6 +167,7 @@ class SimulatedHardware:
     ) -> InstanceConfig:
         """Tiers of that many blocks. Without `sizes`, every layer counts every token."""
         sizes = sizes or plain_sizes(self.shape, block_tokens)
+        packings = self.packings(block_tokens)
         rates, host_link, disk_link = self.rates(sizes.device_bytes / block_tokens)
         return InstanceConfig(
             block_tokens,
@@ -166,15 +183,27 @@ class SimulatedHardware:
             self.max_num_seqs,
             self.max_waiting,
             load_block_bytes=sizes.load_bytes,
+            host_ratio=packings[Tier.HOST].ratio,
+            disk_ratio=packings[Tier.DISK].ratio,
         )
 
-    def facts(self, *, is_timed: bool) -> dict[str, Any]:
+    def facts(self, *, is_timed: bool, block_tokens: int = _SOME_TOKENS) -> dict[str, Any]:
         common: dict[str, Any] = {
             "model": self.model,
             "kv_bytes_per_token": self.shape.bytes_per_token,
             "growing_bytes_per_token": self.shape.full_bytes_per_token,
             "checkpoint_bytes": self.shape.checkpoint_bytes(),
             "is_timed": is_timed,
+            "codecs": {
+                tier.label: {
+                    "codec": packing.codec,
+                    "ratio": packing.ratio,
+                    "is_lossy": packing.is_lossy,
+                    "why": packing.why,
+                }
+                for tier, packing in self.packings(block_tokens).items()
+                if tier is not Tier.REMOTE  # not simulated
+            },
         }
         if not is_timed:
             return common
@@ -209,14 +238,15 @@ def plan_points(
     points: list[Point] = []
     asked: list[Sizes] = []
     blocks = [block_sizes(hardware.shape, trace) for trace in traces]
+    packings = [hardware.packings(trace.block_tokens) for trace in traces]
     for (number, trace), policy, sizes in product(enumerate(traces), policies, room.all_sizes()):
-        block = blocks[number]
+        block, packed = blocks[number], packings[number]
         device, host, disk = (
-            _num_blocks(f"--{tier}-{room.unit.lower()}", sizes[tier], room.unit, block_bytes)
+            num_blocks_of(f"--{tier}-{room.unit.lower()}", sizes[tier], room.unit, block_bytes)
             for tier, block_bytes in (
                 ("device", block.device_bytes),
-                ("host", block.tier_bytes),
-                ("disk", block.tier_bytes),
+                ("host", packed[Tier.HOST].slot_bytes(block.tier_bytes)),
+                ("disk", packed[Tier.DISK].slot_bytes(block.tier_bytes)),
             )
         )
         instance = None
@@ -245,7 +275,8 @@ def _numbers(option: str, text: str | None, *, whole: bool) -> tuple[float, ...]
     return tuple(dict.fromkeys(found))
 
 
-def _num_blocks(option: str, size: float, unit: str, block_bytes: int) -> int:
+def num_blocks_of(option: str, size: float, unit: str, block_bytes: int) -> int:
+    """How many blocks a size in `unit` is. Raises ConfigError if it is less than one."""
     if unit == "blocks" or not size:
         return int(size)
     if not (num_blocks := int(size * GiB // block_bytes)):

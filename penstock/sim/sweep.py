@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
+from penstock.sim.fleet import FleetConfig, simulate_fleet
+from penstock.sim.fleet_tally import FleetSimulated
 from penstock.sim.instance import InstanceConfig
 from penstock.sim.optimum import optimum, unbounded
 from penstock.sim.replay import Replayed, new_ledger, replay
@@ -65,7 +67,19 @@ class _LimitJob(NamedTuple):
     num_blocks: int
 
 
-_Job = Point | _LimitJob
+@dataclass(frozen=True, slots=True)
+class FleetPoint:
+    """One fleet, always simulated in time. `point` has the sizes of its instances and nodes."""
+
+    point: Point
+    fleet: FleetConfig
+
+    @property
+    def trace(self) -> int:
+        return self.point.trace
+
+
+_Job = Point | _LimitJob | FleetPoint
 
 
 class _Timed(NamedTuple):
@@ -90,13 +104,10 @@ def sweep(
     """Run every point and compute the limits. Results are in the order of the points."""
     timed = {point.trace for point in points if point.instance is not None}
     # In timed points only full blocks are kept; some traces also name the partial block at the end.
-    traces = [_only_full(t) if number in timed else t for number, t in enumerate(traces)]
+    traces = [only_full(t) if number in timed else t for number, t in enumerate(traces)]
     sizes = sorted({_LimitJob(point.trace, point.num_blocks) for point in points})
     jobs: list[_Job] = [*points, *sizes]
-    if num_processes > 1 and len(jobs) > 1:
-        found = _side_by_side(traces, jobs, min(num_processes, len(jobs)), tick)
-    else:
-        found = _one_by_one(traces, jobs, tick)
+    found = _run_all(traces, jobs, num_processes, tick)
     limit_of = dict(zip(sizes, found[len(points) :], strict=True))
     results: list[Simulated | Replayed] = []
     limits: list[Limit] = []
@@ -107,10 +118,32 @@ def sweep(
     return Swept(tuple(points), tuple(results), tuple(limits))
 
 
+def sweep_fleets(
+    traces: Sequence[Trace],
+    points: Sequence[FleetPoint],
+    *,
+    num_processes: int = 1,
+    tick: Tick = lambda doing, share: None,
+) -> list[FleetSimulated]:
+    """Run every fleet. Results are in the order of the points."""
+    return _run_all(traces, points, num_processes, tick)
+
+
+def _run_all(
+    traces: Sequence[Trace], jobs: Sequence[_Job], num_processes: int, tick: Tick
+) -> list[Any]:
+    if num_processes > 1 and len(jobs) > 1:
+        return _side_by_side(traces, jobs, min(num_processes, len(jobs)), tick)
+    return _one_by_one(traces, jobs, tick)
+
+
 def _run(traces: Sequence[Trace], job: _Job, tick: Callable[[int], None]) -> Any:
     trace = traces[job.trace]
     if isinstance(job, _LimitJob):
         return _limit(job.trace, job.num_blocks, trace.requests)
+    if isinstance(job, FleetPoint):
+        fleet = simulate_fleet(trace, job.fleet, speed=job.point.speed, tick=tick)
+        return replace(fleet, total=replace(fleet.total, requests=()))
     if job.instance is None:
         ledger = new_ledger(job.policy, job.num_host_blocks)
         return replay(trace.requests, ledger, tick, tails_first=job.policy in _TAILS_FIRST)
@@ -203,11 +236,14 @@ def _side_by_side(
 
 
 def _name(job: _Job) -> str:
+    if isinstance(job, FleetPoint):
+        return f"{job.fleet.router}, {counted(job.fleet.num_instances, 'instance')}"
     name = "optimum" if isinstance(job, _LimitJob) else job.policy
     return f"{name}, {counted(job.num_blocks, 'block')}"
 
 
-def _only_full(trace: Trace) -> Trace:
+def only_full(trace: Trace) -> Trace:
+    """The trace without partial blocks at the end of prompts."""
     requests = tuple(
         request
         if len(request.prompt_blocks) <= request.num_input_tokens // trace.block_tokens

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.books.write_gate import DAY_SECONDS
-from penstock.sim.instance import Instance
 from penstock.sim.links import Carried
 from penstock.sim.sequences import Sequence as Sim
 from penstock.types import Direction, Tier
@@ -80,9 +79,8 @@ class Simulated:
 
 def tally(
     sequences: Sequence[Sim],
-    instance: Instance,
+    carried: dict[tuple[Tier, Direction], Carried],
     *,
-    seconds: float,
     busy_seconds: float,
     num_preemptions: int,
 ) -> Simulated:
@@ -108,7 +106,7 @@ def tally(
         first_token_seconds=tuple(
             sorted(s.first_token - s.arrival for s in served if s.first_token is not None)
         ),
-        carried={} if instance.links is None else instance.links.carried(),
+        carried=carried,
         requests=tuple(map(_result, sequences)),
     )
 

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -22,7 +23,7 @@ from penstock.stores import folder, slab
 from penstock.stores.base import Answers, Block, Digests, Found, Incident, Verify, WholeBlocks
 from penstock.stores.directory import is_at, lock_directory, make_directory
 from penstock.stores.disk import DiskStore
-from penstock.stores.shared_cap import SharedCap
+from penstock.stores.shared_cap import DividedFolder, SharedCap
 from penstock.types import BlockKey, BlockSpec, Slot
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,9 @@ class DiskFolder(WholeBlocks):
         read_only: bool = False,
         direct: bool = True,
         slab_bytes: int = slab.SLAB_BYTES,
+        divided: DividedFolder | None = None,
     ) -> None:
+        """`divided`: the folder, if other stores of this process use it too. It has its own cap."""
         self.directory = directory
         self.read_only = read_only
         self._spec = spec
@@ -59,6 +62,8 @@ class DiskFolder(WholeBlocks):
         self._survivors: set[BlockKey] | None = None  # until the incident is taken
         self._closed = False
         self._lock_descriptor: int | None = None
+        self._divided = divided
+        self._cap: SharedCap | None = None
         self._num_users: dict[
             DiskStore, int
         ] = {}  # running reads and writes, also of replaced stores
@@ -257,8 +262,14 @@ class DiskFolder(WholeBlocks):
             make_directory(self.directory, self.read_only)
             if self.read_only:
                 return self._open_to_read()
-            self._lock_descriptor = lock_directory(self.directory)
-            return self._open_to_write()
+            if self._divided is not None:
+                self._lock_descriptor, cap = self._divided.open()
+            else:
+                self._lock_descriptor = lock_directory(self.directory)
+                cap = SharedCap(self.directory, self._cap_bytes)
+            cap.use(self._path)
+            self._cap = cap
+            return self._open_to_write(cap)
         except OSError as error:
             self._unlock()
             raise Full(f"{self.directory} cannot be opened: {error}.") from None
@@ -266,15 +277,14 @@ class DiskFolder(WholeBlocks):
             self._unlock()
             raise
 
-    def _open_to_write(self) -> DiskStore:
-        cap = SharedCap(self.directory, self._path, self._cap_bytes)
+    def _open_to_write(self, cap: SharedCap) -> DiskStore:
         geometry = slab.Geometry.of(self._spec, self._slab_bytes)
         if geometry.num_slots(cap.own_cap_bytes) < 1:
             raise slab.too_small(self._cap_bytes, geometry.min_cap_bytes + folder.FOLDER_BYTES)
         folder.claim(self.directory)
         if not self._path.exists():
-            cap.make_room(slab.FIXED_BYTES)
-        return self._open_store(cap.own_cap_bytes, cap.make_room)
+            cap.make_room(self._path, slab.FIXED_BYTES)
+        return self._open_store(cap.own_cap_bytes, partial(cap.make_room, self._path))
 
     def _open_to_read(self) -> DiskStore:
         shelves = folder.look_into(self.directory)
@@ -304,6 +314,9 @@ class DiskFolder(WholeBlocks):
         )
 
     def _unlock(self) -> None:
+        if self._cap is not None:
+            self._cap.leave(self._path)
+            self._cap = None
         if self._lock_descriptor is not None:
             with suppress(OSError):
                 os.close(self._lock_descriptor)

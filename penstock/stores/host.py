@@ -22,14 +22,16 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary, finalize
 
 from penstock.errors import ConfigError
-from penstock.types import KEY_BYTES, BlockSpec, Slot
+from penstock.types import KEY_BYTES, PAGE_BYTES, BlockSpec, Slot, round_up
 from penstock.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers: libc has no wrapper
 _MPOL_BIND = 2
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
+_MAP_FIXED = 0x10
 
 _here: WeakValueDictionary[str, HostArena] = WeakValueDictionary()  # arenas that are not shared
 
@@ -38,10 +40,46 @@ _here: WeakValueDictionary[str, HostArena] = WeakValueDictionary()  # arenas tha
 class ArenaHandle:
     """What a worker needs to map an arena, in another process if it is shared. Plain data."""
 
-    path: str
+    path: str  # of a node: of its socket
     num_slots: int
     block_bytes: int
     stride_bytes: int
+    token: str = ""  # of a client's session at a node; empty if the memory is not a node's
+
+
+class HostMemory:
+    """A file in memory that other processes map, without a name that could be left behind."""
+
+    def __init__(self, num_bytes: int, *, huge_pages: bool, numa_node: int | None) -> None:
+        self.num_bytes = num_bytes
+        self.file = os.memfd_create("penstock-host", os.MFD_CLOEXEC)
+        os.ftruncate(self.file, num_bytes)
+        self._map = mmap.mmap(self.file, num_bytes, flags=mmap.MAP_SHARED)
+        self._huge_pages = huge_pages
+        _advise_huge_pages(self._map, wanted=huge_pages)
+        if numa_node is not None:
+            held = ctypes.c_char.from_buffer(self._map)
+            try:
+                _bind_to_node(ctypes.addressof(held), num_bytes, numa_node)
+            finally:
+                del held  # else it could not be unmapped
+
+    def allocate(self, start: int, num_bytes: int) -> None:
+        """Have the kernel allocate a part of it now. What is there stays. Raises OSError."""
+        held = ctypes.c_char.from_buffer(self._map, start)
+        try:
+            if self._huge_pages:
+                _advise(ctypes.addressof(held), num_bytes, _MADV_COLLAPSE)
+            failed = _advise(ctypes.addressof(held), num_bytes, _MADV_POPULATE_WRITE)
+        finally:
+            del held  # else it could not be unmapped
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+
+    def close(self) -> None:
+        """Who has mapped it keeps it."""
+        self._map.close()
+        os.close(self.file)
 
 
 class HostArena:
@@ -78,11 +116,7 @@ class HostArena:
             path = f"here:{id(self):x}"
             _here[path] = self
         self.handle = ArenaHandle(path, self.num_slots, self.block_bytes, self.stride_bytes)
-        if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError as error:
-                log.info("huge pages are not available for DRAM: %s", error)
+        _advise_huge_pages(self._map, wanted=huge_pages)
         self._take(self._map)
         if numa_node is not None:
             _bind_to_node(self.address, self.num_bytes, numa_node)
@@ -106,6 +140,35 @@ class HostArena:
             os.close(file)  # the mapping keeps the memory
         arena._take(arena._map)
         return arena
+
+    @classmethod
+    def over(cls, file: int, spec: BlockSpec, num_bytes: int, headroom_bytes: int = 0) -> HostArena:
+        """Slots over the first `num_bytes` of a file in memory. Their seals are elsewhere."""
+        arena = cls.__new__(cls)
+        arena.block_bytes = spec.block_bytes
+        arena.stride_bytes = spec.stride_bytes + headroom_bytes
+        arena.num_slots = arena.num_for_device = num_bytes // arena.stride_bytes
+        arena.num_bytes = arena.num_slots * arena.stride_bytes
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        arena.handle = ArenaHandle(path, arena.num_slots, arena.block_bytes, arena.stride_bytes)
+        arena._map = mmap.mmap(file, arena.num_bytes, flags=mmap.MAP_SHARED)
+        arena._take(arena._map)
+        return arena
+
+    def replace_memory(self, file: int) -> None:
+        """Map another file of the same size in place of this arena's. Addresses stay valid."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        address = libc.mmap(
+            ctypes.c_void_p(self.address),
+            ctypes.c_size_t(round_up(self.num_bytes, PAGE_BYTES)),
+            ctypes.c_int(mmap.PROT_READ | mmap.PROT_WRITE),
+            ctypes.c_int(mmap.MAP_SHARED | _MAP_FIXED),
+            ctypes.c_int(file),
+            ctypes.c_long(0),
+        )
+        if address != self.address:
+            raise OSError(ctypes.get_errno(), "DRAM could not be mapped again")
 
     @property
     def buffer(self) -> memoryview:
@@ -133,6 +196,23 @@ class HostArena:
     def _take(self, mapping: mmap.mmap) -> None:
         self._memory = memoryview(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def _advise_huge_pages(mapping: mmap.mmap, *, wanted: bool) -> None:
+    if wanted and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            log.info("huge pages are not available for DRAM: %s", error)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> int:
+    """Return the error number, or 0. Unlike mmap.madvise, this lets other threads run."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice)
+    )
+    return ctypes.get_errno() if failed else 0
 
 
 def check_numa_node(node: int) -> None:

@@ -46,6 +46,8 @@ def check_tiers(config: Config) -> None:
 
 def check_anywhere(config: Config) -> None:
     """Check what every machine would refuse."""
+    if config.node.url is not None:
+        return  # the tiers are the node's
     with as_typed(config):
         check_block(config, _SMALLEST)
         if config.remote.url is not None:
@@ -54,6 +56,8 @@ def check_anywhere(config: Config) -> None:
 
 def check_here(config: Config) -> None:
     """Check this machine: memory, disk, libraries, and the secret in the environment."""
+    if config.node.url is not None:
+        return
     with as_typed(config):
         check_machine(config)
         if config.host.numa_node is not None:
@@ -64,8 +68,13 @@ def check_here(config: Config) -> None:
             _check_remote(config.remote, config.remote.url)
 
 
-def check_block(config: Config, spec: BlockSpec) -> None:
-    """Raise ConfigError if DRAM or disk is too small for one block of `spec`."""
+def check_block(config: Config, spec: BlockSpec, disk_spec: BlockSpec | None = None) -> None:
+    """Raise ConfigError if DRAM or disk is too small for one block.
+
+    `disk_spec` is that of the disk's blocks if they have another size than DRAM's.
+    """
+    if config.node.url is not None:
+        return
     stride = spec.stride_bytes + headroom_bytes(config.remote.url)
     with as_typed(config):
         if config.host.size_bytes < stride:
@@ -75,7 +84,7 @@ def check_block(config: Config, spec: BlockSpec) -> None:
             )
         if config.disk.path is None or config.disk.read_only:
             return
-        geometry = slab.Geometry.of(spec)
+        geometry = slab.Geometry.of(disk_spec or spec)
         if geometry.num_slots(config.disk.size_bytes - folder.FOLDER_BYTES) < 1:
             need = geometry.min_cap_bytes + folder.FOLDER_BYTES
             raise slab.too_small(config.disk.size_bytes, need)

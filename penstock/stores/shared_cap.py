@@ -1,4 +1,4 @@
-"""One cap for all namespaces of a disk folder: the one in use takes space from the others.
+"""One cap for all namespaces of a disk folder: those in use take space from the others.
 
 The least recently used namespace shrinks first, from the end of its slabs, and only as far as
 needed. Records are cleared before their blocks are deleted, so no record names a deleted block even
@@ -13,10 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
+from penstock.errors import Full
 from penstock.stores import slab
-from penstock.stores.directory import remove_store_files
+from penstock.stores.directory import is_at, lock_directory, remove_store_files
 from penstock.stores.folder import FOLDER_BYTES, Shelf, disk_bytes, look_at, store_paths
 from penstock.stores.slab import RECORD_BYTES
+from penstock.types import PAGE_BYTES
 from penstock.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -25,26 +27,59 @@ _CLEAR_BYTES = 1 << 20
 
 
 class SharedCap:
-    def __init__(self, directory: Path, own: Path, cap_bytes: int) -> None:
-        self._cap_bytes = cap_bytes
+    def __init__(self, directory: Path, cap_bytes: int, num_parts: int = 1) -> None:
+        """Up to `num_parts` stores may be in use at once, each up to an equal part of the cap."""
+        self._directory = directory
+        self._cap_bytes = max(0, cap_bytes - FOLDER_BYTES - (num_parts - 1) * PAGE_BYTES)
+        self._num_parts = num_parts
         self._lock = Lock()
-        others = [look_at(path) for path in store_paths(directory) if path != own]
+        others = [look_at(path) for path in store_paths(directory)]
         # The least recently used is last: it shrinks first.
         self._others = sorted(others, key=lambda shelf: shelf.last_used, reverse=True)
         self._sizes = {shelf.path: shelf.disk_bytes for shelf in self._others}
+        self._in_use: set[Path] = set()
 
     @property
     def own_cap_bytes(self) -> int:
-        """The size to which the store in use may grow if all others are deleted."""
-        return max(0, self._cap_bytes - FOLDER_BYTES)
+        """The size to which a store in use may grow if all that are not in use are deleted."""
+        return self._cap_bytes // self._num_parts
 
-    def make_room(self, own_bytes: int) -> None:
-        """Make the store in use fit at `own_bytes`. Raises OSError if the others cannot shrink.
+    @property
+    def has_part(self) -> bool:
+        """Whether one more store may be in use."""
+        return len(self._in_use) < self._num_parts
+
+    def use(self, path: Path) -> None:
+        """From now on, `path` is in use: it does not shrink for others. Raises Full."""
+        with self._lock:
+            if path in self._in_use or not self.has_part:
+                raise Full(
+                    f"{self._directory} is divided among {self._num_parts} models, which are in use"
+                    ": expected a part that is free; stop one of them, or divide it among more"
+                )
+            self._in_use.add(path)
+            self._others = [shelf for shelf in self._others if shelf.path != path]
+
+    def leave(self, path: Path) -> None:
+        """`path` is not in use any more, and may shrink for others."""
+        with self._lock:
+            if path not in self._in_use:
+                return
+            self._in_use.remove(path)
+            self._sizes.pop(path, None)
+            if path in store_paths(self._directory):
+                shelf = look_at(path)
+                self._sizes[path] = shelf.disk_bytes
+                self._others.insert(0, shelf)
+
+    def make_room(self, path: Path, num_bytes: int) -> None:
+        """Make `path`, which is in use, fit at `num_bytes`. Raises OSError if others cannot shrink.
 
         Must be called before it grows, so that all stores together stay below the cap.
         """
         with self._lock:
-            while (excess := sum(self._sizes.values()) + own_bytes - self.own_cap_bytes) > 0:
+            self._sizes[path] = num_bytes
+            while (excess := sum(self._sizes.values()) - self._cap_bytes) > 0:
                 if not self._others:
                     return
                 shelf = self._others[-1]
@@ -55,6 +90,52 @@ class SharedCap:
                     self._others.pop()
                 freed = format_bytes(before - self._sizes[shelf.path])
                 log.info("deleted %s of KV for %s to make room", freed, shelf.title)
+
+
+class DividedFolder:
+    """A folder that several stores of one process use at once. They share its lock and its cap."""
+
+    def __init__(self, directory: Path, cap_bytes: int, num_parts: int) -> None:
+        self._directory = directory
+        self._cap_bytes = cap_bytes
+        self._num_parts = num_parts
+        self._lock = Lock()
+        self._descriptor: int | None = None
+        self._cap: SharedCap | None = None
+
+    @property
+    def has_part(self) -> bool:
+        """Whether one more store may be opened."""
+        cap = self._cap
+        return cap is None or cap.has_part
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process holds the folder's lock."""
+        return self._descriptor is not None
+
+    def open(self) -> tuple[int, SharedCap]:
+        """A descriptor that holds the folder's lock, which the caller closes; and the cap.
+
+        If the folder was deleted or replaced, this locks the one that is there now.
+        """
+        with self._lock:
+            held = self._descriptor
+            if held is None or self._cap is None or not is_at(self._directory / "LOCK", held):
+                self._unlock()
+                self._descriptor = held = lock_directory(self._directory)
+                self._cap = SharedCap(self._directory, self._cap_bytes, self._num_parts)
+            return os.dup(held), self._cap
+
+    def close(self) -> None:
+        """Other processes may use the folder once all of its stores are closed, too."""
+        with self._lock:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = self._cap = None
 
 
 def _give_up(shelf: Shelf, num_bytes: int) -> bool:

@@ -1,67 +1,63 @@
-"""Copies between HOST and a GPU's memory: one batch of asynchronous copies per transfer.
+"""Copies between HOST and the engine's pool on a GPU.
 
-Each direction has a stream and a thread that waits for its copies to end. Several transfers are
-queued on the stream ahead of the running one, so the link never waits for Python. Before a copy,
-the stream waits for everything that had been launched for computing when the transfer was queued: a
-block is never saved before it is computed, nor overwritten while a step still reads it. Later steps
-run in parallel with the copy.
+Each direction has a link (see `cuda_link`) and a thread that waits for its copies to end. Several
+transfers are queued on the link's streams ahead of the running one, so the link never waits for
+Python. Before a copy, the stream waits for everything that had been launched for computing when the
+transfer was queued: a block is never saved before it is computed, nor overwritten while a step
+still reads it. Later steps run in parallel with the copy.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
+from penstock.codecs.base import BlockCodec
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
+from penstock.transfer.cuda_link import CopyAll, DeviceLink, QueuedCopies, new_streams
+from penstock.transfer.cuda_stages import make_stages
 from penstock.transfer.io import Mover, MoveResult
+from penstock.transfer.paged import PagedMemory, PageStretch, Part, PartPlace
 from penstock.transfer.pinning import PinnedSlots
 from penstock.transfer.pool import DaemonPool
 from penstock.transfer.seals import Seals
 from penstock.types import BlockKey, Direction, Slot, Transfer, Verdict
 
-log = logging.getLogger(__name__)
-
 _cuda: Any = torch.cuda  # has no type annotations
-
-Addresses = Any  # a NumPy array of 64-bit addresses
-CopyAll = Callable[[Addresses, Addresses, Addresses, int], None]
-"""Takes targets, sources, lengths in bytes and a stream's handle. Queues all copies."""
-
-
-class Memory(NamedTuple):
-    """The addresses of the blocks on one side of the link."""
-
-    address: int
-    stride_bytes: int
-
-    def addresses(self, slots: Sequence[Slot]) -> Addresses:
-        return np.uint64(self.address) + np.asarray(slots, np.uint64) * np.uint64(self.stride_bytes)
 
 
 class CudaMover(Mover):
     max_ahead = 8  # about 20 ms at 128 MiB each; queued copies cannot be cancelled
 
     def __init__(
-        self, device: DevicePool, host: HostArena, seals: Seals, copy_all: CopyAll | None = None
+        self,
+        device: DevicePool,
+        host: HostArena,
+        seals: Seals,
+        codec: BlockCodec | None = None,
+        copy_all: CopyAll | None = None,
     ) -> None:
         self._gpu = device.tensor.device
-        self._block_bytes = device.block_bytes
-        self._device = Memory(device.address, device.stride_bytes)
-        self._host = Memory(host.address, host.stride_bytes)
+        self._host = host
+        stretch = PageStretch(device.address, device.stride_bytes, device.block_bytes)
+        memory = PagedMemory((stretch,), device.num_slots)
+        packing = None if codec is None or not codec.version else codec.parts[0]
+        part = Part(memory, host, PartPlace(0, host.block_bytes), packing)
         self._pins = PinnedSlots(host, self._gpu)
         self._pins.start()
         self._seals = seals
-        self._copy_all = copy_all or best_copy()
         with _cuda.device(self._gpu):
-            self._ways = {d: _Way(d, stream, self._gpu) for d, stream in new_streams().items()}
+            stages = make_stages(memory, self._gpu, packing)
+            self._ways = {}
+            for way, stream in new_streams().items():
+                link = DeviceLink(part, host, way, stream, stages[way], self._gpu, copy_all)
+                self._ways[way] = _Way(link, way, self._gpu)
         self._computed: Any = None  # recorded when a transfer was last queued
 
     def queued(self, transfer: Transfer) -> None:
@@ -72,22 +68,19 @@ class CudaMover(Mover):
 
     def move(self, transfer: Transfer) -> Future[MoveResult]:
         keys, sources, targets = transfer.keys, transfer.source_slots, transfer.target_slots
-        if transfer.direction is Direction.LOAD:
-            in_host, of, to = sources, self._host, self._device
-            # After the copy: a slot that was overwritten during it has lost its seal.
-            judge = partial(self._seals.verdicts, keys, sources)
-        else:
-            in_host, of, to = targets, self._device, self._host
-            self._seals.open(targets)
-            judge = partial(self._seal, keys, targets)
-        lengths = np.full(len(keys), self._block_bytes, np.uint64)
         way = self._ways[transfer.direction]
-        queue = partial(
-            way.queue,
-            partial(self._copy_all, to.addresses(targets), of.addresses(sources), lengths),
-            self._computed,
-            judge,
-        )
+        judge: Callable[[QueuedCopies], list[Verdict]]
+        if transfer.direction is Direction.LOAD:
+            in_host, on_device = sources, targets
+
+            def judge(_: QueuedCopies) -> list[Verdict]:
+                # After the copy: a slot that was overwritten during it has lost its seal.
+                return self._seals.verdicts(keys, sources)
+        else:
+            in_host, on_device = targets, sources
+            self._seals.open(targets)
+            judge = partial(self._seal, way.link, keys, targets)
+        queue = partial(way.queue, in_host, on_device, self._computed, judge)
         if self._pins.has(in_host):
             return way.waiter.submit(queue())
 
@@ -97,107 +90,76 @@ class CudaMover(Mover):
 
         return way.waiter.submit(queue_when_pinned)
 
+    def remap(self, replace_memory: Callable[[], None]) -> None:
+        """Unpin DRAM, and pin its new memory. Raises ConfigError if that cannot be pinned.
+
+        No kernel reads DRAM now: none of its blocks is pinned for reading.
+        """
+        _cuda.synchronize(self._gpu)
+        self._pins.close()
+        try:
+            replace_memory()
+        finally:
+            self._pins = PinnedSlots(self._host, self._gpu)
+            self._pins.start()
+
     def close(self) -> None:
         for way in self._ways.values():
             way.waiter.close()
         self._pins.close()
 
-    def _seal(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Verdict]:
-        self._seals.seal(keys, slots)
-        return [Verdict.OK] * len(keys)
+    def _seal(
+        self,
+        link: DeviceLink,
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        queued: QueuedCopies,
+    ) -> list[Verdict]:
+        verdicts = link.saved(slots, queued)
+        sound = [index for index, verdict in enumerate(verdicts) if verdict is Verdict.OK]
+        self._seals.seal([keys[index] for index in sound], [slots[index] for index in sound])
+        return verdicts
 
 
 class _Way:
-    """One direction of the link."""
+    """One direction of the link, and the thread that waits for its copies."""
 
-    def __init__(self, direction: Direction, stream: Any, gpu: Any) -> None:
-        self._stream = stream
+    def __init__(self, link: DeviceLink, direction: Direction, gpu: Any) -> None:
+        self.link = link
         self._gpu = gpu
+        # The owner queues copies, and the waiter those whose DRAM had to be pinned first. A
+        # buffer's events have the right order only if one of them is queued as a whole.
+        self._lock = threading.Lock()
         self.waiter = DaemonPool(1, f"penstock-gpu-{direction.value}")
 
     def queue(
-        self, copy: Callable[[int], None], after: Any, judge: Callable[[], list[Verdict]]
+        self,
+        in_host: Sequence[Slot],
+        on_device: Sequence[Slot],
+        after: Any,
+        judge: Callable[[QueuedCopies], list[Verdict]],
     ) -> Callable[[], MoveResult]:
         """Queue copies after earlier ones and after `after`. The result waits for them to end."""
-        with _cuda.device(self._gpu):
+        link = self.link
+        with self._lock, _cuda.device(self._gpu):
             # Blocking events: a thread that spins would slow down the one that computes.
             began, ended = (_cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-            self._stream.wait_event(after)
-            began.record(self._stream)
+            link.first.wait_event(after)
+            link.last.wait_event(after)
+            began.record(link.first)
             try:
-                copy(self._stream.cuda_stream)
+                queued = link.queue(in_host, on_device)
             except Exception:
-                self._stream.synchronize()  # copies queued before the error still write
+                # Copies queued before the error still write.
+                link.first.synchronize()
+                link.last.synchronize()
                 raise
-            ended.record(self._stream)
+            ended.record(link.last)
 
         def finish() -> MoveResult:
             ended.synchronize()
             # The time of the copies alone, without waiting for earlier work.
             seconds = float(began.elapsed_time(ended)) / 1e3
-            return MoveResult(judge(), seconds=seconds)
+            return MoveResult(judge(queued), seconds=seconds)
 
         return finish
-
-
-def new_streams() -> dict[Direction, Any]:
-    """One stream per direction. Loads have priority, because requests wait for them."""
-    return {Direction.LOAD: _cuda.Stream(priority=-1), Direction.SAVE: _cuda.Stream(priority=0)}
-
-
-def best_copy() -> CopyAll:
-    """One driver call for all blocks if the driver has it (CUDA 12.8 and later), else one each.
-
-    The driver is called directly: passing thousands of addresses through a Python wrapper can take
-    longer than the copies.
-    """
-    driver = ctypes.CDLL("libcuda.so.1")
-    for name, tells_failure in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
-        try:
-            function = getattr(driver, name)
-        except AttributeError:
-            continue
-        return _batch_copy(function, tells_failure)
-    log.info("the CUDA driver has no cuMemcpyBatchAsync; blocks are copied one by one")
-    return copy_each
-
-
-def _batch_copy(function: Any, tells_failure: bool) -> CopyAll:
-    # CUmemcpyAttributes: the order in which sources are read (1: stream order), then hints and
-    # flags, all zero.
-    attributes = (ctypes.c_int * 16)(1)
-    first = ctypes.c_size_t(0)
-    failed = ctypes.c_size_t(0)
-    extra = (ctypes.byref(failed),) if tells_failure else ()
-
-    def copy_batch(targets: Addresses, sources: Addresses, lengths: Addresses, stream: int) -> None:
-        error = function(
-            ctypes.c_void_p(targets.ctypes.data),
-            ctypes.c_void_p(sources.ctypes.data),
-            ctypes.c_void_p(lengths.ctypes.data),
-            ctypes.c_size_t(len(lengths)),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-            *extra,
-            ctypes.c_void_p(stream),
-        )
-        if error != 0:
-            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {error}")
-
-    return copy_batch
-
-
-def copy_each(targets: Addresses, sources: Addresses, lengths: Addresses, stream: int) -> None:
-    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    for target, source, length in zip(
-        targets.tolist(), sources.tolist(), lengths.tolist(), strict=True
-    ):
-        error = copy(
-            ctypes.c_void_p(target),
-            ctypes.c_void_p(source),
-            ctypes.c_size_t(length),
-            ctypes.c_void_p(stream),
-        )
-        if error != 0:
-            raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {error}")

@@ -22,18 +22,24 @@ class TransferEngine:
     """Implements `Transfers`. For one owner: `submit`, `cancel` and `poll` never block."""
 
     def __init__(
-        self, lanes: Mapping[Tier, LaneSpec], clock: Clock, *, max_queued: int = 256
+        self,
+        lanes: Mapping[Tier, LaneSpec],
+        clock: Clock,
+        *,
+        max_queued: int = 256,
+        notify: Callable[[], None] | None = None,
     ) -> None:
+        """`notify` is called on any thread when there is something to poll."""
         self._outcomes: SimpleQueue[Outcome | Answer] = SimpleQueue()
+        self._notify = notify
         # Taken from the queue by `wait`, and returned by the next `poll`.
         self._awaited: list[Outcome | Answer] = []
         self._answers: list[Answer] = []
         self._lanes = {
-            tier: _lane(tier, spec, clock, max_queued, self._outcomes.put)
-            for tier, spec in lanes.items()
+            tier: _lane(tier, spec, clock, max_queued, self._put) for tier, spec in lanes.items()
         }
         self._askers = {
-            tier: Asker(spec.exists, self._outcomes.put)
+            tier: Asker(spec.exists, self._put)
             for tier, spec in lanes.items()
             if spec.exists is not None
         }
@@ -71,6 +77,11 @@ class TransferEngine:
             with suppress(Empty):
                 self._awaited.append(self._outcomes.get(timeout=timeout_seconds))
         return bool(self._awaited)
+
+    def _put(self, ended: Outcome | Answer) -> None:
+        self._outcomes.put(ended)
+        if self._notify is not None:
+            self._notify()
 
     def close(self, timeout_seconds: float = 10.0) -> bool:
         deadline = time.monotonic() + timeout_seconds

@@ -13,11 +13,12 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.codecs.base import Codec
 from penstock.errors import ConfigError
 from penstock.stores.base import Arena
 from penstock.transfer.io import Mover, MoveResult
 from penstock.transfer.seals import Seals
-from penstock.types import Direction, Transfer, Verdict
+from penstock.types import Direction, Slot, Transfer, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +84,24 @@ def equal_parts(num_bytes: int, num_workers: int) -> tuple[PartPlace, ...]:
 class Part:
     """One worker's part of each block in HOST."""
 
-    def __init__(self, device: PagedMemory, host: Arena, place: PartPlace) -> None:
+    def __init__(
+        self, device: PagedMemory, host: Arena, place: PartPlace, codec: Codec | None = None
+    ) -> None:
+        """`codec` says how HOST holds the part; None if it holds the device's bytes."""
         end = place.offset + place.num_bytes
-        if device.block_bytes != place.num_bytes or end > host.block_bytes:
+        num_bytes = device.block_bytes if codec is None else codec.packed_bytes
+        num_raw = device.block_bytes if codec is None else codec.raw_bytes
+        if (num_bytes, num_raw) != (place.num_bytes, device.block_bytes) or end > host.block_bytes:
             raise ConfigError(
                 f"a block in DRAM has {host.block_bytes} bytes with {place.num_bytes} for this "
-                f"worker at {place.offset}, but its device has {device.block_bytes}; this layout "
+                f"worker at {place.offset}, but its device needs {num_bytes}; this layout "
                 "is not supported."
             )
         self.offset = place.offset
         self.writes = place.writes
         self.device = device
         self.host = host
+        self.codec = codec
 
 
 class PagedMover(Mover):
@@ -106,12 +113,55 @@ class PagedMover(Mover):
 
     def move(self, transfer: Transfer) -> MoveResult:
         if transfer.direction is Direction.LOAD:
-            self._copy(transfer.source_slots, transfer.target_slots, load=True)
+            self._load(transfer.source_slots, transfer.target_slots)
             # After the copy: a slot that was overwritten during it has lost its seal.
             return MoveResult(self._seals.verdicts(transfer.keys, transfer.source_slots))
-        if self._part.writes:
-            self._copy(transfer.target_slots, transfer.source_slots, load=False)
-        return MoveResult([Verdict.OK] * len(transfer.keys))  # sealed once all workers are done
+        if not self._part.writes:
+            return MoveResult([Verdict.OK] * len(transfer.keys))
+        # Sealed once all workers are done.
+        return MoveResult(self._save(transfer.source_slots, transfer.target_slots))
+
+    def _load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        if self._part.codec is None:
+            self._copy(slots, blocks, load=True)
+            return
+        for slot, block in zip(slots, blocks, strict=True):
+            raw = memoryview(bytearray(self._part.codec.raw_bytes))
+            self._part.codec.unpack(self._packed(slot), raw)
+            self._scatter(raw, block)
+
+    def _save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[Verdict]:
+        if self._part.codec is None:
+            self._copy(slots, blocks, load=False)
+            return [Verdict.OK] * len(slots)
+        pack = self._part.codec.pack
+        return [
+            Verdict.OK if pack(self._gather(block), self._packed(slot)) else Verdict.UNFIT
+            for slot, block in zip(slots, blocks, strict=True)
+        ]
+
+    def _packed(self, slot: int) -> memoryview:
+        return self._part.host.view(Slot(slot))[self._part.offset :]
+
+    def _gather(self, block: int) -> memoryview:
+        raw = bytearray(self._part.device.block_bytes)
+        start = 0
+        for address, num_bytes in self._stretches(block):
+            raw[start : start + num_bytes] = _memory(address, num_bytes)
+            start += num_bytes
+        return memoryview(raw)
+
+    def _scatter(self, raw: memoryview, block: int) -> None:
+        start = 0
+        for address, num_bytes in self._stretches(block):
+            _memory(address, num_bytes)[:] = raw[start : start + num_bytes]
+            start += num_bytes
+
+    def _stretches(self, block: int) -> list[tuple[int, int]]:
+        return [
+            (stretch.address + block * stretch.stride_bytes, stretch.num_bytes)
+            for stretch in self._part.device.stretches
+        ]
 
     def _copy(self, slots: Sequence[int], blocks: Sequence[int], *, load: bool) -> None:
         host = self._part.host
@@ -122,3 +172,7 @@ class PagedMover(Mover):
                 target, source = (on_device, in_host) if load else (in_host, on_device)
                 ctypes.memmove(target, source, stretch.num_bytes)
                 in_host += stretch.num_bytes
+
+
+def _memory(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")

@@ -60,6 +60,22 @@ class Seals:
         return xxhash.xxh3_128_digest(self._arena.view(slot)[: self._arena.block_bytes])
 
 
+class ReadSeals(Seals):
+    """Seals that another process writes: this one only compares them."""
+
+    def __init__(self, arena: Arena, memory: memoryview) -> None:
+        super().__init__(arena, memory=memory)
+
+    def open(self, slots: Sequence[Slot]) -> None:
+        return
+
+    def seal(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        return
+
+    def replace_memory(self, memory: memoryview) -> None:
+        self._keys = _SharedKeys(memory)
+
+
 class _SharedKeys:
     """A list of keys in memory that several processes share."""
 

@@ -30,8 +30,12 @@ class Advice:
 Rule = Callable[[Samples], Iterator[Advice]]
 
 
-def block_bytes(seen: Samples) -> float | None:
-    """The size of a block, from the bytes and blocks that were transferred."""
+def block_bytes(seen: Samples, tier: str = "host") -> float | None:
+    """The size of a block in a tier: as it reports, or from what was transferred."""
+    # Several engines of one vLLM report one value each, and `total` adds them up.
+    num_engines = seen.total("penstock_tier_codec_info", tier="host")
+    if num_engines and (size := seen.total("penstock_block_bytes", tier=tier)):
+        return size / num_engines
     blocks = seen.total("penstock_blocks_total")
     return seen.total("penstock_bytes_total") / blocks if blocks else None
 

@@ -195,4 +195,23 @@ def _lost_loads(seen: Samples) -> Iterator[Advice]:
                 )
 
 
-RULES: tuple[Rule, ...] = (_corruption, _health, _unanswered, _failed_saves, _lost_loads)
+def _unfit(seen: Samples) -> Iterator[Advice]:
+    for tier, unfit in seen.by("penstock_unfit_blocks_total", "tier").items():
+        saved = seen.total("penstock_blocks_total", direction="save", target=tier)
+        share = unfit / (unfit + saved) if unfit else 0.0
+        if share > MANY:
+            yield Advice(
+                Urgency.CONSIDER,
+                "codec",
+                f"{counted(round(unfit), 'block')} did not fit the codec of {tier}, {share:.1%} of "
+                "all saves to it",
+                f"set {tier}.codec to raw: this model's KV varies too much to be packed, and "
+                "blocks that do not fit are computed again",
+                (("unfit_blocks", unfit), ("share", share)),
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    *(_corruption, _health, _unanswered),
+    *(_failed_saves, _lost_loads, _unfit),
+)

@@ -27,6 +27,10 @@ _GAUGES = (
     "penstock_resident_share",
     "penstock_retained_blocks",
     "penstock_retainable_blocks",
+    "penstock_used_tokens",
+    "penstock_capacity_tokens",
+    "penstock_block_bytes",
+    "penstock_tier_codec_info",
 )
 _MAX_LINE_CHARS = 1 << 16
 

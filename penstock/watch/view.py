@@ -37,6 +37,11 @@ class TierView:
     queued_saves: float
     resting: tuple[str, ...]  # directions that are not used for a while, because they failed
     recovered_share: float | None  # of its index, after a restart
+    used_tokens: float | None = None
+    capacity_tokens: float | None = None
+    codec: str | None = None  # how it packs KV; None: unknown, or the device
+    unfit_blocks: float = 0.0  # not kept, because they do not fit the codec
+    lossy_blocks: float = 0.0  # loaded from it, if its codec is lossy
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class View:
     lost_saves: dict[str, float]
     retained_blocks: float
     retainable_blocks: float
+    lossy_requests: float
     advice: tuple[AdviceView, ...]
 
     def as_data(self) -> dict[str, Any]:
@@ -145,15 +151,17 @@ def make_view(history: History, *, since_start: bool = False) -> View:
         lost_saves=_lost(now, "save"),
         retained_blocks=now.total("penstock_retained_blocks"),
         retainable_blocks=now.total("penstock_retainable_blocks"),
+        lossy_requests=now.total("penstock_lossy_requests_total"),
         advice=tuple(_advice(recent.seen)),
     )
 
 
 def _tiers(now: Samples, recent: Samples) -> list[TierView]:
-    size = block_bytes(now)
     asked = recent.total("penstock_lookup_blocks_total")
     capacities = now.by("penstock_capacity_blocks", "tier")
     recovered = now.by("penstock_recovered_ratio", "tier")
+    used_tokens = now.by("penstock_used_tokens", "tier")
+    capacity_tokens = now.by("penstock_capacity_tokens", "tier")
     moved = (now.by("penstock_bytes_total", "source"), now.by("penstock_bytes_total", "target"))
     found = []
     for name in TIERS:
@@ -162,7 +170,8 @@ def _tiers(now: Samples, recent: Samples) -> list[TierView]:
         used, capacity = now.total("penstock_used_blocks", tier=name), capacities.get(name, 0.0)
         # The blocks of vLLM's pool have another size.
         is_ours = name != "device" or now.total("penstock_step_seconds_count")
-        bytes_each = size if is_ours else None
+        bytes_each = block_bytes(now, name) if is_ours else None
+        codecs = now.by("penstock_tier_codec_info", "codec", tier=name)
         resting = now.by("penstock_tier_resting", "direction", tier=name)
         found.append(
             TierView(
@@ -177,6 +186,11 @@ def _tiers(now: Samples, recent: Samples) -> list[TierView]:
                 now.total("penstock_queued_transfers", tier=name, direction="save"),
                 tuple(direction for direction, is_so in resting.items() if is_so),
                 recovered.get(name),
+                used_tokens.get(name),
+                capacity_tokens.get(name),
+                next((codec for codec, is_so in codecs.items() if is_so), None),
+                now.total("penstock_unfit_blocks_total", tier=name),
+                now.total("penstock_lossy_blocks_total", tier=name),
             )
         )
     return found

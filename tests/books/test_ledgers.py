@@ -29,6 +29,7 @@ from penstock.books.prefetches import Prefetches
 from penstock.books.stack import Limits, TierStack
 from penstock.errors import BookError
 from penstock.policies import POLICIES
+from penstock.policies.base import Policy
 from penstock.types import (
     Answer,
     BlockKey,
@@ -79,7 +80,7 @@ class Books(RuleBasedStateMachine):
         max_saves: int,
         max_planned: int,
     ) -> None:
-        self.host = self.ledger_type(num_host, POLICIES[policy](num_host))
+        self.host = self.make_host(num_host, POLICIES[policy](num_host))
         lower: dict[Tier, Ledger] = {}
         if num_disk:
             lower[Tier.DISK] = self.ledger_type(num_disk, POLICIES[policy](num_disk))
@@ -261,6 +262,9 @@ class Books(RuleBasedStateMachine):
         self.stack.tick(self.now + 1000)
         assert not len(self.stack.lookups), "somebody waits for ever"
         audit(self.stack)
+
+    def make_host(self, num_slots: int, policy: Policy) -> Ledger:
+        return self.ledger_type(num_slots, policy)
 
     def take_device(self, count: int) -> list[Slot] | None:
         if len(self.free_device) < count:

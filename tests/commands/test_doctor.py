@@ -18,6 +18,7 @@ from penstock.commands import vllm_checks
 from penstock.connectors.vllm.settings import VllmSettings, transfer_config
 from penstock.stores import folder as disk_folder
 from penstock.stores.disk_folder import DiskFolder
+from tests.node.nodes import node
 
 Run = Callable[..., Any]
 GIB = 1 << 30
@@ -174,6 +175,18 @@ def test_without_its_hashes_the_doctor_still_works(missing: str, store_dir: Path
     assert checks["hashes"]["status"] == "failed"
     assert f"{missing} cannot be imported" in checks["hashes"]["message"]
     assert "disk store" not in checks
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_node(run: Run, tmp_path: Path) -> None:
+    options = ("doctor", "vllm", "--node", f"unix://{tmp_path}/node.sock", "--json")
+    checks = checks_of(run(*options))
+    assert checks["node"][0] == "failed"
+    assert "penstock node" in checks["node"][1]
+    with node(tmp_path):
+        checks = checks_of(run(*options))
+    assert checks["node"] == ("ok", "it has 16.0 MiB of DRAM and KV of no model")
+    assert "room" not in checks
 
 
 @pytest.mark.usefixtures("installed")
@@ -490,3 +503,24 @@ def test_a_model_is_examined_without_vllm(run: Run) -> None:
     assert statuses(checks) == {"vLLM": "failed", "connector": "failed"}
     assert model["is_supported"]
     assert model["checkpoint_bytes"] == 39_518_208
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_codec_of_a_model(run: Run) -> None:
+    checks, model = model_of(run, "--model", "llama-3.1-8b")
+    assert checks["codec"][0] == "ok"
+    assert (
+        "KV is bfloat16: on a GPU, DRAM, disk and remote hold it packed to 0.77 of its size "
+        "(lossless, bit for bit)" in checks["codec"][1]
+    )
+    assert model["codecs"]["host"]["codec"] == "lossless"
+    checks, model = model_of(run, "--model", "llama-2-7b")
+    assert checks["codec"][0] == "ok"
+    assert "DRAM, disk and remote hold KV as it is" in checks["codec"][1]
+    assert "this KV is float16" in checks["codec"][1]
+    checks, _ = model_of(run, "--model", "llama-3.1-8b", "--set", "disk.codec=int8")
+    assert checks["codec"][0] == "warning"
+    assert "disk holds it packed to 0.51 of its size by int8, which is lossy" in checks["codec"][1]
+    ran = run("doctor", "vllm", "--model", "llama-2-7b", "--set", "host.codec=lossless", "--json")
+    assert ran.code == 1
+    assert "host.codec is lossless, but the lossless codec packs" in checks_of(ran)["codec"][1]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from server.running import make_tiny
 
+from tests.node.nodes import node
+
 STORY = "A penstock carries water from the reservoir to the turbine. " * 8
 
 
@@ -54,10 +56,25 @@ def test_the_next_run_finds_the_prompt_on_disk(
     assert second["text"] == first["text"]
 
 
+def test_the_next_run_finds_the_prompt_on_the_node(
+    generate: Callable[..., Any], tmp_path: Path
+) -> None:
+    with node(tmp_path) as (path, _):
+        tiers = ("--node", f"unix://{path}")
+        first, second = (generate(STORY, *tiers, "--json").json for _ in range(2))
+    assert first["cached_tokens"] == 0
+    assert second["cached_tokens"] >= 80
+    assert second["text"] == first["text"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([""], "the prompt is empty"),
+        (
+            ["x", "--node", "unix:///n", "--disk-path", "kv"],
+            "--disk-path is given together with --node",
+        ),
         (["bad \udcff"], "not valid text: expected UTF-8"),
         (["x", "--stop", ""], "stop"),
         (["x", "--seed", str(2**70)], "seed"),

@@ -104,6 +104,54 @@ def test_a_compressed_cache_says_so(run: Run, tmp_path: Path) -> None:
     assert "MLA" in run("kv-size", tmp_path).stdout
 
 
+def test_packed_sizes(run: Run) -> None:
+    found = run("kv-size", "llama-3.1-8b", "--codec", "lossless", "--json").json
+    packed = found["packed"]
+    assert (packed["codec"], packed["is_lossy"]) == ("lossless", False)
+    assert 0.76 < packed["ratio"] < 0.78
+    assert packed["block_bytes"] == packed["ratio"] * found["block_bytes"]
+    assert packed["slot_bytes"] % 4096 == 0
+    assert packed["raw_blocks_per_gib"] == 512
+    assert packed["blocks_per_gib"] == 2**30 // packed["slot_bytes"] >= 1.28 * 512
+    assert packed["tokens_per_gib"] == 16 * packed["blocks_per_gib"]
+    drawn = " ".join(run("kv-size", "llama-3.1-8b", "--codec", "auto").stdout.split())
+    assert "lossless: KV is bfloat16, which is packed without loss, bit for bit." in drawn
+    assert "a GiB holds, packed 10,672 tokens, 667 blocks" in drawn
+    assert "a GiB holds, raw 8,192 tokens, 512 blocks" in drawn
+
+
+def test_what_is_not_bfloat16_stays_raw(run: Run) -> None:
+    found = run("kv-size", "llama-3.1-8b", "--bits", "8", "--codec", "auto", "--json").json
+    assert found["packed"]["codec"] == "raw"
+    assert found["packed"]["blocks_per_gib"] == found["packed"]["raw_blocks_per_gib"]
+    assert "this KV is float16" in " ".join(
+        run("kv-size", "llama-2-7b", "--codec", "auto").stdout.split()
+    )
+    assert "packed" not in run("kv-size", "llama-3.1-8b", "--json").json  # only if asked
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+def test_lossy_sizes_say_so(run: Run, codec: str) -> None:
+    packed = run("kv-size", "llama-3.1-8b", "--codec", codec, "--json").json["packed"]
+    assert packed["is_lossy"]
+    assert packed["ratio"] < 0.55
+    assert "It is lossy" in run("kv-size", "llama-3.1-8b", "--codec", codec).stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["llama-3.1-8b", "--codec", "zip"], "--codec is 'zip': expected one of auto, raw"),
+        (["llama-2-7b", "--codec", "lossless"], "packs bfloat16 only, and this KV is float16"),
+        (["llama-3.1-8b", "--bits", "8", "--codec", "fp8"], "and this KV is float8_e4m3fn"),
+        (["deepseek-v3", "--codec", "int8"], "one latent per token (MLA)"),
+        (["qwen3-next-80b-a3b", "--codec", "lossless"], "a gated delta net state"),
+    ],
+)
+def test_codecs_that_do_not_apply(run: Run, argv: list[str], words: str) -> None:
+    assert words in run("kv-size", *argv).refusal
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -65,7 +65,7 @@ def test_the_story_of_eight_a100(run: Run) -> None:
     assert found["settings"]["serve"] is None
     assert "one GPU" in found["settings"]["serve_note"]
     assert "--tensor-parallel-size 8" in found["settings"]["vllm"]
-    assert check_vllm(run, found["settings"]).kv_offloading_size == 977
+    assert check_vllm(run, found["settings"]).kv_offloading_size == 748
 
 
 def test_the_headline_is_what_can_run_and_gives_the_most(run: Run) -> None:
@@ -128,12 +128,12 @@ def test_settings_of_a_session_larger_than_the_gpu_are_accepted(run: Run) -> Non
     settings = run("plan", *LONG, "--device-kv-gib", 12, "--json").json["settings"]
     options = check_serve(settings["serve"])
     assert options.cold_kv
-    assert options.kv_offloading_size == 106
+    assert options.kv_offloading_size == 81
     assert options.disk_path == "/var/cache/penstock"
     assert options.resident_tail_tokens == 512
     assert settings["vllm"] is None
     chosen = check_vllm(run, run("plan", *LONG, "--json").json["settings"])
-    assert (chosen.kv_offloading_size, chosen.disk_size) == (106, 1000)
+    assert (chosen.kv_offloading_size, chosen.disk_size) == (81, 1000)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_every_verdicts_settings_are_accepted(run: Run, options: list[str], kind
         assert "kv-transfer-config" not in found["settings"]["vllm"]
 
 
-def test_fp8_halves_and_leaves_vllm(run: Run) -> None:
+def test_fp8_halves(run: Run) -> None:
     plain = run("plan", *GOOD, "--json").json
     halved = run("plan", *GOOD, "--kv-cache-dtype", "fp8", "--json").json
     assert halved["kv"]["bytes_per_session"] * 2 == plain["kv"]["bytes_per_session"]
-    assert halved["settings"]["serve"] is None
-    assert "--kv-cache-dtype fp8" in halved["settings"]["vllm"]
+    for engine in ("serve", "vllm"):
+        assert "--kv-cache-dtype fp8" in halved["settings"][engine]
 
 
 def test_the_tables(run: Run) -> None:
@@ -179,11 +179,11 @@ def test_the_tables(run: Run) -> None:
     for words in (
         "8 x NVIDIA A100 SXM, 80 GB",
         "327,680 bytes",
-        "977.0 GiB for KV",
+        "748.0 GiB for KV",
         "Verdict: Offload whole sessions",
         "Ranked by tokens/s",
         "How these numbers were calculated",
-        '--kv-transfer-config "$(penstock vllm-config --kv-offloading-size 977)"',
+        '--kv-transfer-config "$(penstock vllm-config --kv-offloading-size 748)"',
     ):
         assert words in ran.stdout
 
@@ -225,8 +225,10 @@ def test_a_probe_is_read(run: Run, tmp_path: Path) -> None:
     file.write_text(probed.stdout)
     found = run("plan", *GOOD, "--probe", file, "--json").json
     disk = next(link for link in probed.json["links"] if link["name"].startswith("disk read"))
-    assert found["tiers"]["disk"]["bytes_per_second"] == disk["bytes_per_second"]
-    assert found["tiers"]["disk"]["source"] == "measured by penstock probe"
+    ratio = found["codecs"]["disk"]["ratio"]  # what crosses it is packed
+    rate = found["tiers"]["disk"]["bytes_per_second"]
+    assert rate == pytest.approx(disk["bytes_per_second"] / ratio)
+    assert found["tiers"]["disk"]["source"].startswith("measured by penstock probe")
     assert found["prefill"]["tokens_per_second"] == 1234
     file.write_text("[")
     assert "is not JSON" in run("plan", *GOOD, "--probe", file).refusal
@@ -297,3 +299,24 @@ def test_help_has_an_example(run: Run) -> None:
     stdout = run("plan", "--help").stdout
     assert "Example: penstock plan" in stdout
     assert "--json" in stdout
+
+
+def test_codecs(run: Run) -> None:
+    asked = [*GOOD, "--sessions", "500", "--active", "20", "--host-gib", 100, "--disk-gib", 50]
+    found = run("plan", *asked, "--json").json
+    assert found["codecs"]["host"]["codec"] == found["codecs"]["disk"]["codec"] == "lossless"
+    assert found["fit"]["host_tokens"] == 16 * found["fit"]["host_blocks"] > 1.28 * 819_200
+    drawn = " ".join(run("plan", *asked).stdout.split())
+    assert "codec of DRAM and disk lossless: KV is bfloat16" in drawn
+    assert (
+        f"{found['fit']['host_tokens']:,} tokens, {found['fit']['host_blocks']:,} blocks" in drawn
+    )
+    drawn = " ".join(run("plan", *asked, "--kv-cache-dtype", "fp8").stdout.split())
+    assert "raw: KV is not packed: the lossless codec packs bfloat16 only" in drawn
+    found = run("plan", *asked, "--disk-codec", "int8", "--json").json
+    assert found["codecs"]["disk"]["is_lossy"]
+    assert check_vllm(run, found["settings"]).set == {"disk.codec": "int8"}
+    assert options_of(found["settings"]["serve"], "serve")["set"] == ["disk.codec=int8"]
+    assert "--host-codec is 'x'" in run("plan", *asked, "--host-codec", "x").refusal
+    refusal = run("plan", *asked, "--kv-cache-dtype", "fp8", "--host-codec", "int4").refusal
+    assert "--host-codec is int4, but int4 packs" in refusal

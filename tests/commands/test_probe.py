@@ -47,6 +47,8 @@ def test_a_real_probe_measures_every_link_and_leaves_nothing(run: Run, tmp_path:
         "memory copy, 1 thread",
         "memory copy, 2 threads",
         "checksum, 1 thread",
+        "pack, 1 thread",
+        "unpack, 1 thread",
         "disk read, 4 threads",
         "disk write, 4 threads",
     ]
@@ -54,6 +56,8 @@ def test_a_real_probe_measures_every_link_and_leaves_nothing(run: Run, tmp_path:
         assert link["gb_per_second"] == link["bytes_per_second"] / 1e9 > 0
         assert link["block_seconds"] > 0
         assert 0 <= link["latency_seconds"] < link["block_seconds"]
+    unpacking = found["links"][4]
+    assert found["lossless_pays_below_bytes_per_second"] == 2 * unpacking["bytes_per_second"]
     assert found["kv_bytes_per_token"] == 23_040
     assert found["prefill"]["source"] == "given"
     assert list(tmp_path.iterdir()) == []

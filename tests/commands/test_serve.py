@@ -19,7 +19,7 @@ def serve(
     run: Callable[..., object], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> Callable[..., str]:
     """Runs it in this process with what it must refuse; returns the sentence."""
-    monkeypatch.setattr("penstock.commands.serve._set_logging", lambda _: None)
+    monkeypatch.setattr("penstock.commands.serve.set_logging", lambda _: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
     def refuse(*argv: object) -> str:

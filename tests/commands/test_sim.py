@@ -170,3 +170,32 @@ def test_help_is_quick_and_light() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "--host-blocks" in ran.stdout
+
+
+def test_the_codec_is_told(run: Run) -> None:
+    found = run("sim", *CHAT, "--host-gib", "8", "--json").json
+    raw = run("sim", *CHAT, "--host-gib", "8", "--host-codec", "raw", "--json").json
+    assert (found["codecs"]["host"]["codec"], raw["codecs"]["host"]["codec"]) == ("lossless", "raw")
+    blocks = [each["points"][0]["num_host_blocks"] for each in (raw, found)]
+    assert blocks[1] >= 1.28 * blocks[0]
+    tokens = found["points"][0]["num_host_tokens"]
+    assert tokens == blocks[1] * found["traces"][0]["block_tokens"]
+    drawn = " ".join(run("sim", *CHAT, "--host-gib", "8").stdout.split())
+    assert f"Room: host {tokens:,} tokens ({blocks[1]:,} blocks)." in drawn
+    assert "Codec of DRAM: lossless, 0.766 of the size. KV is bfloat16" in drawn
+    drawn = " ".join(run("sim", *CHAT, "--host-gib", "8", "--model", "llama-2-7b").stdout.split())
+    assert "Codec of DRAM: raw. KV is not packed: the lossless codec packs bfloat16 only" in drawn
+    mixed = [*TIMED, "--disk-gib", "8", "--disk-codec", "int4"]
+    drawn = " ".join(run("sim", *mixed).stdout.split())
+    assert "Codec of the disk: int4" in drawn
+    assert "It is lossy" in drawn
+    refusal = run("sim", *CHAT, "--host-gib", "8", "--host-codec", "zip").refusal
+    assert "--host-codec is 'zip': expected one of auto, raw, lossless" in refusal
+
+
+def test_states_are_not_packed(run: Run) -> None:
+    states = [*CHAT, "--host-gib", "8", "--state-groups", "1"]
+    assert run("sim", *states, "--json").json["codec"] == "raw"
+    windows = [*CHAT, "--host-gib", "8", "--window", "1024"]
+    assert run("sim", *windows, "--json").json["codec"] == "lossless"
+    assert "states are not packed" in run("sim", *states, "--host-codec", "lossless").refusal

@@ -72,6 +72,9 @@ def test_ls(run: Run, store_dir: Path) -> None:
         "last_used": "",
         "block_bytes": 8192,
         "block_tokens": 16,
+        "codec": "raw",
+        "capacity_tokens": NUM_SLOTS * 16,
+        "used_tokens": len(HELD) * 16,
         "num_slots": NUM_SLOTS,
         "num_used": len(HELD),
         "num_free": NUM_SLOTS - len(HELD),
@@ -101,8 +104,8 @@ def test_ls_draws_what_it_found(run: Run, store_dir: Path, files: Path) -> None:
     for words in (
         "m2/s.gguf, bfloat16, blocks of 16 tokens",
         files.name,
-        "24 blocks, 192.0 KiB",
-        "5 blocks, 40.0 KiB (21%)",
+        "24 blocks, 384 tokens, 192.0 KiB",
+        "5 blocks, 80 tokens, 40.0 KiB (21%)",
         "1 record;",
         "none",
     ):

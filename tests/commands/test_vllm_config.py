@@ -63,6 +63,23 @@ def test_every_option_arrives(run: Run, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["penstock.toml"]
 
 
+def test_a_node_has_the_tiers(run: Run, tmp_path: Path) -> None:
+    url = f"unix://{tmp_path}/node.sock"
+    ran = run("vllm-config", "--node", url)
+    assert settings_in(ran) == VllmSettings(node=url)
+    assert settings_in(ran).tiers().node.url == url
+    for options in (
+        ("--kv-offloading-size", 1),
+        ("--disk-path", tmp_path),
+        ("--remote", "redis://host"),
+        ("--set", "host.codec=raw"),
+    ):
+        ran = run("vllm-config", "--node", url, *options)
+        assert ran.code == 2
+        assert "together with --node" in ran.stderr
+    assert "unix:///run/penstock/node.sock" in run("vllm-config", "--node", "here").stderr
+
+
 def test_whole_sizes_are_written_as_people_do(run: Run) -> None:
     assert '"kv_offloading_size": 1}' in run("vllm-config", "--kv-offloading-size", "1").stdout
 

@@ -12,6 +12,7 @@ from penstock.config import (
     Config,
     DiskConfig,
     HostConfig,
+    NodeConfig,
     TransferConfig,
     describe,
     load_config,
@@ -59,7 +60,7 @@ def test_defaults() -> None:
     config = load_config(env={})
     assert config == Config()
     assert config.host == HostConfig(4 * GIB, None, True, False, "reuse")
-    assert config.disk == DiskConfig(None, 32 * GIB, False, True, "reuse", 4)
+    assert config.disk == DiskConfig(None, 32 * GIB, False, True, "reuse", "auto", 4)
     assert config.transfer == TransferConfig(2, 256, 32 << 20, 10.0, 1024, 4 * GIB)
 
 
@@ -71,6 +72,7 @@ def test_every_key_can_be_set_in_a_file(write: Write) -> None:
         huge_pages = false
         verify = true
         policy = "lru"
+        codec = "lossless"
         retain_share = 0
         [disk]
         path = "/kv"
@@ -78,6 +80,7 @@ def test_every_key_can_be_set_in_a_file(write: Write) -> None:
         read_only = true
         direct = false
         policy = "lru"
+        codec = "int8"
         threads = 8
         admit = "second-use"
         [transfer]
@@ -87,12 +90,20 @@ def test_every_key_can_be_set_in_a_file(write: Write) -> None:
         load_deadline_seconds = 2
         max_pending_loads = 5
         max_pending_save_bytes = "2 GB"
+        [node]
+        url = "unix:///run/n.sock"
+        wait_seconds = 3
+        model_floor = 0
+        model_cap = 0.5
+        pin_share = 0.25
+        max_models = 2
     """)
     config = load_config(path, env={})
-    assert config.host == HostConfig(8 * GIB, 1, False, True, "lru", 0.0)
-    assert config.disk == DiskConfig("/kv", 1_000_000, True, False, "lru", 8, "second-use")
+    assert config.host == HostConfig(8 * GIB, 1, False, True, "lru", "lossless", 0.0)
+    assert config.disk == DiskConfig("/kv", 1_000_000, True, False, "lru", "int8", 8, "second-use")
     assert config.transfer == TransferConfig(3, 7, 1 << 20, 2.0, 5, 2_000_000_000)
     assert isinstance(config.transfer.load_deadline_seconds, float)
+    assert config.node == NodeConfig("unix:///run/n.sock", 3.0, 0.0, 0.5, 0.25, 2)
 
 
 def test_an_override_beats_the_environment_beats_the_file(write: Write) -> None:

@@ -12,20 +12,19 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from blake3 import blake3
-from connectors.memory_model import GAP_BYTES, SCRIBBLE, Digest, Truth
+from connectors.memory_model import BYTES, GAP_BYTES, SCRIBBLE, Digest, Shape, Truth
 
 from penstock.groups.kinds import Group, Kind
 from penstock.transfer.paged import PagedMemory, PageStretch
 from penstock.types import BlockKey
 
-PAGE_BYTES = (96, 48)  # of a block in each layer
-GROUP_PART_BYTES = sum(PAGE_BYTES)
+GROUP_PART_BYTES = sum(BYTES.page_bytes)
 NULL = 0
 
 
 @lru_cache(maxsize=1 << 16)
-def _kv(digest: Digest, index: int, rank: int, layer: int, num_bytes: int) -> bytes:
-    return blake3(digest + bytes([index, rank, layer])).digest(length=num_bytes)
+def _kv(digest: Digest, index: int, rank: int, layer: int, num_bytes: int, shape: Shape) -> bytes:
+    return shape.made(blake3(digest + bytes([index, rank, layer])).digest(length=num_bytes))
 
 
 def _cells(group: Group, digests: Sequence[Digest], first: int) -> list[tuple[int, int, Digest]]:
@@ -35,12 +34,12 @@ def _cells(group: Group, digests: Sequence[Digest], first: int) -> list[tuple[in
     return [(first + at, group.block_tokens, digest) for at, digest in enumerate(digests)]
 
 
-def block_bytes(group: Group, digests: Sequence[Digest], rank: int) -> bytes:
-    """A worker's part of a full block, as DRAM keeps it."""
+def block_bytes(group: Group, digests: Sequence[Digest], rank: int, shape: Shape) -> bytes:
+    """A worker's part of a full block, as it is on the device."""
     cells = _cells(group, digests, 0)
     return b"".join(
-        _kv(digest, group.index, rank, layer, page // parts)
-        for layer, page in enumerate(PAGE_BYTES)
+        _kv(digest, group.index, rank, layer, page // parts, shape)
+        for layer, page in enumerate(shape.page_bytes)
         for _, parts, digest in cells
     )
 
@@ -48,13 +47,14 @@ def block_bytes(group: Group, digests: Sequence[Digest], rank: int) -> bytes:
 class GroupDevice:
     """One worker's memory."""
 
-    def __init__(self, num_blocks: int, rank: int) -> None:
+    def __init__(self, num_blocks: int, rank: int, shape: Shape = BYTES) -> None:
         self._rank = rank
-        sizes = [page + GAP_BYTES for page in PAGE_BYTES]
+        self._shape = shape
+        sizes = [page + GAP_BYTES for page in shape.page_bytes]
         self._memory = bytearray(SCRIBBLE * (num_blocks * sum(sizes)))
         self._held = (ctypes.c_char * len(self._memory)).from_buffer(self._memory)
         starts = [num_blocks * sum(sizes[:layer]) for layer in range(len(sizes))]
-        self._layers = list(zip(starts, sizes, PAGE_BYTES, strict=True))
+        self._layers = list(zip(starts, sizes, shape.page_bytes, strict=True))
         address = ctypes.addressof(self._held)
         self.paged = PagedMemory(
             tuple(PageStretch(address + start, size, page) for start, size, page in self._layers),
@@ -84,7 +84,7 @@ class GroupDevice:
         return [
             (
                 start + block * size + position * (page // parts),
-                _kv(digest, group.index, self._rank, layer, page // parts),
+                _kv(digest, group.index, self._rank, layer, page // parts, self._shape),
             )
             for position, parts, digest in _cells(group, digests, first)
             for layer, (start, size, page) in enumerate(self._layers)
@@ -94,8 +94,8 @@ class GroupDevice:
 class GroupTruth(Truth):
     """What every key of every group stands for."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, shape: Shape = BYTES) -> None:
+        super().__init__(shape)
         self._group: dict[BlockKey, Group] = {}
 
     def learn_group(
@@ -108,4 +108,4 @@ class GroupTruth(Truth):
             self._digests[key] = tuple(digests[index * size : (index + 1) * size])
 
     def _part(self, key: BlockKey, rank: int) -> bytes:
-        return block_bytes(self._group[key], self._digests[key], rank)
+        return block_bytes(self._group[key], self._digests[key], rank, self._shape)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from connectors.group_memory_model import GROUP_PART_BYTES, NULL, GroupDevice, GroupTruth
+from connectors.group_memory_model import NULL, GroupDevice, GroupTruth
 from connectors.group_pool_model import GroupPool, GroupRequest, Tables
-from connectors.memory_model import NAMESPACE, Silent
-from connectors.vllm_model import Step, Vllm, Work
+from connectors.memory_model import BYTES, NAMESPACE, Shape, Silent
+from connectors.vllm_model import Step, Vllm, Work, overwritten
 
 from penstock.connectors.vllm.scheduler import Scheduled, StepPlan, Ways
 from penstock.groups.kinds import Group, Groups, Kind
@@ -34,7 +34,6 @@ class GroupStep(Step):
 
 
 class GroupVllm(Vllm):
-    part_bytes = GROUP_PART_BYTES
     plain_tokens = None
 
     def __init__(
@@ -45,6 +44,7 @@ class GroupVllm(Vllm):
         is_dense: bool = False,
         writes_early: bool = False,
         num_blocks: int | None = None,
+        shape: Shape = BYTES,
         **options: Any,
     ) -> None:
         """`writes_early`: reused blocks are written to before the connector is told of a step."""
@@ -54,7 +54,8 @@ class GroupVllm(Vllm):
         super().__init__(
             directory,
             num_blocks=num_blocks or 26 * len(groups),
-            truth=GroupTruth(),
+            truth=GroupTruth(shape),
+            shape=shape,
             groups=groups,
             ways=Ways(writes_reused_blocks_early=writes_early),
             **options,
@@ -64,7 +65,10 @@ class GroupVllm(Vllm):
         self._state_tokens = states[0] if states else None
 
     def _make_device(self, num_blocks: int, rank: int) -> Any:
-        return GroupDevice(num_blocks, rank)
+        return GroupDevice(num_blocks, rank, self.shape)
+
+    def _part_bytes(self) -> int:
+        return sum(self.shape.page_bytes)
 
     def _make_pool(self, num_blocks: int, *, is_caching: bool) -> Any:
         return GroupPool(num_blocks, self.rng, is_caching=is_caching)
@@ -132,9 +136,13 @@ class GroupVllm(Vllm):
             return self.requests[request_id].tables if request_id in counts else None
 
         fresh, offers = self.pool.taken, self._tables.offers
+        # With states vLLM zeroes all of them, and says so.
+        zeroed = fresh if self._state_tokens is not None else []
         orders = self.scheduler.orders(
-            lambda: StepPlan(scheduled, counts, preempted, tables, offers)
+            lambda: StepPlan(scheduled, counts, preempted, tables, offers, zeroed)
         )
+        if not zeroed:
+            fresh = overwritten(fresh, scheduled, self.side)
         self.seen["fences"] += bool(orders.fence)
         self.seen["states offered"] += sum(map(len, offers.values()))
         for work in works:

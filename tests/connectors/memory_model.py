@@ -10,8 +10,10 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 from blake3 import blake3
 
 from penstock.audits.layout import BlockLayout, Stretch
@@ -33,15 +35,44 @@ SCRIBBLE = b"\xee"
 Digest = bytes
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The bytes of KV: how many, and whether they are bfloat16 as a model computes them.
+
+    Of `num_unfit` tokens in 256 the exponents are far apart: their blocks do not fit the codec.
+    """
+
+    token_bytes: tuple[int, ...]  # of one token in each layer
+    page_bytes: tuple[int, ...]  # of a block in each layer, if there are several groups
+    is_bf16: bool = False
+    num_unfit: int = 0
+
+    @property
+    def part_bytes(self) -> int:
+        return BLOCK_TOKENS * sum(self.token_bytes)
+
+    def made(self, data: bytes) -> bytes:
+        """KV from random bytes."""
+        if not self.is_bf16 or data[0] < self.num_unfit:
+            return data
+        bits = np.frombuffer(data, "<u2")
+        exponents = 120 + (bits >> 7 & 7)
+        return ((bits & 0x807F) | exponents << 7).astype("<u2").tobytes()
+
+
+BYTES = Shape(TOKEN_BYTES, (96, 48))
+PACKABLE = Shape((512, 512), (2048, 2048), is_bf16=True)
+
+
 class Silent(AssertionError):
     """Wrong KV that nobody was told of."""
 
 
-def _kv(digest: Digest, rank: int) -> list[bytes]:
+def _kv(digest: Digest, rank: int, shape: Shape) -> list[bytes]:
     """What the token with this past has in each layer of a worker."""
     return [
-        blake3(digest + bytes([rank, layer])).digest(length=num_bytes)
-        for layer, num_bytes in enumerate(TOKEN_BYTES)
+        shape.made(blake3(digest + bytes([rank, layer])).digest(length=num_bytes))
+        for layer, num_bytes in enumerate(shape.token_bytes)
     ]
 
 
@@ -66,13 +97,14 @@ class Past:
 class Device:
     """One worker's memory."""
 
-    def __init__(self, num_blocks: int, rank: int) -> None:
+    def __init__(self, num_blocks: int, rank: int, shape: Shape = BYTES) -> None:
         self._rank = rank
-        sizes = [BLOCK_TOKENS * num_bytes + GAP_BYTES for num_bytes in TOKEN_BYTES]
+        self._shape = shape
+        sizes = [BLOCK_TOKENS * num_bytes + GAP_BYTES for num_bytes in shape.token_bytes]
         self._memory = bytearray(SCRIBBLE * (num_blocks * sum(sizes)))
         self._held = (ctypes.c_char * len(self._memory)).from_buffer(self._memory)
         starts = [num_blocks * sum(sizes[:layer]) for layer in range(len(sizes))]
-        self._layers = list(zip(starts, sizes, TOKEN_BYTES, strict=True))
+        self._layers = list(zip(starts, sizes, shape.token_bytes, strict=True))
         address = ctypes.addressof(self._held)
         self.paged = PagedMemory(
             tuple(
@@ -84,7 +116,7 @@ class Device:
 
     def write(self, block: int, position: int, digest: Digest) -> None:
         for (start, size, num_bytes), data in zip(
-            self._layers, _kv(digest, self._rank), strict=True
+            self._layers, _kv(digest, self._rank, self._shape), strict=True
         ):
             at = start + block * size + position * num_bytes
             self._memory[at : at + num_bytes] = data
@@ -93,7 +125,7 @@ class Device:
         """Whether a block begins with the KV of these tokens."""
         for position, digest in enumerate(digests):
             for (start, size, num_bytes), data in zip(
-                self._layers, _kv(digest, self._rank), strict=True
+                self._layers, _kv(digest, self._rank, self._shape), strict=True
             ):
                 at = start + block * size + position * num_bytes
                 if self._memory[at : at + num_bytes] != data:
@@ -107,18 +139,20 @@ class Device:
             self._memory[at : at + length] = SCRIBBLE * length
 
 
-def block_bytes_of(digests: Sequence[Digest], rank: int) -> bytes:
-    """A worker's part of a full block, as DRAM keeps it."""
-    tokens = [_kv(digest, rank) for digest in digests]
-    return b"".join(kv[layer] for layer in range(len(TOKEN_BYTES)) for kv in tokens)
+def block_bytes_of(digests: Sequence[Digest], rank: int, shape: Shape = BYTES) -> bytes:
+    """A worker's part of a full block, as it is on the device."""
+    tokens = [_kv(digest, rank, shape) for digest in digests]
+    return b"".join(kv[layer] for layer in range(len(shape.token_bytes)) for kv in tokens)
 
 
-def audit_layout(num_workers: int) -> BlockLayout:
+def audit_layout(num_workers: int, shape: Shape = BYTES) -> BlockLayout:
     """What an audit compares: the bytes of each layer of each worker."""
-    sizes = [BLOCK_TOKENS * num_bytes for num_bytes in TOKEN_BYTES]
+    sizes = [BLOCK_TOKENS * num_bytes for num_bytes in shape.token_bytes]
+    part = shape.part_bytes
+    dtype, item = ("bfloat16", 2) if shape.is_bf16 else ("bytes", 1)
     return BlockLayout(
         tuple(
-            Stretch(f"{layer} of {rank}", rank * PART_BYTES + sum(sizes[:layer]), "bytes", (size,))
+            Stretch(f"{layer} of {rank}", rank * part + sum(sizes[:layer]), dtype, (size // item,))
             for rank in range(num_workers)
             for layer, size in enumerate(sizes)
         )
@@ -128,9 +162,12 @@ def audit_layout(num_workers: int) -> BlockLayout:
 class Truth:
     """What every key stands for."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape = BYTES) -> None:
         self._digests: dict[BlockKey, tuple[Digest, ...]] = {}
+        self._shape = shape
         self.wrong: list[str] = []
+        # What DRAM has in a slot, as it is on the device.
+        self.read: Callable[[HostArena, Slot], bytes] = _read_bytes
 
     def learn(self, keys: Sequence[BlockKey], digests: Sequence[Digest]) -> None:
         for index, key in enumerate(keys):
@@ -144,10 +181,10 @@ class Truth:
                 continue
             wanted = b"".join(self._part(key, rank) for rank in range(num_workers))
             slot = _slot_of(key, host)
-            if slot is None or host.view(slot)[: host.block_bytes] == wanted:
+            if slot is None or self.read(host, slot) == wanted:
                 continue
             # It may have been given up in the meantime, and filled with another or anew.
-            found = bytes(host.view(slot)[: host.block_bytes])
+            found = self.read(host, slot)
             if _slot_of(key, host) == slot and found != wanted:
                 wrong = [at for at, byte in enumerate(found) if byte != wanted[at]]
                 kind = "overwritten" if found[wrong[0]] == SCRIBBLE[0] else "other"
@@ -157,7 +194,11 @@ class Truth:
                 )
 
     def _part(self, key: BlockKey, rank: int) -> bytes:
-        return block_bytes_of(self._digests[key], rank)
+        return block_bytes_of(self._digests[key], rank, self._shape)
+
+
+def _read_bytes(host: HostArena, slot: Slot) -> bytes:
+    return bytes(host.view(slot)[: host.block_bytes])
 
 
 def _slot_of(key: BlockKey, host: HostArena) -> Slot | None:

@@ -243,7 +243,7 @@ def load_into_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
         (save_too_early, "full and window"),
         (save_too_early, "full and state"),
         (never_fence, "full and window"),
-        (load_into_neighbours, "two full"),
+        (load_into_neighbours, "full and chunk"),
     ],
 )
 def test_the_model_notices_a_planted_fault(

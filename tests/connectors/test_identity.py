@@ -404,6 +404,13 @@ def test_the_same_model_has_the_same_namespace(configs: Configs) -> None:
     assert (one.adapter, one.tenant) == ("", "")
 
 
+def test_a_lossy_codec_parts_namespaces_and_no_other_does(configs: Configs) -> None:
+    plain = model_namespace(configs(), "0.32.0", shards())
+    lossy = model_namespace(configs(), "0.32.0", shards(), loss="int8")
+    assert lossy.digest() != plain.digest()
+    assert model_namespace(configs(), "0.32.0", shards(), loss="").digest() == plain.digest()
+
+
 @pytest.mark.parametrize(
     "changes",
     [

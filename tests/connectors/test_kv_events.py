@@ -69,6 +69,16 @@ def test_each_tier_is_told_for_itself(news: BlockNews) -> None:
     assert news.take() == [removed(DISK, 0), removed(HOST, 0)]
 
 
+def test_all_tiers_are_lost_at_once(news: BlockNews) -> None:
+    news(Stored(HOST, (KEYS[0], KEYS[1])))
+    news(Stored(DISK, (KEYS[0],)))
+    news.take()
+    news.lose_all()
+    assert news.take() == [removed(HOST, 0), removed(DISK, 0), removed(HOST, 1)]
+    news(Stored(HOST, (KEYS[0],)))
+    assert news.take() == [], "it has no name any more"
+
+
 def test_a_block_in_no_tier_is_forgotten(news: BlockNews) -> None:
     news(Stored(HOST, (KEYS[0],)))
     news(Stored(DISK, (KEYS[0],)))

@@ -120,6 +120,18 @@ def test_stages_of_a_pipeline_may_have_parts_of_different_sizes() -> None:
     assert parts_bytes(places) == 1000
 
 
+def test_packed_parts_lie_side_by_side_too() -> None:
+    found = [*shards(300, 300, replicas=2), *shards(200, 200, stage=1)]
+    places = place_parts(found, [240, 160, 176])
+    assert places == (
+        PartPlace(0, 240),
+        PartPlace(0, 240, writes=False),
+        PartPlace(240, 160),
+        PartPlace(400, 176),
+    )
+    assert parts_bytes(places) == 576
+
+
 def test_of_workers_with_the_same_bytes_one_writes_and_all_read() -> None:
     places = place_parts(shards(*[656] * 4, replicas=4))
     assert [place.writes for place in places] == [True, False, False, False]

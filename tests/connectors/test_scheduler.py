@@ -408,6 +408,42 @@ def test_a_request_that_waits_for_room_is_answered_alike_for_a_while(models: Mod
     vllm.flush()
 
 
+AWAITS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "one"}
+
+
+def test_a_prompt_that_another_vllm_computes_is_waited_for(models: Models) -> None:
+    vllm = models()
+    vllm.clock.freeze()
+    waiting = vllm.add(PROMPT, 1)
+    waiting.kv_transfer_params = AWAITS
+    assert vllm.side.lookup(waiting, 0) is None
+    vllm.clock.advance(0.5)
+    assert vllm.side.lookup(waiting, 0) is None
+    vllm.clock.advance(100)  # nothing has come: it computes
+    assert vllm.side.lookup(waiting, 0) == 0
+    assert vllm.side.lookup(waiting, 0) == 0, "for good"
+    vllm.flush()
+
+
+def test_what_has_come_of_an_awaited_prompt_is_loaded_at_once(models: Models) -> None:
+    vllm = models()
+    ask(vllm)
+    vllm.clock.freeze()
+    waiting = vllm.add(PROMPT, 1)
+    waiting.kv_transfer_params = AWAITS
+    assert vllm.side.lookup(waiting, 0) == 20
+    vllm.flush()
+
+
+def test_the_answer_of_a_prefiller_is_for_the_decoder(models: Models) -> None:
+    vllm = models()
+    request = Request("prefill", PROMPT, 1)
+    request.kv_transfer_params = {"do_remote_decode": True}
+    vllm.side.lookup(request, 0)
+    told = vllm.side.finished(request)
+    assert told == {"do_remote_prefill": True, "do_remote_decode": False}
+
+
 def test_a_lookup_counts_once_it_is_acted_upon(models: Models) -> None:
     seen: list[Event] = []
     vllm = models(observers=[seen.append])

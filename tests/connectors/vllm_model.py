@@ -21,19 +21,20 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 from connectors.memory_model import (
     BLOCK_TOKENS,
+    BYTES,
     NAMESPACE,
-    PART_BYTES,
     VOCABULARY,
     AdvancedClock,
     Device,
     Past,
+    Shape,
     Silent,
     SlowMover,
     Truth,
@@ -43,8 +44,10 @@ from connectors.pool_model import Pool, Request
 from tools import TIMEOUT_SECONDS, folder_cap_for
 
 from penstock.audits.auditor import Auditor
-from penstock.build import build_delegated
+from penstock.build import build_delegated, tier_codecs
+from penstock.codecs.blocks import BlockValues, PartValues
 from penstock.config import Config, DiskConfig, HostConfig, TransferConfig
+from penstock.config.settings import NodeConfig
 from penstock.connectors.vllm.auditing import open_auditor
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.scheduler import Scheduled, SchedulerSide, StepPlan
@@ -61,10 +64,12 @@ from penstock.events import (
     Stored,
 )
 from penstock.keys import KeyChain
+from penstock.node.attach import NodeOpening
+from penstock.node.delegated import join
 from penstock.stores import folder, slab
 from penstock.stores.host import HostArena
 from penstock.transfer.copiers import ThreadCopier
-from penstock.transfer.paged import Part, equal_parts
+from penstock.transfer.paged import Part, PartPlace, equal_parts
 from penstock.transfer.seals import Seals
 from penstock.types import BlockSpec, Slot, Tier
 
@@ -92,11 +97,24 @@ class Step:
     reports: Reports = field(default_factory=Reports)
 
 
+def overwritten(
+    fresh: Sequence[int], scheduled: Sequence[Scheduled], side: SchedulerSide
+) -> list[int]:
+    """Of the blocks given out for a step, those whose content is lost by then.
+
+    Those of a request that waits for a load are not written to before the load: until then a save
+    may read what they held.
+    """
+    computed = {block for one in scheduled for table in one.tables for block in table}
+    saved = side._dispatch._saving_from
+    return [block for block in fresh if block in computed or block not in saved]
+
+
 class Vllm:
     """Scheduler, workers and both sides of the connector, in one thread."""
 
     # What `group_model` has otherwise.
-    part_bytes = PART_BYTES  # of a block in one worker
+    seals_are_here = True  # after the slots, and not with a node
     plain_tokens: int | None = BLOCK_TOKENS  # of a block, if there is one group of full attention
     namespace = NAMESPACE
 
@@ -118,12 +136,18 @@ class Vllm:
         observers: Sequence[Observer] = (),
         truth: Truth | None = None,
         audit_share: float = 0.0,
+        shape: Shape = BYTES,
+        codec: str = "auto",
+        disk_codec: str = "auto",
+        node: Path | None = None,
         **side: Any,
     ) -> None:
+        """`node`: the socket of a node, to use its tiers."""
         self.rng = random.Random(seed)
         self.seen: Counter[str] = Counter()
         self.clock = AdvancedClock()
-        self.truth = Truth() if truth is None else truth
+        self.shape = shape
+        self.truth = Truth(shape) if truth is None else truth
         self.physical = self.namespace.physical().digest()
         self._epoch = 0
         self._overlaps = overlaps
@@ -131,30 +155,59 @@ class Vllm:
         self._budget = budget
         self._max_running = max_running
         self.directory = directory
-        block_bytes = num_workers * self.part_bytes
+        self.devices = [self._make_device(num_blocks, rank) for rank in range(num_workers)]
+        part_bytes = self._part_bytes()
+        block_bytes = num_workers * part_bytes
         spec = BlockSpec(self.physical, block_bytes, self.namespace.block_tokens)
+        stretches = tuple(one.num_bytes for one in self.devices[0].paged.stretches)
+        part = PartValues(part_bytes, "bfloat16" if shape.is_bf16 else "", stretches)
         disk = DiskConfig()
         if directory is not None:
-            disk = DiskConfig(str(directory), folder_cap_for(spec, num_disk), threads=2)
+            disk = DiskConfig(str(directory), codec=disk_codec, threads=2)
         config = Config(
-            host=HostConfig(size_bytes=num_host * spec.stride_bytes, huge_pages=False),
+            host=HostConfig(huge_pages=False, codec=codec),
             disk=disk,
             transfer=TransferConfig(batch_bytes=4 * block_bytes),
         )
+        codecs = tier_codecs(config, BlockValues((part,) * num_workers))
+        size = num_host * codecs.spec(Tier.HOST, spec).stride_bytes
+        self.disk_spec = codecs.spec(Tier.DISK, spec)
+        config = replace(
+            config,
+            host=replace(config.host, size_bytes=size),
+            disk=replace(config.disk, size_bytes=folder_cap_for(self.disk_spec, num_disk)),
+        )
         all_observers = [self._observe, *observers]
         self.auditor: Auditor | None = None
-        built = build_delegated(
-            config, spec, num_workers, clock=self.clock, observers=all_observers
-        )
-        assert built.offloader.recover(TIMEOUT_SECONDS)
+        self.seals: Seals
+        if node is None:
+            built = build_delegated(
+                config,
+                spec,
+                num_workers,
+                codecs=codecs,
+                clock=self.clock,
+                observers=all_observers,
+            )
+            self.host = HostArena.open(built.arena)
+            self.seals = Seals(self.host, memory=self.host.seals)
+        else:
+            self.seals_are_here = False
+            config = replace(config, node=NodeConfig(url=f"unix://{node}"))
+            opening = NodeOpening(config)
+            values = BlockValues((part,) * num_workers)
+            codecs = opening.codecs(values)
+            built = opening.attach_delegated(spec, num_workers, values, observers=all_observers)
+            joined = join(built.arena)
+            self.host, self.seals = joined.host, joined.seals
+        self.truth.read = lambda _, slot: bytes(self.offloader.read_host(slot)[:block_bytes])
         self.offloader, self.engine = built.offloader, built.engine
-        self.host = HostArena.open(built.arena)
-        self.seals = Seals(self.host, memory=self.host.seals)
+        assert built.offloader.recover(TIMEOUT_SECONDS)
         self.auditor = open_auditor(
             self.offloader,
             config,
             NAMESPACE,
-            [audit_layout(num_workers)],
+            [audit_layout(num_workers, shape)],
             share=audit_share,
             block_bytes=block_bytes,
             observers=all_observers,
@@ -163,20 +216,24 @@ class Vllm:
             built,
             self.namespace,
             self.clock,
-            block_bytes=block_bytes,
+            block_bytes=self.offloader.host_block_bytes,
             observers=all_observers,
             auditor=self.auditor,
             **{"always_load": True, **side},
         )
         self.scheduler = GuardedScheduler(self.side, self.plain_tokens)
-        self.devices = [self._make_device(num_blocks, rank) for rank in range(num_workers)]
-        parts = equal_parts(self.part_bytes, num_workers)
+        parts = equal_parts(codecs.host.parts[0].packed_bytes, num_workers)
+        packing = codecs.host.parts[0] if codecs.host.version else None
         self.movers = [
-            SlowMover(Part(device.paged, self.host, place), self.seals, seed + rank)
+            SlowMover(Part(device.paged, self.host, place, packing), self.seals, seed + rank)
             for rank, (device, place) in enumerate(zip(self.devices, parts, strict=True))
         ]
         self.copiers = [ThreadCopier(mover, copy_threads) for mover in self.movers]
-        self.workers = [GuardedWorker(lambda _, copier=copier: copier) for copier in self.copiers]
+        self._copy_threads, self._packing = copy_threads, packing
+        self.workers = [
+            GuardedWorker(lambda orders, rank=rank, place=place: self._open(orders, rank, place))
+            for rank, place in enumerate(parts)
+        ]
         self.pool = self._make_pool(num_blocks, is_caching=is_caching)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -191,8 +248,26 @@ class Vllm:
         self._num_ready: Counter[str] = Counter()
         self._under_way: deque[Step] = deque()
 
+    def _open(self, orders: Orders, rank: int, place: PartPlace) -> ThreadCopier:
+        assert orders.arena is not None
+        if not orders.arena.token:
+            return self.copiers[rank]
+        self.seen["joined"] += 1
+        joined = join(orders.arena)
+        part = Part(self.devices[rank].paged, joined.host, place, self._packing)
+        mover = SlowMover(part, joined.seals, self.seen["joined"])
+        mover.max_seconds = self.movers[rank].max_seconds
+        self.movers[rank] = mover
+        self.copiers[rank].close()
+        self.copiers[rank] = ThreadCopier(mover, self._copy_threads)
+        return self.copiers[rank]
+
     def _make_device(self, num_blocks: int, rank: int) -> Any:
-        return Device(num_blocks, rank)
+        return Device(num_blocks, rank, self.shape)
+
+    def _part_bytes(self) -> int:
+        """Of a block in one worker."""
+        return self.shape.part_bytes
 
     def _make_pool(self, num_blocks: int, *, is_caching: bool) -> Any:
         return Pool(num_blocks, self.rng, is_caching=is_caching)
@@ -202,7 +277,7 @@ class Vllm:
 
     def _observe(self, event: Event) -> None:
         match event:
-            case Stored(Tier.HOST, keys):
+            case Stored(Tier.HOST, keys) if self.seals_are_here:
                 # The copies for audits have keys of their own.
                 audits = [] if self.auditor is None else self.auditor._audits
                 copies = {key for audit in audits for key in audit.saved}
@@ -393,7 +468,7 @@ class Vllm:
             if request.num_computed_tokens >= request.num_tokens + request.num_placeholders:
                 request.num_placeholders += 1
             self._name(request)
-        return Step(orders, works, fresh)
+        return Step(orders, works, overwritten(fresh, scheduled, self.side))
 
     def _admit(
         self, budget: int, works: list[Work], scheduled: list[Scheduled], fresh: list[int]
@@ -707,13 +782,13 @@ class Vandal:
     def flip(self) -> None:
         """Some blocks in the slab change."""
         path = self._slab()
-        stride = self._vllm.host.stride_bytes
+        stride = self._vllm.disk_spec.stride_bytes
         num_slots = path.stat().st_size // stride if path.exists() else 0
         if not num_slots:
             return
         with path.open("r+b") as file:
             for slot in self._rng.sample(range(num_slots), max(1, num_slots // 4)):
-                file.seek(slot * stride + self._rng.randrange(self._vllm.host.block_bytes))
+                file.seek(slot * stride + self._rng.randrange(self._vllm.disk_spec.block_bytes))
                 byte = file.read(1)[0]
                 file.seek(-1, 1)
                 file.write(bytes([byte ^ 1]))
@@ -739,4 +814,4 @@ class Vandal:
 
     def _store(self) -> Path:
         assert self._vllm.directory is not None
-        return folder.store_path(self._vllm.directory, self._vllm.physical)
+        return folder.store_path(self._vllm.directory, self._vllm.disk_spec.namespace)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from types import UnionType
 from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
@@ -23,8 +23,17 @@ from promtool import (
 )
 
 from penstock.config import Config, describe
-from penstock.events import Event
+from penstock.events import (
+    CodecsChosen,
+    Event,
+    ModelId,
+    ModelRemoved,
+    ModelUsage,
+    NodeUsage,
+    OfModel,
+)
 from penstock.metrics import Metrics
+from penstock.metrics.node import NodeMetrics
 from servers import is_skipped
 
 ROOT = Path(__file__).parent.parent.parent
@@ -111,7 +120,8 @@ def test_jobs_of_prometheus_are_those_that_an_alert_names() -> None:
 def test_a_page_speaks_of_metrics_that_exist(page: str) -> None:
     text = (PAGE.parent / page).read_text()
     # In prose a counter or a histogram is named without its end.
-    families = {metric.name for metric in Metrics().registry.collect()}
+    registries = (Metrics().registry, NodeMetrics().registry)
+    families = {metric.name for registry in registries for metric in registry.collect()}
     families |= {re.sub("_(total|bucket)$", "", name) for name in VLLM}
     assert named_in(text) <= scraped_names() | VLLM | families
     recorded = {rule["record"] for rule in RECORDS}
@@ -160,12 +170,36 @@ def test_expressions_of_the_page_parse(tmp_path: Path) -> None:
 def test_what_is_exposed_is_in_good_form() -> None:
     """promtool's own lint, after every kind of event was observed."""
     metrics = Metrics()
-    for event in examples():
+    # It comes first, and with 0 for the tokens of a block they are unknown.
+    chosen = [replace(e, block_tokens=16) for e in examples() if isinstance(e, CodecsChosen)]
+    for event in (*chosen, *(e for e in examples() if not isinstance(e, CodecsChosen))):
         metrics(event)
     silent = [family.name for family in metrics.registry.collect() if not family.samples]
     assert silent == []
     done = promtool("check", "metrics", text=metrics.expose().decode())
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@needs_promtool
+def test_what_a_node_exposes_is_in_good_form() -> None:
+    """With two models of one name. When a model is removed, its series end."""
+    metrics = NodeMetrics()
+    models = [ModelId("m", "01234567"), ModelId("m", "89abcdef")]
+    for model in models:
+        for event in examples():
+            metrics(OfModel(model, event))
+    usage = tuple(ModelUsage(model, 8, 2, 1) for model in models)
+    metrics(NodeUsage(32, 16, 32, usage))
+    done = promtool("check", "metrics", text=metrics.expose().decode())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for model in models:
+        assert f'penstock_used_blocks{{model_name="m",namespace_id="{model.namespace}",' in (
+            metrics.expose().decode()
+        )
+    metrics(ModelRemoved(models[0], is_broken=False))
+    metrics(NodeUsage(32, 24, 32, usage[1:]))
+    assert models[0].namespace not in metrics.expose().decode()
+    assert models[1].namespace in metrics.expose().decode()
 
 
 def examples() -> Iterator[Event]:
@@ -189,4 +223,6 @@ def _values(hint: Any) -> Iterable[Any]:
         )
     if issubclass(hint, Enum):
         return hint
+    if issubclass(hint, tuple):
+        return starmap(hint, product(*map(_values, get_type_hints(hint).values())))
     return (False, True) if hint is bool else (hint(),)

@@ -6,7 +6,11 @@ import random
 from typing import Any, cast
 
 import torch
+from engine.packed_blocks import pack_into
 
+from penstock.codecs.base import Codec, RawCodec
+from penstock.codecs.lossless import LosslessCodec
+from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import BlockTable
 from penstock.engine.triton_runner import TritonRunner
@@ -33,9 +37,11 @@ class ColdSteps:
         lengths: list[int],
         vocabulary: int,
         seed: int,
+        form: LosslessFormat | None = None,
     ) -> None:
+        """`form`: of HOST's blocks, if the runner expects them packed."""
         self._runner, self._pool, self._host = runner, pool, host
-        self._cold = pool.like(host)
+        self._codec: Codec = RawCodec(pool.block_bytes) if form is None else LosslessCodec(form)
         self._rng = random.Random(seed)
         self._free = [Slot(n) for n in range(host.num_slots)]
         slots = iter(range(pool.num_slots))
@@ -73,7 +79,7 @@ class ColdSteps:
         if not resident or not self._free:
             return
         index, pin = self._rng.choice(resident), self._free.pop()
-        self._cold[pin] = self._pool.tensor[sequence.slots[index]].cpu()
+        pack_into(self._codec, self._pool.tensor[sequence.slots[index]], self._host.view(pin))
         sequence.table.chill(index, pin)
 
     def _warm(self) -> None:

@@ -11,10 +11,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+from engine.node_child import run_requests
+from engine.test_node_engine import Node, until_attached
+from tiny import always_load, idle
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from penstock.config import Config, DiskConfig, HostConfig
+from penstock.codecs.base import Codec, RawCodec
+from penstock.codecs.lossless import LosslessCodec
+from penstock.config import Config, DiskConfig, HostConfig, NodeConfig
 from penstock.costs.choose import LoadChoice
 from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel, load_model
@@ -45,7 +50,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load_model(folder, dtype=request.param, device="cuda")
 
 
-def save_model(folder: str) -> str:
+def save_model(folder: str, head_dim: int = 32) -> str:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -54,6 +59,7 @@ def save_model(folder: str) -> str:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=2048,
         initializer_range=0.2,
     )
@@ -174,23 +180,37 @@ def test_what_is_loaded_is_bit_for_bit_what_was_saved(loaded: LoadedModel) -> No
 class Rig:
     """A pool and pinned DRAM that hold the same blocks under other numbers."""
 
-    def __init__(self, loaded: LoadedModel, num_blocks: int, *, use_graphs: bool) -> None:
+    def __init__(
+        self, loaded: LoadedModel, num_blocks: int, *, use_graphs: bool, packed: bool = False
+    ) -> None:
+        from engine.packed_blocks import form_of, pack_into
+
         from penstock.engine.triton_runner import TritonRunner
 
         shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
         self.pool = DevicePool(num_blocks, *shape, loaded.dtype, "cuda")
         generator = torch.Generator("cuda").manual_seed(3)
         self.pool.tensor.normal_(generator=generator)
-        spec = BlockSpec(bytes(32), self.pool.block_bytes, BLOCK_TOKENS)
+        self.form = form_of(self.pool.tensor) if packed else None
+        codec: Codec = RawCodec(self.pool.block_bytes)
+        if self.form is not None:
+            codec = LosslessCodec(self.form)
+        spec = BlockSpec(bytes(32), codec.packed_bytes, BLOCK_TOKENS)
         self.host = HostArena(spec, num_blocks * spec.stride_bytes, huge_pages=False)
         self.pins = PinnedSlots(self.host, torch.device("cuda", 0))
         self.pins.start()
         self.pins.wait_for([Slot(num_blocks - 1)])
-        mirror = self.pool.like(self.host)
         for slot in range(num_blocks):
-            mirror[num_blocks - 1 - slot] = self.pool.tensor[slot].cpu()
+            place = self.host.view(Slot(num_blocks - 1 - slot))
+            pack_into(codec, self.pool.tensor[slot], place)
         self.runner = TritonRunner(
-            loaded, self.pool, BLOCK_TOKENS, self.host, max_num_seqs=8, use_graphs=use_graphs
+            loaded,
+            self.pool,
+            BLOCK_TOKENS,
+            self.host,
+            max_num_seqs=8,
+            use_graphs=use_graphs,
+            host_form=self.form,
         )
 
     def logits(self, lengths: list[int], share: float, seed: int) -> torch.Tensor:
@@ -245,6 +265,51 @@ def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
     rig = Rig(loaded, 128, use_graphs=use_graphs)
     lengths = [700, 33, 512, 250]
     ColdSteps(rig.runner, rig.pool, rig.host, lengths, VOCABULARY, seed=7).run(300)
+    assert rig.runner.num_fetched > rig.runner.num_ahead > 500
+    rig.runner.close()
+    rig.pins.close()
+
+
+@pytest.fixture(scope="module", params=[64, 96, 128])
+def for_packed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedModel:
+    folder = save_model(str(tmp_path_factory.mktemp("packed")), request.param)
+    return load_model(folder, dtype="bfloat16", device="cuda")
+
+
+@pytest.mark.parametrize("room_blocks", [3, 1000])
+def test_packed_cold_blocks_change_no_bit(
+    for_packed: LoadedModel, room_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With little room most of them are read in place, else they are fetched."""
+    from penstock.engine import fetching
+
+    layer_bytes = 2 * BLOCK_TOKENS * 2 * for_packed.head_dim * 2
+    monkeypatch.setattr(fetching, "_BUFFER_BYTES", room_blocks * layer_bytes)
+    lengths = [700, 33, 512, 16]
+    raw = Rig(for_packed, 128, use_graphs=False)
+    rigs = [Rig(for_packed, 128, use_graphs=graphs, packed=True) for graphs in (True, False)]
+    wanted = raw.logits(lengths, 0.0, 0)
+    for seed, share in enumerate((0.0, 0.1, 0.5, 0.9, 1.0, 0.5, 0.3)):
+        for rig in rigs:
+            assert torch.equal(rig.logits(lengths, share, seed), wanted), (share, seed)
+    assert rigs[0].runner.num_fetched > 0
+    for rig in (raw, *rigs):
+        rig.runner.close()
+        rig.pins.close()
+
+
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_steps_give_the_same_if_cold_blocks_are_packed(
+    for_packed: LoadedModel, use_graphs: bool
+) -> None:
+    from engine.cold_steps import ColdSteps
+
+    rig = Rig(for_packed, 128, use_graphs=use_graphs, packed=True)
+    lengths = [700, 33, 512, 250]
+    steps = ColdSteps(rig.runner, rig.pool, rig.host, lengths, VOCABULARY, 7, rig.form)
+    steps.run(300)
     assert rig.runner.num_fetched > rig.runner.num_ahead > 500
     rig.runner.close()
     rig.pins.close()
@@ -375,10 +440,10 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
 def test_a_copy_that_fails_is_recomputed(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.transfer import cuda
+    from penstock.transfer import cuda_link
 
     wanted = run(make(loaded, 256), one_by_one=True)
-    real = cuda.best_copy()
+    real = cuda_link.best_copy()
     calls = [0]
 
     def failing(targets: Any, sources: Any, lengths: Any, stream: int) -> None:
@@ -387,7 +452,7 @@ def test_a_copy_that_fails_is_recomputed(
             raise RuntimeError("cuMemcpyBatchAsync failed with CUDA error 700")
         real(targets, sources, lengths, stream)
 
-    monkeypatch.setattr(cuda, "best_copy", lambda: failing)
+    monkeypatch.setattr(cuda_link, "best_copy", lambda: failing)
     engine = make(loaded, 24, Config(host=HostConfig(size_bytes=32 * MiB, huge_pages=False)))
     assert run(engine, one_by_one=True) == wanted
     engine.offloader.drain()  # type: ignore[union-attr]
@@ -491,3 +556,31 @@ def test_a_device_side_assert_is_said_and_not_waited_for(tmp_path: Path) -> None
     )
     assert "lost: the engine failed and cannot recover" in done.stdout, done.stderr[-2000:]
     assert done.returncode == 70
+
+
+def test_dram_of_a_node_that_is_back_is_pinned_again(loaded: LoadedModel, tmp_path: Path) -> None:
+    node = Node(tmp_path / "node.sock", dram=256 * MiB, disk=tmp_path / "disk")
+    engine = Engine(
+        loaded,
+        EngineConfig(64 * MiB, BLOCK_TOKENS),
+        Config(node=NodeConfig(url=node.url)),
+    )
+    always_load(engine)
+    rng = random.Random(1)
+    questions = [[rng.randrange(1, VOCABULARY) for _ in range(300)] for _ in range(3)]
+    try:
+        wanted = [each["tokens"] for each in run_requests(engine, questions)]
+        for _ in range(2):
+            idle(engine)
+            engine.pool.distrust()
+            node.stop()
+            assert [each["tokens"] for each in run_requests(engine, questions)] == wanted
+            node.start()
+            until_attached(engine)
+            engine.pool.distrust()
+            found = run_requests(engine, questions)  # from the node's disk, through its new DRAM
+            assert [each["tokens"] for each in found] == wanted
+            assert all(each["cached"] > 200 for each in found)
+    finally:
+        engine.close()
+        node.stop()

@@ -67,10 +67,17 @@ class Sequence:
 def make(name: str, loaded: LoadedModel, pool: DevicePool, host: HostArena) -> Runner:
     if name == "torch":
         return TorchRunner(loaded.model, pool, BLOCK_TOKENS, loaded.num_heads, host)
-    pytest.importorskip("triton")
+    need_interpreter()
     from penstock.engine.triton_runner import TritonRunner
 
     return TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_num_seqs=4)
+
+
+def need_interpreter() -> None:
+    """Skip where kernels run on a GPU: they cannot read these pools. `test_cuda` has others."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the pool is in DRAM")
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -131,7 +138,7 @@ def test_known_decoders_take_the_faster_way() -> None:
 def test_cold_blocks_are_fetched_once_for_all_who_read_them(
     num_rooms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton")
+    need_interpreter()
     from penstock.engine import fetching
     from penstock.engine.triton_runner import TritonRunner
 
@@ -172,7 +179,7 @@ def test_cold_blocks_are_fetched_once_for_all_who_read_them(
 def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
     room_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton")
+    need_interpreter()
     from engine.cold_steps import ColdSteps
 
     from penstock.engine import fetching
@@ -191,3 +198,43 @@ def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
     runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_num_seqs=2)
     ColdSteps(runner, pool, host, [33, 20, 26], 60, seed=room_blocks).run(30)
     assert runner.num_fetched > runner.num_ahead > 10
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # no bf16 on this CPU
+@pytest.mark.parametrize(
+    ("name", "room_blocks"), [("torch", 0), ("triton", 2), ("triton", 100)], ids=str
+)
+def test_steps_give_the_same_if_cold_blocks_are_packed(
+    name: str, room_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's interpreter cannot multiply bfloat16: there float16 stands for it."""
+    if name == "triton":
+        need_interpreter()
+    pytest.importorskip("triton")
+    from engine.cold_steps import ColdSteps
+    from engine.packed_blocks import form_of, strange_pool
+
+    from penstock.engine import fetching
+    from penstock.engine.triton_runner import TritonRunner
+
+    torch.manual_seed(0)
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 128}
+    config = transformers.LlamaConfig(**{**SMALL, **shape, "num_hidden_layers": 4})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    kind = torch.bfloat16 if name == "torch" else torch.float16
+    loaded = load_model(str(tmp_path), dtype=str(kind).removeprefix("torch."))
+    pool = DevicePool(12, loaded.num_layers, BLOCK_TOKENS, 2, 64, kind)
+    pool.tensor.copy_(strange_pool(pool.tensor.shape, kind).nan_to_num(0.5, 1.5, -1.5))
+    form = form_of(pool.tensor)
+    host = HostArena(BlockSpec(bytes(32), form.packed_bytes, BLOCK_TOKENS), 1 << 17)
+    runner: Any
+    if name == "torch":
+        runner = TorchRunner(
+            loaded.model, pool, BLOCK_TOKENS, loaded.num_heads, host, host_form=form
+        )
+    else:
+        room_bytes = room_blocks * pool.block_bytes // loaded.num_layers
+        monkeypatch.setattr(fetching, "_BUFFER_BYTES", room_bytes)
+        runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_num_seqs=2, host_form=form)
+    ColdSteps(runner, pool, host, [33, 20, 26], 60, seed=room_blocks, form=form).run(8)
+    assert name == "torch" or runner.num_fetched > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from penstock.units import GiB
 
 H200 = find_gpu("h200")
 LLAMA_8B = MODELS["llama-3.1-8b"]
+# Plain arithmetic is easier to follow with KV that is not packed. Packed KV has tests of its own.
+raw_hardware = partial(Hardware, host_codec="raw")
 
 
 def planned(name: str, **shape: Any) -> PlannedModel:
@@ -41,7 +44,7 @@ def plan(name: str, gpu: str, context: int, sessions: int, **others: Any) -> Pla
     active = others.pop("num_active", sessions)
     return make_plan(
         planned(name),
-        Hardware(find_gpu(gpu), **hardware),
+        raw_hardware(find_gpu(gpu), **hardware),
         Demand(context, sessions, active, **others),
     )
 
@@ -145,7 +148,7 @@ def test_cold_reads_as_they_were_measured_on_an_h200() -> None:
 
 
 def test_what_fits_is_plain_arithmetic() -> None:
-    model, hardware = planned("llama-3.1-8b"), Hardware(H200, host_bytes=100 * GiB)
+    model, hardware = planned("llama-3.1-8b"), raw_hardware(H200, host_bytes=100 * GiB)
     found = fit(model.shape, model.weight_bytes, hardware, Demand(8192, 300, 300))
     assert found.pool_bytes == int(141e9 * 0.9) - GiB - model.weight_bytes
     assert found.session_bytes == GiB
@@ -157,7 +160,7 @@ def test_what_fits_is_plain_arithmetic() -> None:
 
 def test_a_shared_beginning_is_kept_once() -> None:
     model = planned("llama-3.1-8b")
-    hardware = Hardware(H200, device_kv_bytes=10 * GiB, host_bytes=1)
+    hardware = raw_hardware(H200, device_kv_bytes=10 * GiB, host_bytes=1)
     alone = fit(model.shape, 1, hardware, Demand(8192, 20, 20))
     shared = fit(model.shape, 1, hardware, Demand(8192, 20, 20, shared_tokens=4096))
     assert alone.sessions_on_device == 10
@@ -275,7 +278,7 @@ def test_sessions_that_wait_for_their_users_need_not_be_cold() -> None:
 
 def test_sessions_within_the_target_are_within_it() -> None:
     model = planned("llama-3.1-8b")
-    hardware = Hardware(H200, host_bytes=400 * GiB)
+    hardware = raw_hardware(H200, host_bytes=400 * GiB)
     rates = rates_from_table(H200, 1, model.shape)
     for target in (0.007, 0.03, 0.05, 0.2):
         asked = Demand(16_384, 200, 200, max_token_seconds=target)
@@ -336,7 +339,7 @@ def test_windows_and_states_on_the_gpu_and_in_dram() -> None:
     shape = PRESETS["gemma-3-27b"]
     window = 52 * 2 * 16 * 128 * 2 * 1024
     demand = Demand(32_768, 40, 10, shared_tokens=4096, num_turns=5)
-    found = fit(shape, 0, Hardware(H200, host_bytes=64 * GiB), demand)
+    found = fit(shape, 0, raw_hardware(H200, host_bytes=64 * GiB), demand)
     assert found.session_bytes == 81_920 * 32_768 + window
     assert found.shared_bytes == 81_920 * 4096
     assert found.checkpoint_bytes == window
@@ -348,13 +351,13 @@ def test_windows_and_states_on_the_gpu_and_in_dram() -> None:
     in_dram = 64 * GiB / found.offloaded_own_bytes
     assert found.sessions_with_host == int(on_device + in_dram)
     # A plain model has one size everywhere.
-    plain = fit(PRESETS["llama-3.1-8b"], 0, Hardware(H200), demand)
+    plain = fit(PRESETS["llama-3.1-8b"], 0, raw_hardware(H200), demand)
     assert plain.offloaded_bytes == plain.session_bytes
     assert plain.checkpoint_bytes == 0
 
 
 def test_latents_are_kept_once_in_dram() -> None:
-    found = fit(PRESETS["deepseek-v3"], 0, Hardware(H200, 8), Demand(32_768, 8, 8))
+    found = fit(PRESETS["deepseek-v3"], 0, raw_hardware(H200, 8), Demand(32_768, 8, 8))
     assert found.session_bytes == 8 * 70_272 * 32_768
     assert found.offloaded_bytes == 70_272 * 32_768
 
@@ -452,14 +455,20 @@ def test_weights_that_do_not_fit() -> None:
     assert "Use 4 GPUs" in made.verdict.reasons[0]
 
 
-def test_fp8_is_vllms_alone() -> None:
+def test_fp8_is_passed_on_to_both_engines() -> None:
     model = planned("llama-3.1-8b", bits=8)
-    made = make_plan(model, Hardware(H200), Demand(32_768, 100, 100))
+    made = make_plan(model, raw_hardware(H200), Demand(32_768, 100, 100))
     assert made.fit.session_bytes == 2 * GiB
+    for options in (made.settings.serve, made.settings.vllm):
+        assert options is not None
+        assert options[options.index("--kv-cache-dtype") + 1] == "fp8"
+
+
+def test_other_widths_are_not_served() -> None:
+    model = planned("llama-3.1-8b", bits=32)
+    made = make_plan(model, Hardware(H200), Demand(32_768, 4, 4))
     assert made.settings.serve is None
-    assert "16 bits" in made.settings.serve_note
-    assert made.settings.vllm is not None
-    assert made.settings.vllm[-4:-2] == ("--kv-cache-dtype", "fp8")
+    assert "32-bit KV" in made.settings.serve_note
 
 
 PROBE: dict[str, Any] = {
@@ -488,7 +497,7 @@ def test_a_probe_takes_the_place_of_the_table() -> None:
     other = with_probe(table, PROBE, 23_040)  # somebody else's model
     assert other.prefill == table.prefill
     made = make_plan(
-        planned("llama-3.1-8b"), Hardware(H200), Demand(8192, 1, 1), lambda _gpus: rates
+        planned("llama-3.1-8b"), raw_hardware(H200), Demand(8192, 1, 1), lambda _gpus: rates
     )
     assert made.break_evens[Tier.REMOTE] is not None
     assert made.load_seconds[Tier.DISK] == pytest.approx(5e-3 + GiB / 7e9)
@@ -502,7 +511,7 @@ def test_a_probe_with_other_fields_is_refused(probe: object) -> None:
 
 def test_a_model_of_unknown_size_has_no_break_even() -> None:
     shape = ModelShape(32, 8, 128)
-    made = make_plan(PlannedModel("m", "m", shape, GiB), Hardware(H200), Demand(8192, 500, 500))
+    made = make_plan(PlannedModel("m", "m", shape, GiB), raw_hardware(H200), Demand(8192, 500, 500))
     assert made.break_evens == {}
     assert made.compute_seconds is None
     assert made.verdict.kind is PlanKind.TURNS
@@ -541,4 +550,82 @@ def test_impossible_demands_are_refused(change: dict[str, int]) -> None:
 def test_impossible_hardware_is_refused(change: dict[str, Any]) -> None:
     (name,) = change
     with pytest.raises(ConfigError, match=f"^{name} is .*expected"):
-        make_plan(planned("llama-3.1-8b"), Hardware(H200, **change), Demand(1, 1, 1))
+        make_plan(planned("llama-3.1-8b"), raw_hardware(H200, **change), Demand(1, 1, 1))
+
+
+def test_dram_and_disk_hold_packed_kv() -> None:
+    model, demand = planned("llama-3.1-8b"), Demand(32_768, 200, 16)
+    sizes: dict[str, Any] = {"host_bytes": 256 * GiB, "disk_bytes": 1024 * GiB}
+    raw = make_plan(model, Hardware(H200, **sizes, host_codec="raw"), demand)
+    packed = make_plan(model, Hardware(H200, **sizes), demand)
+    ratio = packed.packings[Tier.HOST].ratio
+    assert [packed.packings[tier].codec for tier in packed.packings] == ["lossless"] * 3
+    assert [raw.packings[tier].codec for tier in raw.packings] == ["raw"] * 3
+    assert 0.76 < ratio < 0.78
+    assert packed.fit.session_bytes == raw.fit.session_bytes == 4 * GiB  # on the GPU nothing is
+    assert packed.fit.offloaded_bytes == math.ceil(4 * GiB * ratio)
+    assert raw.fit.host_blocks == 256 * 512
+    assert packed.fit.host_blocks >= 1.28 * raw.fit.host_blocks
+    assert packed.fit.disk_tokens == 16 * packed.fit.disk_blocks >= 1.28 * raw.fit.disk_tokens
+    assert packed.fit.sessions_with_host > raw.fit.sessions_with_host
+    assert packed.fit.sessions_with_disk > 1.2 * raw.fit.sessions_with_disk
+    needed = packed.fit.recommended_host_bytes / raw.fit.recommended_host_bytes
+    assert needed == pytest.approx(ratio, rel=0.01)
+
+
+def test_packed_kv_crosses_links_faster() -> None:
+    model, demand = planned("llama-3.1-8b"), Demand(32_768, 200, 16)
+    raw = make_plan(model, raw_hardware(H200), demand)
+    packed = make_plan(model, Hardware(H200), demand)
+    ratio = packed.packings[Tier.HOST].ratio
+    for tier in (Tier.HOST, Tier.DISK):
+        rates = [made.rates.links[tier].rate.bytes_per_second for made in (raw, packed)]
+        assert rates[1] == pytest.approx(rates[0] / ratio)
+        assert packed.load_seconds[tier] < raw.load_seconds[tier]
+        assert "lossless" in packed.rates.links[tier].source
+    assert packed.cost.cold_seconds == pytest.approx(raw.cost.cold_seconds * ratio)
+
+
+def test_a_codec_for_the_disk_alone() -> None:
+    hardware = Hardware(H200, disk_bytes=100 * GiB, host_codec="raw", disk_codec="int4")
+    made = make_plan(planned("llama-3.1-8b"), hardware, Demand(32_768, 200, 16))
+    codecs = [made.packings[tier].codec for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)]
+    assert codecs == ["raw", "int4", "raw"]
+    assert made.fit.disk_blocks > 2 * (100 * GiB // (2 * 1024 * 1024))
+    # A load passes both links: the one to the GPU carries raw KV.
+    assert made.load_seconds[Tier.DISK] > made.load_seconds[Tier.HOST]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "words"),
+    [
+        ("llama-3.1-8b", 8, "this KV is float8_e4m3fn"),
+        ("llama-3.1-8b", 32, "this KV is float32"),
+        ("llama-2-7b", 16, "this KV is float16"),
+        ("qwen3-next-80b-a3b", 16, "gated delta net state"),
+    ],
+)
+def test_what_is_not_bfloat16_stays_raw(name: str, bits: int, words: str) -> None:
+    model, demand = planned(name, bits=bits), Demand(4096, 64, 16)
+    made = make_plan(model, Hardware(H200), demand)
+    assert made.packings[Tier.HOST].codec == "raw"
+    assert words in made.packings[Tier.HOST].why
+    again = make_plan(model, raw_hardware(H200), demand)
+    assert (again.fit, again.cost) == (made.fit, made.cost)
+    with pytest.raises(ConfigError, match="--host-codec is lossless"):
+        make_plan(model, Hardware(H200, host_codec="lossless"), demand)
+
+
+def test_settings_name_a_codec_only_if_it_was_chosen() -> None:
+    model, demand = planned("llama-3.1-8b"), Demand(32_768, 200, 16)
+    sizes: dict[str, Any] = {"host_bytes": 256 * GiB, "disk_bytes": 1024 * GiB}
+    made = make_plan(model, Hardware(H200, **sizes), demand).settings
+    assert made.serve is not None
+    assert made.vllm_settings is not None
+    assert "--set" not in made.serve
+    assert made.vllm_settings.set is None
+    made = make_plan(model, Hardware(H200, **sizes, disk_codec="fp8"), demand).settings
+    assert made.serve is not None
+    assert made.vllm_settings is not None
+    assert "disk.codec=fp8" in made.serve
+    assert made.vllm_settings.set == {"disk.codec": "fp8"}

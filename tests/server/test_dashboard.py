@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,12 @@ def told(*stages: Stage, first: float | None = 1.0, seconds: float = 2.0) -> Req
 
 
 class TestStories:
+    def test_an_answer_from_lossy_kv_says_so(self) -> None:
+        stories = Stories()
+        stories(told())
+        stories(replace(told(), request_id="2-0", num_lossy=48))
+        assert [story["lossy_tokens"] for story in stories.since(0)] == [0, 48]
+
     @pytest.mark.parametrize(
         ("stages", "first", "expected"),
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -10,6 +11,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from penstock.server.body import parse_body
+from penstock.server.errors import ApiError
 from penstock.server.schema import ChatRequest, CompletionRequest, Ignored, Refused
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "server.md"
@@ -48,8 +51,37 @@ def _is(kind: Any, field: Any) -> bool:
 
 
 def test_the_page_says_what_becomes_of_each_field() -> None:
-    every = set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
+    supported = {  # by one of the two at least: a chat has no echo
+        name
+        for model in (ChatRequest, CompletionRequest)
+        for name, field in model.model_fields.items()
+        if not (_is(Ignored, field) or _is(Refused, field))
+    }
     assert documented("Ignored") == fields_of(Ignored)
     assert documented("Rejected") == fields_of(Refused)
     assert documented("Partly supported") == IN_PART
-    assert documented("Supported") == every - fields_of(Ignored) - fields_of(Refused) - IN_PART
+    assert documented("Supported") == supported - IN_PART
+
+
+REFUSED = [
+    (model, name)
+    for model in (ChatRequest, CompletionRequest)
+    for name, field in model.model_fields.items()
+    if _is(Refused, field)
+]
+
+
+@pytest.mark.parametrize(("model", "name"), REFUSED, ids=lambda v: getattr(v, "__name__", v))
+def test_a_field_that_would_change_the_answer_is_refused_unless_it_is_empty(
+    model: Any, name: str
+) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    for value in (True, 1, "x", [1], {"a": 1}):
+        with pytest.raises(ApiError) as caught:
+            parse_body(json.dumps({**body, name: value}).encode(), model)
+        assert caught.value.status == 400
+        assert caught.value.param == name
+        assert caught.value.code == "unsupported_parameter"
+        assert f"{name} is not supported by this server; leave it out." in str(caught.value)
+    for empty in (None, False, "", [], {}):
+        parse_body(json.dumps({**body, name: empty}).encode(), model)

@@ -217,6 +217,7 @@ def test_what_a_request_carries() -> None:
         "penstock.sequence_id": "7-0",
         "penstock.cached_tokens": 64,
         "penstock.recomputed_tokens": 3,
+        "penstock.lossy_tokens": 0,
         "penstock.preemptions": 0,
         "penstock.block_tokens": 16,
         "penstock.loaded_bytes": (2 + 3 + 4) * 1000,

@@ -11,7 +11,7 @@ from penstock.costs.rates import LinkRate, PrefillRate
 from penstock.errors import ConfigError
 from penstock.events import Event, LookedUp
 from penstock.sim.compute import ComputeRates, DecodeRate
-from penstock.sim.instance import InstanceConfig, build_instance
+from penstock.sim.instance import InstanceConfig, build_books
 from penstock.sim.links import LinkSpec, SimulatedLinks
 from penstock.sim.plot import Chart, PlotLine, Section, nice_ticks, page
 from penstock.sim.simulator import simulate
@@ -194,7 +194,7 @@ def test_bad_instances_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_device_blocks is 0"):
         replace(CONFIG, num_device_blocks=0)
     with pytest.raises(ConfigError, match="no policy"):
-        build_instance(replace(CONFIG, policy="random"))
+        build_books(replace(CONFIG, policy="random"), ManualClock())
     with pytest.raises(ConfigError, match="blocks of 64 tokens"):
         simulate(trace(ask(0, "a", 1)), replace(CONFIG, block_tokens=16))
     with pytest.raises(ConfigError, match="speed is 0"):

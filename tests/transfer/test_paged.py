@@ -174,7 +174,7 @@ def test_a_slot_whose_seal_is_another_or_none_is_missing_and_its_neighbours_are_
 @pytest.mark.parametrize("place", [PartPlace(0, 100), PartPlace(8, 96), PartPlace(0, 48)])
 def test_parts_that_do_not_lie_within_a_block_are_refused(place: PartPlace) -> None:
     host = HostArena(spec(100), 4 * spec(100).stride_bytes)
-    with pytest.raises(ConfigError, match=r"100 bytes .* but its device has 96"):
+    with pytest.raises(ConfigError, match=r"100 bytes .* but its device needs 96"):
         Part(Device([(0, 96)], 2).paged, host, place)
 
 

@@ -378,3 +378,16 @@ def test_other_text_is_refused_with_its_line(text: str) -> None:
 
 def test_numbers_that_are_none_are_passed_over() -> None:
     assert not read_samples("penstock_x NaN\npenstock_y +Inf\n")
+
+
+def test_blocks_that_do_not_fit_their_codec() -> None:
+    text = """
+penstock_lookups_total 1000
+penstock_unfit_blocks_total{tier="host"} 50
+penstock_blocks_total{source="device",target="host",direction="save"} 950
+"""
+    (advice,) = [advice for advice in advise(read_samples(text)) if advice.topic == "codec"]
+    assert "50 blocks did not fit the codec of host, 5.0% of all saves" in advice.finding
+    assert "set host.codec to raw" in advice.change
+    few = text.replace("950", "950000")
+    assert not [advice for advice in advise(read_samples(few)) if advice.topic == "codec"]

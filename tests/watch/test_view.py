@@ -49,6 +49,30 @@ def test_nothing_known() -> None:
     assert view.tokens_saved == view.seconds_saved == 0
 
 
+def test_codecs_and_tokens() -> None:
+    text = """
+penstock_capacity_blocks{tier="host"} 100
+penstock_used_blocks{tier="host"} 40
+penstock_capacity_tokens{tier="host"} 1600
+penstock_used_tokens{tier="host"} 640
+penstock_tier_codec_info{tier="host",codec="int8"} 1
+penstock_block_bytes{tier="host"} 1000
+penstock_block_bytes{tier="device"} 2000
+penstock_unfit_blocks_total{tier="host"} 3
+penstock_lossy_blocks_total{tier="host"} 8
+penstock_lossy_requests_total 2
+"""
+    view = seen(read_samples(text))
+    (host,) = view.tiers
+    assert (host.codec, host.used_tokens, host.capacity_tokens) == ("int8", 640, 1600)
+    assert (host.used_bytes, host.capacity_bytes) == (40_000, 100_000)
+    assert (host.unfit_blocks, host.lossy_blocks, view.lossy_requests) == (3, 8, 2)
+    # Two engines of one vLLM: sizes are added up, a block's size is not.
+    one, other = (text.replace('tier="', f'engine="{n}",tier="') for n in (0, 1))
+    (host,) = seen(read_samples(one + other)).tiers
+    assert (host.capacity_tokens, host.capacity_bytes) == (3200, 200_000)
+
+
 def test_it_is_plain_data(busy: View) -> None:
     data = json.loads(json.dumps(busy.as_data(), allow_nan=False))
     assert data["tiers"][1]["name"] == "host"

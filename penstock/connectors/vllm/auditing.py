@@ -17,18 +17,19 @@ from penstock.audits.layout import BlockLayout
 from penstock.audits.quarantine import Quarantine
 from penstock.audits.sample import AuditSample
 from penstock.audits.tolerance import Tolerance
+from penstock.codecs.names import loss_of
 from penstock.config import Config
 from penstock.connectors.vllm.tracked import Loading, Offer, Tracked, TrackedRequests
 from penstock.events import Observer, Quarantined, tell
 from penstock.keys import Namespace
-from penstock.offload import Offloader
+from penstock.tiers import Tiers
 from penstock.types import BlockKey, Done, Slot
 
 log = logging.getLogger(__name__)
 
 
 def open_auditor(
-    offloader: Offloader,
+    offloader: Tiers,
     config: Config,
     namespace: Namespace,
     layouts: Sequence[BlockLayout],
@@ -40,7 +41,7 @@ def open_auditor(
     """The auditor, or None if nothing is audited. Imposes a quarantine that still stands."""
     digest = namespace.physical().digest()
     disk = None if config.disk.path is None else Path(config.disk.path)
-    has_lower = disk is not None or config.remote.url is not None
+    has_lower = disk is not None or config.remote.url is not None or config.node.url is not None
     quarantine = Quarantine(digest, disk, persists=has_lower)
     if (path := quarantine.find()) is not None:
         log.error("Stored KV is in quarantine: an audit has failed. %s", advice(path))
@@ -49,13 +50,17 @@ def open_auditor(
         return None
     if share <= 0 or offloader.host is None:
         return None
+    if loss := loss_of(offloader.codecs.values()):
+        # What is computed differs from what is stored, and nobody knows by how much it may.
+        log.warning('Nothing is audited: the codec "%s" does not keep KV bit for bit.', loss)
+        return None
     if not all(layout.stretches for layout in layouts):
         # An audit that compares nothing would say that all is well.
         log.warning("Nothing is audited: the layout of this model's KV is unknown.")
         return None
     return Auditor(
         offloader,
-        offloader.host.view,
+        offloader.read_host,
         layouts,
         [Tolerance(layout) for layout in layouts],
         sample=AuditSample(share, os.urandom(16)),

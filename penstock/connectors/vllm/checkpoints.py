@@ -24,7 +24,7 @@ from penstock.connectors.vllm.tracked import (
 from penstock.events import Event, Removed
 from penstock.groups.boundaries import Boundaries, Reason
 from penstock.groups.kinds import Group, Kind
-from penstock.offload import Offloader
+from penstock.tiers import Tiers
 from penstock.types import BlockKey, Done, Slot, TicketId, Tier
 
 States = Mapping[tuple[int, int], int]
@@ -40,7 +40,7 @@ class _LastSave(NamedTuple):
 
 @dataclass(slots=True)
 class RequestCheckpoints:
-    offloader: Offloader
+    offloader: Tiers
     requests: TrackedRequests
     boundaries: Boundaries
     may_save: bool
@@ -116,10 +116,12 @@ class RequestCheckpoints:
     def ended(self, done: Done) -> None:
         """A save has ended."""
         save = self._last_of.pop(done.ticket, None)
+        if not done.ok:  # no room, or a block does not fit its codec: it is not kept
+            self.boundaries.gone(done.keys[-1])
         if save is None:
             return
         tracked, old = save
-        if not done.ok:  # for lack of room, for instance: the one before it stays the last
+        if not done.ok:  # the one before it stays the last
             if tracked.last_checkpoint == done.keys:
                 tracked.last_checkpoint = old
         elif old and old != done.keys:  # the same one comes again after a preemption

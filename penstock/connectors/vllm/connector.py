@@ -23,8 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from penstock.build import build_delegated
+from penstock.build import build_delegated, tier_codecs
 from penstock.clock import SystemClock
+from penstock.codecs.blocks import BlockValues, TierCodecs
+from penstock.codecs.names import AUTO, LOSSLESS, RAW, loss_of
 from penstock.config import Config
 from penstock.connectors.vllm.audit_layout import audit_layouts
 from penstock.connectors.vllm.auditing import open_auditor
@@ -49,10 +51,12 @@ from penstock.connectors.vllm.stats import EventLog
 from penstock.connectors.vllm.support import check_config, check_groups_version, check_version
 from penstock.connectors.vllm.tracked import Tables
 from penstock.connectors.vllm.turn_tokens import border_ids
+from penstock.connectors.vllm.values import block_values
 from penstock.connectors.vllm.worker_guard import GuardedWorker
 from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.groups.kinds import Groups, Kind
+from penstock.node.attach import NodeOpening, host_codec
 from penstock.types import Tier
 from penstock.units import format_bytes
 
@@ -85,6 +89,31 @@ def _log_as_vllm_does() -> None:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.getEffectiveLevel())
         ours.propagate = not theirs.handlers
+
+
+def _log_codecs(config: Config, codecs: TierCodecs, values: BlockValues) -> None:
+    for tier, name in codecs.names.items():
+        if name != RAW:
+            packed, raw = codecs.of(tier).packed_bytes, codecs.of(tier).raw_bytes
+            log.info(
+                "%s holds blocks packed (%s): %s instead of %s.",
+                tier.name,
+                name,
+                format_bytes(packed),
+                format_bytes(raw),
+            )
+    why = values.why_not(LOSSLESS)
+    if config.host.codec == AUTO and values.on_gpu and why:
+        log.info("HOST holds blocks unpacked: the codec %r cannot be used (%s).", LOSSLESS, why)
+
+
+def _place(config: Config) -> str:
+    if config.node.url is not None:
+        return f"the node at {config.node.url}"
+    dram = f"{format_bytes(config.host.size_bytes)} of DRAM"
+    if not config.disk.path:
+        return dram
+    return f"{dram} and {format_bytes(config.disk.size_bytes)} in {config.disk.path}"
 
 
 def _step_plan(scheduler_output: Any, groups: Groups) -> StepPlan:
@@ -202,6 +231,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 f"{len(shards)} of {expected} workers reported their KV layout; expected all."
             )
         groups, kv_cache_config = self._groups, self._kv_cache_config
+        config = self._own_disk(self._config)
+        values = block_values(shards)
+        node = None if config.node.url is None else NodeOpening(config)
+        codecs = tier_codecs(config, values) if node is None else node.codecs(values)
         namespace = model_namespace(
             self._vllm_config,
             vllm.__version__,
@@ -210,27 +243,33 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups=""
             if is_one_plain_spec(kv_cache_config)
             else describe_groups(kv_cache_config, self._vllm_config),
+            loss=loss_of(codecs.names.values()),
         )
-        parts = place_parts(shards)
-        block_bytes = parts_bytes(parts)
+        on_device = place_parts(shards)
+        block_bytes = parts_bytes(on_device)
         spec = namespace.block_spec(block_bytes)
         observers: list[Observer] = [self._events]
         if self._news is not None:
             observers.append(self._news)
-        config = self._own_disk(self._config)
-        tiers = build_delegated(
-            config,
-            spec,
-            len(shards),
-            shared=any(shard.process != os.getpid() for shard in shards),
-            observers=observers,
-        )
+        if node is not None:
+            tiers = node.attach_delegated(
+                spec, len(shards), values, observers=observers, name=f"vLLM, process {os.getpid()}"
+            )
+        else:
+            tiers = build_delegated(
+                config,
+                spec,
+                len(shards),
+                codecs=codecs,
+                shared=any(shard.process != os.getpid() for shard in shards),
+                observers=observers,
+            )
         side = SchedulerSide(
             tiers,
             namespace,
             SystemClock(),
-            block_bytes=block_bytes,
-            parts=parts,
+            block_bytes=tiers.offloader.host_block_bytes,
+            parts=place_parts(shards, [part.packed_bytes for part in codecs.host.parts]),
             groups=groups,
             ways=self._ways(shards),
             turn_tokens=self._turn_tokens(),
@@ -244,7 +283,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 tiers.offloader,
                 config,
                 namespace,
-                audit_layouts(shards, parts, groups),
+                audit_layouts(shards, on_device, groups),
                 share=self._settings.audit_share,
                 block_bytes=block_bytes,
                 observers=observers,
@@ -253,14 +292,12 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         block_tokens = None if self._fails_whole else groups.align_tokens
         self._scheduler = GuardedScheduler(side, block_tokens)
         log.info(
-            "Penstock stores KV in %s of DRAM%s. A block has %s tokens and %s.",
-            format_bytes(config.host.size_bytes),
-            f" and {format_bytes(config.disk.size_bytes)} in {config.disk.path}"
-            if config.disk.path
-            else "",
+            "Penstock stores KV in %s. A block has %s tokens and %s.",
+            _place(config),
             " or ".join(map(str, sorted({group.block_tokens for group in groups}))),
             format_bytes(block_bytes),
         )
+        _log_codecs(config, codecs, values)
 
     def _turn_tokens(self) -> frozenset[int]:
         model = self._vllm_config.model_config
@@ -378,7 +415,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._register(WorkerDevice.of_blocks(kv_cache, self._kv_cache_config))
 
     def _register(self, device: WorkerDevice) -> None:
-        device = self._device = device.described(self._vllm_config)
+        device = device.described(self._vllm_config).prepared(host_codec(self._config))
+        self._device = device
         num_threads = self._config.transfer.copy_threads
         self._worker = GuardedWorker(
             lambda orders: device.open(orders, num_threads),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -15,15 +16,24 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
 )
 
+from penstock.codecs.base import Codec
+from penstock.codecs.blocks import BlockValues, PartValues, choose_names
+from penstock.codecs.names import RAW
 from penstock.connectors.vllm.audit_layout import layer_bytes, whole_bytes
 from penstock.connectors.vllm.groups import is_latent, is_one_plain_spec, page_bytes
 from penstock.connectors.vllm.layout import Cache, read_layout, read_union
 from penstock.connectors.vllm.orders import LayerBytes, Orders, Shard
-from penstock.stores.host import HostArena
+from penstock.connectors.vllm.values import cache_dtypes, part_values
+from penstock.node.delegated import join
+from penstock.stores.host import ArenaHandle, HostArena
 from penstock.transfer.copiers import Copier, ThreadCopier
-from penstock.transfer.cuda_copier import CudaCopier, make_stages
+from penstock.transfer.cuda_copier import CudaCopier
+from penstock.transfer.cuda_stages import make_stages
 from penstock.transfer.paged import PagedMemory, PagedMover, Part
 from penstock.transfer.seals import Seals
+from penstock.types import Tier
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,8 @@ class WorkerDevice:
     stage: int
     replicas: int  # this many consecutive ranks hold the same bytes
     layers: tuple[LayerBytes, ...] = ()  # what the bytes mean, for audits
+    values: PartValues | None = None
+    codec: str | None = None  # the one for which `stages` are made; None if there are none yet
     stages: Any = None  # buffers on a GPU
 
     @classmethod
@@ -48,11 +60,15 @@ class WorkerDevice:
             page = kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
             memory, layout = read_layout(caches, num_blocks, page)
         else:
-            memory, layout = read_union(caches, num_blocks, page_bytes(kv_cache_config))
+            pages = page_bytes(kv_cache_config)
+            memory, layout = read_union(caches, num_blocks, pages)
+            caches = {name: cache for name, cache in caches.items() if name in pages}
         device = next(iter(kv_caches.values())).device
         found = cls._of(memory, layout, tuple(kv_caches), device, kv_cache_config)
         on_cpu = device.type == "cpu"
-        return replace(found, layers=layer_bytes(caches, memory, kv_cache_config, on_cpu=on_cpu))
+        layers = layer_bytes(caches, memory, kv_cache_config, on_cpu=on_cpu)
+        values = part_values(memory, cache_dtypes(caches, kv_cache_config), layers)
+        return replace(found, layers=layers, values=values)
 
     @classmethod
     def of_blocks(cls, kv_cache: Any, kv_cache_config: Any) -> WorkerDevice:
@@ -69,7 +85,9 @@ class WorkerDevice:
             memory, layout = read_layout(whole, num_blocks, page_bytes)
         names = tuple(group.layer_names)
         found = cls._of(memory, layout, names, kv_cache.device, kv_cache_config)
-        return replace(found, layers=whole_bytes(Cache.of(kv_cache), memory))
+        cache = Cache.of(kv_cache)
+        values = part_values(memory, {cache.dtype})
+        return replace(found, layers=whole_bytes(cache, memory), values=values)
 
     @classmethod
     def _of(
@@ -90,7 +108,6 @@ class WorkerDevice:
             num_ranks=num_ranks,
             stage=get_pp_group().rank_in_group,
             replicas=_replicas(kv_cache_config, num_ranks),
-            stages=None if device.type == "cpu" else make_stages(memory, device),
         )
 
     def described(self, vllm_config: Any) -> WorkerDevice:
@@ -103,6 +120,39 @@ class WorkerDevice:
             names.add(backend.get_name() if backend is not None else type(layer).__name__)
         packing = _processor() if self.device.type == "cpu" else _gpu(self.device)
         return replace(self, layout=f"{'/'.join(sorted(names))} on {packing}: {self.layout}")
+
+    def prepared(self, setting: str) -> WorkerDevice:
+        """Compile what copies need now, so that the first request does not wait for it.
+
+        `setting` is host.codec. The orders decide; they differ if another worker's part cannot be
+        packed.
+        """
+        values = BlockValues((self._values,), on_gpu=self.device.type == "cuda")
+        name = choose_names({Tier.HOST: setting}, values)[Tier.HOST]
+        try:
+            return self._staged(RAW if values.why_not(name) else name)
+        except Exception:
+            if name == RAW:
+                raise
+            log.exception('This worker cannot pack blocks with the codec "%s"', name)
+            return replace(self, values=None)._staged(RAW)  # then no worker packs
+
+    def _staged(self, name: str) -> WorkerDevice:
+        codec = self._open_codec(name)
+        if self.device.type != "cpu":
+            return replace(self, codec=name, stages=make_stages(self.memory, self.device, codec))
+        if codec is not None:
+            nothing = memoryview(bytearray(codec.raw_bytes))
+            codec.pack(nothing, packed := memoryview(bytearray(codec.packed_bytes)))
+            codec.unpack(packed, nothing)
+        return replace(self, codec=name)
+
+    @property
+    def _values(self) -> PartValues:
+        return self.values or PartValues(self.memory.block_bytes)
+
+    def _open_codec(self, name: str) -> Codec | None:
+        return None if name == RAW else BlockValues((self._values,)).open(name).parts[0]
 
     @property
     def shard(self) -> Shard:
@@ -117,18 +167,28 @@ class WorkerDevice:
             self.device.type,
             self.replicas,
             self.layers,
+            self.values,
         )
 
     def open(self, orders: Orders, num_threads: int) -> Copier:
         """The copier between this device and its part of the shared DRAM."""
         assert orders.arena is not None
-        host = HostArena.open(orders.arena)
-        seals = Seals(host, memory=host.seals)
+        host, seals = _open_dram(orders.arena)
         place = orders.parts[self.stage * self.num_ranks + self.rank]
-        part = Part(self.memory, host, place)
+        part = Part(self.memory, host, place, self._open_codec(orders.codec))
         if self.device.type == "cpu":
             return ThreadCopier(PagedMover(part, seals), num_threads)
-        return CudaCopier(part, host, seals, self.device, self.stages)
+        ready = self if self.codec == orders.codec else self._staged(orders.codec)
+        return CudaCopier(part, host, seals, self.device, ready.stages)
+
+
+def _open_dram(handle: ArenaHandle) -> tuple[HostArena, Seals]:
+    """The memory of the scheduler's process or of a node, and its seals."""
+    if handle.token:
+        joined = join(handle)
+        return joined.host, joined.seals
+    host = HostArena.open(handle)
+    return host, Seals(host, memory=host.seals)
 
 
 def _replicas(kv_cache_config: Any, num_ranks: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from penstock.build import DelegatedNode
+from penstock.codecs.names import RAW
 from penstock.connectors.vllm.orders import Load, Orders
 from penstock.connectors.vllm.tracked import Loading
 from penstock.errors import BookError
@@ -22,11 +24,15 @@ class Dispatch:
         arena: ArenaHandle,
         parts: tuple[PartPlace, ...],
         *,
+        codec: str = RAW,
         ends_saves: bool = False,
+        node: DelegatedNode | None = None,
     ) -> None:
         self._engine = engine
         self._arena = arena
+        self._node = node
         self._parts = parts
+        self._codec = codec
         self._ends_saves = ends_saves
         self._loadings: dict[TicketId, Loading] = {}
         self._saving_from: dict[Slot, TransferId] = {}
@@ -48,6 +54,9 @@ class Dispatch:
 
     def gather(self, *, before: bool) -> None:
         """Add what the books have handed out to the next orders; `before`: saves come first."""
+        if self._node is not None:
+            # A save that workers do not know of yet would not be fenced.
+            self._node.sync()
         for transfer in self._engine.take_unsent():
             if transfer.direction is Direction.LOAD:
                 self._order_load(transfer)
@@ -75,8 +84,10 @@ class Dispatch:
         """The orders of the next step."""
         orders, self._orders = self._orders, Orders(0)
         self._num_steps += 1
+        if self._node is not None:
+            self._arena = self._node.handle
         orders.step, orders.arena, orders.parts = self._num_steps, self._arena, self._parts
-        orders.ends_saves = self._ends_saves
+        orders.codec, orders.ends_saves = self._codec, self._ends_saves
         return orders
 
     def reported(self, outcome: Outcome) -> None:

@@ -50,10 +50,12 @@ def model_namespace(
     *,
     block_tokens: int | None = None,
     groups: str = "",
+    loss: str = "",
 ) -> Namespace:
     """The namespace of a model as this vLLM runs it, without LoRA adapter and salt.
 
-    `groups` describes its KV cache groups; empty for one group of plain attention.
+    `groups` describes its KV cache groups; empty for one group of plain attention. `loss` names
+    the lossy codecs of all tiers.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     layout = _layout(shards)
@@ -71,6 +73,7 @@ def model_namespace(
         rope=_model_digest(model),
         shard_size=len(shards),
         settings=configuration_digest(vllm_config),
+        loss=loss,
     )
 
 

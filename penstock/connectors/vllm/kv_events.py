@@ -88,6 +88,13 @@ class BlockNews:
             if named is not None and not named.tiers:
                 del self._named[key]
 
+    def lose_all(self) -> None:
+        """The tiers are gone. Blocks that come back are named again when they are saved."""
+        for named in self._named.values():
+            for tier in sorted(named.tiers):
+                self._news.append(TierEvent(tier, named.hash, False, group=named.group))
+        self._named.clear()
+
     def take(self) -> list[TierEvent]:
         news, self._news = self._news, []
         return news

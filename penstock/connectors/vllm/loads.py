@@ -18,7 +18,7 @@ from penstock.connectors.vllm.tracked import (
     Tracked,
     TrackedRequests,
 )
-from penstock.offload import Offloader
+from penstock.tiers import Tiers
 from penstock.types import BlockKey, Done, Match, Slot, Tier, Verdict
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _BARRED_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RequestLoads:
-    offloader: Offloader
+    offloader: Tiers
     requests: TrackedRequests
     dispatch: Dispatch
     clock: Clock

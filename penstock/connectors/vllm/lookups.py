@@ -9,6 +9,7 @@ from itertools import islice
 
 from penstock.clock import Clock
 from penstock.connectors.vllm.auditing import RequestAudits
+from penstock.connectors.vllm.awaiting import begin_awaiting
 from penstock.connectors.vllm.load_choice import LoadChooser
 from penstock.connectors.vllm.tracked import Offer, Tracked, TrackedRequests
 from penstock.costs.choose import Hit
@@ -16,7 +17,7 @@ from penstock.errors import BookError
 from penstock.events import Decided, Observer, tell
 from penstock.groups.kinds import Group
 from penstock.groups.match import full_bound, legal_hits
-from penstock.offload import Offloader
+from penstock.tiers import Tiers
 from penstock.types import BlockKey, Run, Tier
 
 _SAME_ANSWER_SECONDS = 0.02  # vLLM looks up a request that waits for room at every step
@@ -28,7 +29,7 @@ _MAX_HITS = 8  # legal lengths that are compared
 
 @dataclass(slots=True)
 class RequestLookups:
-    offloader: Offloader
+    offloader: Tiers
     requests: TrackedRequests
     chooser: LoadChooser
     clock: Clock
@@ -46,8 +47,8 @@ class RequestLookups:
     def num_to_load(self, tracked: Tracked, num_computed: int) -> int | None:
         """Tokens after the first `num_computed` that are worth loading, in whole blocks.
 
-        None means: ask again at the next step. Either the remote tier has not answered yet, or
-        the loads of other requests should start first.
+        None means: ask again at the next step. The remote tier has not answered yet, or another
+        vLLM is computing the prompt, or the loads of other requests should start first.
         """
         if (
             not self.requests.is_named(tracked)
@@ -58,14 +59,35 @@ class RequestLookups:
         ):
             self._will_compute = True
             return 0
+        if not tracked.has_looked_up and tracked.awaiting is None:
+            tracked.awaiting = begin_awaiting(tracked.request, self.clock.now())
         if self._is_time_to_start or self._is_waiting_for_remote(tracked, num_computed):
             return None
         offer = self._offer(tracked, num_computed)
+        if self._is_awaiting(tracked, offer):
+            return None
         if self.audits.draws(tracked, offer):
             self._will_compute = True
             return 0
         self._will_compute |= offer.num_tokens == 0
         return offer.num_tokens
+
+    def _is_awaiting(self, tracked: Tracked, offer: Offer) -> bool:
+        """Whether another vLLM computes the rest of this prompt, and seems to be at it."""
+        awaiting = tracked.awaiting
+        if awaiting is None:
+            return False
+        now, found = self.clock.now(), offer.start + offer.num_found
+        limit = self.requests.groups.max_hit(tracked.request.num_tokens)
+        awaiting.note(found, now)
+        prefill = self.chooser.costs.prefill
+        seconds = None if prefill is None else prefill.seconds(max(0, limit - found), found)
+        if found >= limit or awaiting.is_over(now, seconds):
+            tracked.awaiting, tracked.has_looked_up = None, True
+            return False
+        if awaiting.asks_again(now):
+            tracked.has_looked_up = False
+        return True
 
     def accept(self, tracked: Tracked, num_external: int) -> Offer | None:
         """The offer that vLLM has allocated blocks for. None if it loads nothing."""

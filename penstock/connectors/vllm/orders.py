@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.codecs.blocks import PartValues
+from penstock.codecs.names import RAW
 from penstock.errors import ConfigError
 from penstock.stores.host import ArenaHandle
 from penstock.transfer.paged import PartPlace
@@ -24,6 +26,7 @@ class Orders:
     step: int
     arena: ArenaHandle | None = None
     parts: tuple[PartPlace, ...] = ()  # of each worker, by its place among all of them
+    codec: str = RAW  # how DRAM holds blocks
     # Saves of blocks computed by earlier steps: they start before this step computes.
     saves_before: list[Transfer] = field(default_factory=list)
     # Saves whose blocks this step overwrites: it starts after they have ended.
@@ -85,27 +88,34 @@ class Shard:
     device: str = ""  # cpu, cuda, ...
     replicas: int = 1  # this many consecutive ranks hold the same bytes
     layers: tuple[LayerBytes, ...] = ()  # for audits
+    values: PartValues | None = None  # for codecs; None if nothing is known
 
 
-def place_parts(shards: Sequence[Shard]) -> tuple[PartPlace, ...]:
+def place_parts(
+    shards: Sequence[Shard], packed_bytes: Sequence[int] | None = None
+) -> tuple[PartPlace, ...]:
     """Where each worker's part lies in a block. `shards` are in the order of stages and ranks.
 
-    Of workers that hold the same bytes the first one writes them, for all.
+    Of workers that hold the same bytes the first one writes them, for all. `packed_bytes` are the
+    sizes of the parts that are written, if they differ from those on the device.
     """
     places: list[PartPlace] = []
-    end = 0
+    sizes = None if packed_bytes is None else list(packed_bytes)
+    end = raw = 0
     for shard in shards:
         if shard.rank % shard.replicas:
             shared = places[-1]
-            if shared.num_bytes != shard.block_bytes:
+            if raw != shard.block_bytes:
                 raise ConfigError(
                     f"worker {shard.rank} should hold the same KV as the one before it, but has "
-                    f"{shard.block_bytes} bytes per block instead of {shared.num_bytes}."
+                    f"{shard.block_bytes} bytes per block instead of {raw}."
                 )
             places.append(PartPlace(shared.offset, shared.num_bytes, writes=False))
             continue
-        places.append(PartPlace(end, shard.block_bytes))
-        end += shard.block_bytes
+        raw = shard.block_bytes
+        size = raw if sizes is None else sizes.pop(0)
+        places.append(PartPlace(end, size))
+        end += size
     return tuple(places)
 
 

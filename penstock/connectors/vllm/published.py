@@ -39,13 +39,16 @@ def extra_keys(request: Any, start: int, end: int) -> Any:
 def _event(event: TierEvent, *, is_latent: bool) -> Any:
     medium = kv_events.MEDIUM_CPU if event.tier is Tier.HOST else _STORAGE
     block_hash = maybe_convert_block_hash(event.hash)
-    group = {} if event.group is None else {"group_idx": event.group.index}
+    # DISK and REMOTE have the same medium. A block that DISK has evicted may still be in REMOTE.
+    where: dict[str, Any] = {"locality": "REMOTE" if event.tier is Tier.REMOTE else "LOCAL"}
+    if event.group is not None:
+        where["group_idx"] = event.group.index
     if not event.is_stored:
-        known = {name: value for name, value in group.items() if name in _REMOVED_FIELDS}
+        known = {name: value for name, value in where.items() if name in _REMOVED_FIELDS}
         return kv_events.BlockRemoved(block_hashes=[block_hash], medium=medium, **known)
     assert event.group is not None
     more = {
-        **group,
+        **where,
         "extra_keys": _as_published(event.extra_keys),
         "kv_cache_spec_kind": _kind(event.group, is_latent=is_latent),
         "kv_cache_spec_sliding_window": event.group.span

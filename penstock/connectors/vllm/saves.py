@@ -8,7 +8,7 @@ from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.kv_events import BlockNews
 from penstock.connectors.vllm.tracked import Tracked, TrackedRequests
 from penstock.groups.kinds import Group
-from penstock.offload import Offloader
+from penstock.tiers import Tiers
 from penstock.types import Done, Slot
 
 
@@ -16,7 +16,7 @@ from penstock.types import Done, Slot
 class RequestSaves:
     """Of groups with full attention. `RequestCheckpoints` saves the others."""
 
-    offloader: Offloader
+    offloader: Tiers
     requests: TrackedRequests
     may_save: bool
     news: BlockNews | None

@@ -27,6 +27,7 @@ from penstock.books.sessions import Sessions
 from penstock.build import Delegated
 from penstock.clock import Clock
 from penstock.connectors.vllm.auditing import RequestAudits
+from penstock.connectors.vllm.awaiting import HANDED_OVER, hands_over
 from penstock.connectors.vllm.checkpoints import RequestCheckpoints, States
 from penstock.connectors.vllm.dispatch import Dispatch
 from penstock.connectors.vllm.identity import Naming
@@ -116,6 +117,9 @@ class SchedulerSide:
     ) -> None:
         self._offloader = offloader = tiers.offloader
         self._engine = tiers.engine
+        self._node = tiers.node
+        self._had_session = True
+        self._news = news
         self._clock = clock
         self._ways = ways
         self._sessions = Sessions(offloader)
@@ -132,7 +136,12 @@ class SchedulerSide:
             reads_back=not ways.writes_reused_blocks_early,
         )
         self._dispatch = Dispatch(
-            tiers.engine, tiers.arena, parts, ends_saves=ways.writes_reused_blocks_early
+            tiers.engine,
+            tiers.arena,
+            parts,
+            codec=offloader.codecs[Tier.HOST],
+            ends_saves=ways.writes_reused_blocks_early,
+            node=tiers.node,
         )
         self._chooser = chooser = LoadChooser(
             block_bytes, groups.align_tokens, always_load=always_load
@@ -229,6 +238,7 @@ class SchedulerSide:
                     states = plan.states.get(request_id, {})
                     self._checkpoints.save_computed(tracked, before, plan.tables, states)
             self._dispatch.gather(before=False)
+            self._dispatch.fence_loads()  # a node may have asked for more since
             orders = self._dispatch.take()
             orders.is_idle = not plan.num_tokens
             orders.is_timed = self._chooser.expect_time(orders.step, chunks)
@@ -270,6 +280,8 @@ class SchedulerSide:
             self._audits.left(tracked)
             self._requests.apply_hints(tracked)
             self._wake_ticker()
+            if hands_over(request):
+                return dict(HANDED_OVER)  # the decoder gets this, and would take more for hints
             if not tracked.tokens_from:
                 return None
             hits = {tier.label: count for tier, count in tracked.tokens_from.items()}
@@ -297,7 +309,8 @@ class SchedulerSide:
         """
         with self._lock:
             self._audits.void()  # they would compare KV of the old weights with KV of the new
-            self._offloader.empty_host()
+            if self._node is None:  # others use what a node has; it is not asked for any more
+                self._offloader.empty_host()
             self._requests.rename_all()
 
     def close(self) -> bool:
@@ -319,6 +332,9 @@ class SchedulerSide:
     def abandon(self) -> None:
         """After an error: stop the thread and write nothing more. The books cannot be trusted."""
         self._ticker.stop(wait=False)
+        if self._node is not None:
+            with self._lock:  # the node should not go on talking to somebody who does not listen
+                self._offloader.abandon(_CLOSE_SECONDS)
 
     def check(self) -> None:
         """Audit the books and the records kept here."""
@@ -370,6 +386,10 @@ class SchedulerSide:
 
     def _settle(self) -> None:
         self._audits.poll()
+        if self._node is not None and self._had_session != self._node.has_session:
+            self._had_session = not self._had_session
+            if self._news is not None and not self._had_session:
+                self._news.lose_all()
         for done in self._offloader.step():
             if self._audits.settle(done):
                 continue

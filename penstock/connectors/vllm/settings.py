@@ -45,6 +45,12 @@ class VllmSettings:
         "URL",
         shown=False,
     )
+    node: str | None = option(
+        None,
+        "URL of a node on this machine, such as unix:///run/penstock/node.sock. DRAM, disk and "
+        "remote store are then those of the node.",
+        "URL",
+    )
     config: str | None = option(None, "A TOML file with settings.", "FILE")
     set: Mapping[str, object] | None = option(
         None, "Single settings by name. They override all other sources.", shown=False
@@ -64,7 +70,10 @@ class VllmSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        for name, what in (("disk_path", "path"), ("config", "path"), ("remote", "URL")):
+        for name, what in (
+            *(("disk_path", "path"), ("config", "path")),
+            *(("remote", "URL"), ("node", "URL")),
+        ):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value.strip()):
                 raise ConfigError(

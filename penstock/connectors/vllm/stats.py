@@ -9,6 +9,7 @@ from penstock.events import (
     Asked,
     Audited,
     AuditFailed,
+    CodecsChosen,
     Decided,
     Event,
     LookedUp,
@@ -20,6 +21,7 @@ from penstock.events import (
     Removed,
     Retained,
     TicketDone,
+    TierCodec,
     TierRested,
     TierRevived,
     TierUsage,
@@ -38,6 +40,7 @@ class EventLog:
         self._moved: dict[_Hop, Moved] = {}
         self._usage: dict[Tier, TierUsage] = {}
         self._retained: Retained | None = None
+        self._codecs: CodecsChosen | None = None
         self._others: list[Event] = []
 
     def __call__(self, event: Event) -> None:
@@ -51,16 +54,20 @@ class EventLog:
                 self._others.append(event)
             case Retained():
                 self._retained = event
+            case CodecsChosen():
+                self._codecs = event
             case Recovered() | Decided() | Asked() | Prefetched():
                 self._others.append(event)
             case Audited() | AuditFailed() | Quarantined():
                 self._others.append(event)
 
     def take(self) -> list[Plain]:
-        events: list[Event] = [*self._moved.values(), *self._usage.values(), *self._others]
+        events: list[Event] = [] if self._codecs is None else [self._codecs]
+        events += [*self._moved.values(), *self._usage.values(), *self._others]
         if self._retained is not None:
             events.append(self._retained)
         self._moved, self._usage, self._retained, self._others = {}, {}, None, []
+        self._codecs = None
         return [to_plain(event) for event in events]
 
 
@@ -107,6 +114,8 @@ def to_plain(event: Event) -> Plain:
                 event.num_queued_loads,
                 event.num_queued_saves,
             ]
+        case CodecsChosen(codecs, raw_block_bytes, block_tokens):
+            return ["codecs", [list(each) for each in codecs], raw_block_bytes, block_tokens]
         case Retained(num_blocks, max_blocks):
             return ["retained", num_blocks, max_blocks]
         case Prefetched(num_blocks, num_lost):
@@ -167,6 +176,9 @@ _READERS: dict[str, Callable[..., Event]] = {
     "asked": lambda tier, *rest: Asked(Tier(tier), *rest),
     "removed": lambda tier, count, evicted: Removed(Tier(tier), (BlockKey(b""),) * count, evicted),
     "usage": lambda tier, *rest: TierUsage(Tier(tier), *rest),
+    "codecs": lambda codecs, *rest: CodecsChosen(
+        tuple(TierCodec(Tier(tier), codec, size) for tier, codec, size in codecs), *rest
+    ),
     "retained": Retained,
     "prefetched": Prefetched,
     "ticket": lambda way, *rest: TicketDone(Direction(way), *rest),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from penstock.books.sessions import Sessions
+from penstock.connectors.vllm.awaiting import Awaiting
 from penstock.connectors.vllm.identity import Naming, RequestKeys, tenant_of
 from penstock.connectors.vllm.request_hints import TransferParamHints
 from penstock.costs.choose import LoadChoice
@@ -80,6 +81,7 @@ class Tracked:
     num_found: int | None = None  # leading tokens in the cache when it was first admitted
     has_looked_up: bool = False
     lookup: LookupId | None = None  # a question to the remote tier, not answered yet
+    awaiting: Awaiting | None = None  # set while another vLLM computes its prompt
     barred_until: float = 0.0  # after a failed load: compute, which cannot fail the same way
     tokens_from: dict[Tier, int] = field(default_factory=dict)
     is_audited: bool | None = None  # None: not decided yet

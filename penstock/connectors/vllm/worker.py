@@ -70,6 +70,18 @@ class WorkerSide:
                 self._take_outcomes()
         self._promises.timed(self._copier.take_times())
 
+    def change_copier(self, copier: Copier) -> None:
+        """Copy to and from other memory from now on. No copy should be under way."""
+        if self._unsaved is not None:
+            self.save(self._unsaved)
+        old, self._copier = self._copier, copier
+        try:
+            old.fence(self._promises.under_way)
+            for outcome in old.poll():
+                self._promises.end(outcome)
+        finally:
+            old.close()
+
     def close(self) -> None:
         self._copier.close()
 

@@ -7,14 +7,18 @@ nothing is copied any more, and all current and later orders are reported as fai
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from penstock.connectors.vllm.orders import Orders, Reports
 from penstock.connectors.vllm.promises import Promises, Results
 from penstock.connectors.vllm.worker import WorkerSide
+from penstock.stores.host import ArenaHandle
 from penstock.transfer.copiers import Copier, NoCopier
 
 log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 5.0
 
 
 class GuardedWorker:
@@ -27,11 +31,16 @@ class GuardedWorker:
         self._promises = Promises()
         self._side: WorkerSide | None = None
         self._has_given_up = False
+        self._arena: ArenaHandle | None = None  # that the copier has opened
+        self._next_try = 0.0
 
     def begin(self, orders: Orders) -> None:
         """Before anything of a step is computed."""
         if self._side is None:
             self._side = self._open(orders)
+        elif self._is_elsewhere(orders):
+            # The node was restarted. Until its memory is open here, nothing is copied.
+            self._run(lambda side: side.change_copier(self._make_copier(orders)))
         self._promises.take_on(orders)
         self._run(lambda side: side.begin(orders))
 
@@ -59,15 +68,28 @@ class GuardedWorker:
     def _open(self, orders: Orders) -> WorkerSide | None:
         if orders.arena is None and not orders.is_last_resort:
             return None  # the scheduler's side is not open yet
-        copier: Copier = NoCopier()
-        if orders.arena is not None:
-            try:
-                copier = self._open_copier(orders)
-            except Exception:
-                log.exception(
-                    "This worker cannot open the shared DRAM, so it loads and saves nothing"
-                )
-        return WorkerSide(copier, self._promises)
+        return WorkerSide(self._make_copier(orders), self._promises)
+
+    def _make_copier(self, orders: Orders) -> Copier:
+        if orders.arena is None:
+            return NoCopier()
+        try:
+            copier = self._open_copier(orders)
+            self._arena = orders.arena
+        except Exception:
+            log.exception("This worker cannot open the shared DRAM, so it loads and saves nothing")
+            self._arena = None
+            self._next_try = time.monotonic() + _RETRY_SECONDS
+            return NoCopier()
+        return copier
+
+    def _is_elsewhere(self, orders: Orders) -> bool:
+        """Whether orders refer to memory of a node that is not open here."""
+        arena = orders.arena
+        if arena is None or not arena.token or arena == self._arena or self._has_given_up:
+            return False
+        # Never copy with the memory of another session; but do not try to join at every step.
+        return self._arena is not None or time.monotonic() >= self._next_try
 
     def _run(self, act: Callable[[WorkerSide], None]) -> None:
         if self._side is None:

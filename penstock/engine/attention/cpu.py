@@ -1,5 +1,8 @@
 """Decode attention on a CPU. It reads blocks in place, by address, in the pool or in DRAM.
 
+Blocks in DRAM may be packed (see `penstock.codecs.lossless_format`): then their address is odd
+(see `penstock.engine.table`), and the rows that are needed are unpacked.
+
 Each sequence is split into parts of `_PART_TOKENS`, which are distributed over the cores. Each part
 keeps its largest score, its sum of weights and its weighted values; the parts are merged at the
 end. The split depends only on a sequence's length, so the result is the same, bit for bit, wherever
@@ -20,11 +23,16 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from penstock.codecs.lossless_format import LosslessFormat
+from penstock.codecs.lossless_numba import unpack_rows
+from penstock.engine import fp8
 from penstock.engine.table import Places
 
 _PART_TOKENS = 128
 # Sums may be reordered, else nothing is vectorised; infinities must keep their meaning.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "nnan"}
+# The value of each e4m3 byte, as the bits of a float32.
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(fp8.DTYPE).float().numpy().view(np.uint32)
 # Two engines must not enter numba's thread pool at the same time.
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -136,17 +144,38 @@ def _gather(weights: Any, rows: Any, start: int, step: int, count: int, values: 
 
 @numba.njit(fastmath=_FAST, nogil=True, cache=True)
 def _widen(block: Any, start: int, count: int, wide: Any) -> None:
-    """Convert bfloat16 to float32: its bits are the upper half."""
+    """Convert to float32: the bits of a bfloat16 are the upper half, and e4m3 has a table."""
     narrow = block[start : start + count]
-    for x in range(count):
-        wide[x] = np.uint32(narrow[x]) << np.uint32(16)
+    if narrow.itemsize == 1:
+        for x in range(count):
+            wide[x] = _E4M3[np.uint8(narrow[x])]
+    else:
+        for x in range(count):
+            wide[x] = np.uint32(narrow[x]) << np.uint32(16)
+
+
+@numba.njit(nogil=True, cache=True)
+def _unpack(block: int, form: Any, first_row: int, raw: Any) -> None:
+    """Unpack neighboring rows of the packed block at an address; rows count from its beginning."""
+    header_bytes, region_bytes, row_values, region_rows, max_exceptions = form
+    num_rows = len(raw) // row_values
+    done = 0
+    while done < num_rows:
+        region, row = divmod(first_row + done, region_rows)
+        count = min(region_rows - row, num_rows - done)
+        address = block + header_bytes + region * region_bytes
+        data = carray(_pointer(address), (region_bytes,), np.uint8)  # type: ignore[call-arg]
+        out = raw[done * row_values : (done + count) * row_values]
+        unpack_rows(data, row, out, row_values, region_rows, max_exceptions)
+        done += count
 
 
 @numba.njit(fastmath=_FAST, nogil=True, cache=True)
 def _attend_part(
     query: Any,  # [heads, dim]
-    sample: Any,  # an array of the dtype at the addresses; uint16 stands for bfloat16
+    sample: Any,  # of the dtype at the addresses; uint16 stands for bfloat16, uint8 for e4m3
     shape: Any,  # block_tokens, kv_heads
+    form: Any,  # the numbers of the packed blocks' form, for `_unpack`
     layer: int,
     table: Any,  # addresses of blocks
     begin: int,
@@ -165,18 +194,28 @@ def _attend_part(
     values[:] = 0
     scores = np.empty((group, block_tokens), np.float32)
     size = 2 * block_tokens * step  # elements of one layer's keys and values in a block
-    wide = np.empty(size if sample.itemsize == 2 else 0, np.uint32)
+    wide = np.empty(size if sample.itemsize < 4 else 0, np.uint32)
+    unpacked = np.empty(block_tokens * step if form[0] else 0, np.uint16)
     token = begin
     while token < end:
         offset = token % block_tokens
         count = min(block_tokens - offset, end - token)
-        address = table[token // block_tokens] + layer * size * sample.itemsize
+        place = table[token // block_tokens]
+        address = place + layer * size * sample.itemsize
         block = carray(_pointer(address), (size,), sample.dtype)  # type: ignore[call-arg]
         keys = offset * step
         rows_of_values = keys + block_tokens * step
-        if sample.itemsize == 2:
-            _widen(block, keys, count * step, wide)
-            _widen(block, rows_of_values, count * step, wide[block_tokens * step :])
+        if sample.itemsize < 4:
+            if place & 1:
+                row = (layer * 2 * block_tokens + offset) * kv_heads
+                _unpack(place - 1, form, row, unpacked[: count * step])
+                _widen(unpacked, 0, count * step, wide)
+                row += block_tokens * kv_heads
+                _unpack(place - 1, form, row, unpacked[: count * step])
+                _widen(unpacked, 0, count * step, wide[block_tokens * step :])
+            else:
+                _widen(block, keys, count * step, wide)
+                _widen(block, rows_of_values, count * step, wide[block_tokens * step :])
             keys, rows_of_values = 0, block_tokens * step
             rows = wide.view(np.float32)
         else:
@@ -195,6 +234,7 @@ def _decode(
     query: Any,
     sample: Any,
     shape: Any,
+    form: Any,
     layer: int,
     tables: Any,
     lengths: Any,
@@ -214,6 +254,7 @@ def _decode(
                 query[sequence],
                 sample,
                 shape,
+                form,
                 layer,
                 tables[sequence],
                 begin,
@@ -246,13 +287,28 @@ class DecodeBatch:
     """The sequences of a step that add one token each; `attend` is called for every layer."""
 
     def __init__(
-        self, pool: Tensor, tables: Sequence[Places], lengths: Sequence[int], num_heads: int
+        self,
+        pool: Tensor,
+        tables: Sequence[Places],
+        lengths: Sequence[int],
+        num_heads: int,
+        host_form: LosslessFormat | None = None,
     ) -> None:
-        """`tables` hold the addresses of blocks that are laid out like the pool's.
+        """`tables` hold the addresses of blocks that are laid out like the pool's, or packed.
 
-        pool [blocks, layers, 2, block_tokens, kv_heads, head_dim], float32 or bfloat16.
+        pool [blocks, layers, 2, block_tokens, kv_heads, head_dim], float32, bfloat16 or e4m3.
         """
-        self._sample = np.empty(0, np.uint16 if pool.itemsize == 2 else np.float32)
+        self._form = (0, 0, 0, 0, 0)
+        if host_form is not None:
+            self._form = (
+                host_form.header_bytes,
+                host_form.region_bytes,
+                host_form.row_values,
+                host_form.region_rows,
+                host_form.max_exceptions,
+            )
+        kinds: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.float32}
+        self._sample = np.empty(0, kinds[pool.itemsize])
         self._shape = (pool.shape[3], pool.shape[4])
         self._tables = np.zeros((len(tables), max(map(len, tables))), np.int64)
         for row, table in zip(self._tables, tables, strict=True):
@@ -274,6 +330,7 @@ class DecodeBatch:
                 wide.numpy(),
                 self._sample,
                 self._shape,
+                self._form,
                 layer,
                 self._tables,
                 self._lengths,

@@ -45,12 +45,17 @@ class DecodeKernel(Protocol):
 class KvMemory(Protocol):
     """Stores a step's KV and reads that of earlier steps."""
 
+    rounds: bool  # whether KV is stored with fewer bits than it is computed with
+
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the step's new keys and values, both [row, kv_heads, head_dim]."""
         ...
 
     def history(self, layer: int, blocks: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens in these blocks, both [tokens, kv_heads, head_dim]."""
+        """Keys and values of all tokens in these blocks, both [tokens, kv_heads, head_dim].
+
+        They may have the type in which they are stored.
+        """
         ...
 
 
@@ -104,10 +109,12 @@ def attend(
         out[: step.num_decode] = step.decode.attend(query[: step.num_decode], layer, scale)
     for span in step.spans:
         new = slice(span.begin, span.begin + span.num_new)
-        if span.num_past:
+        # If KV is rounded, a chunk attends to its own keys as they are stored, as later chunks do:
+        # otherwise answers would depend on how a prompt is split.
+        if span.num_past or step.memory.rounds:
             num_tokens = span.num_past + span.num_new
             k, v = step.memory.history(layer, span.blocks)
-            k, v = k[:num_tokens], v[:num_tokens]
+            k, v = k[:num_tokens].to(query.dtype), v[:num_tokens].to(query.dtype)
         else:
             k, v = key[new], value[new]
         # [1, heads, tokens, head_dim], as torch expects

@@ -7,6 +7,9 @@ wherever its blocks are and whatever else is in the batch. All heads of a group 
 
 Kernels read everything that changes between steps from tensors at fixed addresses, because a
 captured graph always replays with the same addresses.
+
+Blocks in DRAM may be packed (see `packed_triton`). A part that has some is unpacked to scratch
+memory first; then it is computed like every other part, so its bits are the same.
 """
 
 from __future__ import annotations
@@ -17,11 +20,25 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from penstock.codecs.lossless_format import LosslessFormat
+from penstock.engine.attention import packed_triton as packed
+from penstock.engine.attention.fp8_triton import fp8_mode, narrow, widen
+from penstock.engine.attention.packed_triton import (
+    are_packed,
+    row_of_room,
+    unpack_rows_of_layer,
+    unpack_tokens,
+)
+
 PART_TOKENS = 256
 _TILE_TOKENS = 64
 _NUM_WARPS = 4
 _NUM_STAGES = 3
 _MERGED_PARTS = 16
+# Unpacking must not keep programs off a processor: three must fit, as without it. With up to 16
+# queries of 128 values nothing is spilled.
+_MAX_REGISTERS = 168
+_MAX_LIMITED = 16 * 128
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -32,12 +49,14 @@ def _attend_parts(
     starts,  # where each sequence begins in `table`
     lengths,
     item_sequences,  # the parts of all sequences in a row
-    item_parts,
+    item_parts,  # `~part` for a part with packed blocks
     num_items,
     sums,  # [items, heads, DIM]
     largest,  # [items, heads]
     totals,  # [items, heads]
+    unpacked,  # [rows, DIM]: keys and values of the tokens in packed blocks (see `row_of_room`)
     layer_bytes,
+    packed_at,  # where the layer begins in a packed block
     fetched,  # address of this layer of the blocks that were fetched; see `table`
     scale,
     num_programs,
@@ -53,9 +72,17 @@ def _attend_parts(
     TILE: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
+    UNPACK_TILE: tl.constexpr,  # noqa: N803
+    WORDS_PAD: tl.constexpr,  # noqa: N803
+    REGION_ROWS: tl.constexpr,  # noqa: N803
+    REGION_BYTES: tl.constexpr,  # noqa: N803
+    MAX_EXCEPTIONS: tl.constexpr,  # noqa: N803
 ):
     kind: tl.constexpr = query.dtype.element_ty
-    fetched_bytes: tl.constexpr = 2 * BLOCK_TOKENS * KV_HEADS * DIM * (kind.primitive_bitwidth // 8)
+    stored: tl.constexpr = kind if FP8 == "" else tl.uint8
+    item_bytes: tl.constexpr = stored.primitive_bitwidth // 8
+    fetched_bytes: tl.constexpr = 2 * BLOCK_TOKENS * KV_HEADS * DIM * item_bytes
     members = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     is_member = members < GROUP
@@ -66,9 +93,31 @@ def _attend_parts(
         item = work // KV_HEADS
         head = work % KV_HEADS
         sequence = tl.load(item_sequences + item)
-        begin = tl.load(item_parts + item) * PART
+        part = tl.load(item_parts + item)
+        begin = tl.where(part < 0, -1 - part, part) * PART
         end = tl.minimum(begin + PART, tl.load(lengths + sequence))
         places = table + tl.load(starts + sequence)
+        if REGION_ROWS:  # noqa: SIM102 (it is known at compile time)
+            if part < 0:
+                tl.debug_barrier()  # other threads may still read the last part from there
+                unpack_tokens(
+                    places,
+                    begin,
+                    end,
+                    head,
+                    packed_at,
+                    unpacked.to(tl.pointer_type(tl.int32)),
+                    PART,
+                    UNPACK_TILE,
+                    KV_HEADS,
+                    BLOCK_TOKENS,
+                    DIM,
+                    WORDS_PAD,
+                    REGION_ROWS,
+                    REGION_BYTES,
+                    MAX_EXCEPTIONS,
+                )
+                tl.debug_barrier()
         mask = is_member[:, None] & is_dim[None, :]
         rows = (head * GROUP + members)[:, None] * head_stride + dims[None, :]
         q = tl.load(query + sequence * row_stride + rows, mask=mask, other=0.0)
@@ -80,14 +129,18 @@ def _attend_parts(
             inside = tokens < end
             address = tl.load(places + tokens // BLOCK_TOKENS, mask=inside, other=0)
             here = fetched + (-1 - address) * fetched_bytes
-            keys = tl.where(address < 0, here, address + layer_bytes).to(tl.pointer_type(kind))
+            keys = tl.where(address < 0, here, address + layer_bytes).to(tl.pointer_type(stored))
             # The compiler cannot know the alignment; without it, elements are read one by one.
             keys = tl.multiple_of(keys, [ALIGN])
             keys += (tokens % BLOCK_TOKENS * KV_HEADS + head) * DIM
+            if REGION_ROWS:
+                own = unpacked + row_of_room(tokens - begin, PART, BLOCK_TOKENS * KV_HEADS) * DIM
+                keys = tl.multiple_of(tl.where(are_packed(address), own, keys), [ALIGN])
             there = inside[:, None] & is_dim[None, :]
-            k = tl.load(keys[:, None] + dims[None, :], mask=there, other=0.0)
+            k = tl.load(keys[:, None] + dims[None, :], mask=there, other=0)
             value_rows = keys + BLOCK_TOKENS * KV_HEADS * DIM
-            v = tl.load(value_rows[:, None] + dims[None, :], mask=there, other=0.0)
+            v = tl.load(value_rows[:, None] + dims[None, :], mask=there, other=0)
+            k, v = widen(k, kind, FP8), widen(v, kind, FP8)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
             scores = tl.where(inside[None, :], scores, float("-inf"))
             new_most = tl.maximum(most, tl.max(scores, 1))
@@ -162,20 +215,21 @@ def _store_tokens(
     DIM_PAD: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
 ):
     row = tl.program_id(0).to(tl.int64)
     address = tl.load(addresses + row)
     heads = tl.arange(0, KV_HEADS_PAD)[:, None]
     dims = tl.arange(0, DIM_PAD)[None, :]
     mask = (heads < KV_HEADS) & (dims < DIM)
-    kind: tl.constexpr = key.dtype.element_ty
+    stored: tl.constexpr = key.dtype.element_ty if FP8 == "" else tl.uint8
     if address != 0:
-        first = tl.multiple_of((address + layer_bytes).to(tl.pointer_type(kind)), ALIGN)
+        first = tl.multiple_of((address + layer_bytes).to(tl.pointer_type(stored)), ALIGN)
         keys = first + heads * DIM + dims
         k = tl.load(key + row * key_row + heads * key_head + dims, mask=mask)
         v = tl.load(value + row * value_row + heads * value_head + dims, mask=mask)
-        tl.store(keys, k, mask=mask)
-        tl.store(keys + BLOCK_TOKENS * KV_HEADS * DIM, v, mask=mask)
+        tl.store(keys, narrow(k, FP8), mask=mask)
+        tl.store(keys + BLOCK_TOKENS * KV_HEADS * DIM, narrow(v, FP8), mask=mask)
 
 
 @triton.jit
@@ -208,21 +262,51 @@ def _copy_layer(
     table,
     out,  # [2, blocks, a layer's keys or values of a block]
     layer_bytes,
+    packed_at,
     num_blocks,
     SIZE: tl.constexpr,  # noqa: N803
     STEP: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    ROW: tl.constexpr,  # noqa: N803
+    WORDS_PAD: tl.constexpr,  # noqa: N803
+    REGION_ROWS: tl.constexpr,  # noqa: N803
+    REGION_BYTES: tl.constexpr,  # noqa: N803
+    MAX_EXCEPTIONS: tl.constexpr,  # noqa: N803
 ):
+    kind: tl.constexpr = out.dtype.element_ty
+    stored: tl.constexpr = kind if FP8 == "" else tl.uint8
     block = tl.program_id(0).to(tl.int64)
     half = tl.program_id(1)
-    address = tl.load(table + block) + layer_bytes
-    source = tl.multiple_of(address.to(tl.pointer_type(out.dtype.element_ty)), ALIGN)
+    address = tl.load(table + block)
+    source = (address + layer_bytes).to(tl.pointer_type(stored))
+    source = tl.multiple_of(source, ALIGN)
     source += half * SIZE
     target = out + (half * num_blocks + block) * SIZE
-    for start in range(0, SIZE, STEP):
+    num_raw = SIZE
+    if REGION_ROWS:
+        num_raw = tl.where(are_packed(address), 0, SIZE)
+        if num_raw == 0:
+            rows: tl.constexpr = SIZE // ROW
+            for first in range(0, rows, ROWS):
+                unpack_rows_of_layer(
+                    address + packed_at,
+                    half * rows + first,
+                    (half + 1) * rows,
+                    (target + first * ROW).to(tl.pointer_type(tl.int32)),
+                    ROWS,
+                    ROW,
+                    WORDS_PAD,
+                    REGION_ROWS,
+                    REGION_BYTES,
+                    MAX_EXCEPTIONS,
+                )
+    for start in range(0, num_raw, STEP):
         places = start + tl.arange(0, STEP)
         inside = places < SIZE
-        tl.store(target + places, tl.load(source + places, mask=inside), mask=inside)
+        copied = tl.load(source + places, mask=inside)
+        tl.store(target + places, widen(copied, kind, FP8), mask=inside)
 
 
 @triton.jit
@@ -263,9 +347,9 @@ def _push_numbers(numbers, target, count, WIDTH: tl.constexpr):  # noqa: N803
     tl.store(there, tl.load(numbers + places, mask=inside), mask=inside)
 
 
-def aligned_bytes(heads: Any) -> int:
-    """The alignment in bytes of every head's vector; `heads` is [..., dim]."""
-    return math.gcd(16, heads.shape[-1] * heads.element_size())
+def aligned_bytes(heads: Any, *, is_fp8: bool = False) -> int:
+    """The alignment in bytes of every head's vector as it is stored; `heads` is [..., dim]."""
+    return math.gcd(16, heads.shape[-1] * (1 if is_fp8 else heads.element_size()))
 
 
 def attend(
@@ -278,14 +362,20 @@ def attend(
     block_tokens: int,
     num_programs: int,
     fetched: int = 0,
+    host_form: LosslessFormat | None = None,
+    *,
+    is_fp8: bool = False,
 ) -> Any:
     """Attend with query [sequences, heads, dim] to the blocks of `plan` (see `DecodePlan`).
 
     `room` (see `PartRoom`) is scratch memory; `fetched` is the address of the blocks that
-    `fetch_layer` copied. This function never reads a tensor's content. Returns the query's shape.
+    `fetch_layer` copied; `host_form` is the form of packed blocks; `is_fp8`: whether blocks hold
+    e4m3 bytes. This function never reads a
+    tensor's content. Returns the query's shape.
     """
     heads, dim = query.shape[1:]
     group = heads // kv_heads
+    limits_registers = host_form is not None and max(16, group) * dim <= _MAX_LIMITED
     precision = "ieee" if query.element_size() == 4 else "tf32"
     _attend_parts[(num_programs,)](
         query,
@@ -298,7 +388,9 @@ def attend(
         room.sums,
         room.largest,
         room.totals,
+        room.unpacked,
         layer_bytes,
+        _packed_at(host_form, layer_bytes),
         fetched,
         scale,
         num_programs,
@@ -312,10 +404,14 @@ def attend(
         BLOCK_TOKENS=block_tokens,
         PART=PART_TOKENS,
         TILE=_TILE_TOKENS,
-        ALIGN=aligned_bytes(query),
+        ALIGN=aligned_bytes(query, is_fp8=is_fp8),
         PRECISION=precision,
+        FP8=fp8_mode(query, is_fp8=is_fp8),
+        UNPACK_TILE=packed.rows_at_once(dim) // 4,
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
+        maxnreg=_MAX_REGISTERS if limits_registers else None,
+        **packed.form_constants(host_form),
     )
     out = query.new_empty(query.shape)
     _merge_parts[(query.shape[0], heads)](
@@ -335,8 +431,19 @@ def attend(
     return out
 
 
-def store_tokens(key: Any, value: Any, addresses: Any, layer_bytes: int, block_tokens: int) -> None:
-    """Store each row's [kv_heads, dim] at its address; address 0 skips the row."""
+def store_tokens(
+    key: Any,
+    value: Any,
+    addresses: Any,
+    layer_bytes: int,
+    block_tokens: int,
+    *,
+    is_fp8: bool = False,
+) -> None:
+    """Store each row's [kv_heads, dim] at its address; address 0 skips the row.
+
+    `is_fp8`: as e4m3 bytes.
+    """
     rows, kv_heads, dim = key.shape
     _store_tokens[(rows,)](
         key,
@@ -352,18 +459,31 @@ def store_tokens(key: Any, value: Any, addresses: Any, layer_bytes: int, block_t
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
         BLOCK_TOKENS=block_tokens,
-        ALIGN=aligned_bytes(key),
+        ALIGN=aligned_bytes(key, is_fp8=is_fp8),
+        FP8=fp8_mode(key, is_fp8=is_fp8),
         num_warps=4,
     )
 
 
 def fetch_layer(
-    sources: Any, first: Any, num_sources: Any, layer_bytes: int, out: Any, num_programs: int
+    sources: Any,
+    first: Any,
+    num_sources: Any,
+    layer_bytes: int,
+    out: Any,
+    num_programs: int,
+    host_form: LosslessFormat | None = None,
 ) -> None:
     """Copy one layer of the blocks at `sources`, from number `first` on, to out [blocks, ...].
 
-    `first` and `num_sources` are tensors with one number.
+    `first` and `num_sources` are tensors with one number. With `host_form` all sources are packed,
+    and are unpacked on the way.
     """
+    if host_form is not None:
+        packed.fetch_packed_layer(
+            sources, first, num_sources, layer_bytes, out, num_programs, host_form
+        )
+        return
     size = out[0].numel()
     _fetch_layer[(num_programs,)](
         sources,
@@ -379,22 +499,39 @@ def fetch_layer(
     )
 
 
-def copy_layer(table: Any, layer_bytes: int, out: Any) -> None:
+def copy_layer(
+    table: Any,
+    layer_bytes: int,
+    out: Any,
+    host_form: LosslessFormat | None = None,
+    *,
+    is_fp8: bool = False,
+) -> None:
     """Gather one layer of the blocks into out [2, blocks, block_tokens, kv_heads, dim].
 
-    Each byte of a cold block crosses the link once.
+    Each byte of a cold block crosses the link once. Packed ones are unpacked. `is_fp8`: blocks hold
+    e4m3 bytes, which are widened.
     """
     num_blocks = out.shape[1]
     _copy_layer[(num_blocks, 2)](
         table,
         out,
         layer_bytes,
+        _packed_at(host_form, layer_bytes),
         num_blocks,
         SIZE=out[0, 0].numel(),
         STEP=2048,
-        ALIGN=aligned_bytes(out),
+        ALIGN=aligned_bytes(out, is_fp8=is_fp8),
+        FP8=fp8_mode(out, is_fp8=is_fp8),
+        ROWS=packed.rows_at_once(out.shape[-1]),
+        ROW=out.shape[-1],
         num_warps=8,
+        **packed.form_constants(host_form),
     )
+
+
+def _packed_at(form: LosslessFormat | None, layer_bytes: int) -> int:
+    return 0 if form is None else packed.packed_at(form, layer_bytes)
 
 
 def pull_plan(staged: int, sent: Any, small_end: int, begins: Any) -> None:

@@ -3,6 +3,7 @@
 import { byId, make } from "./dom.js";
 import { duration, number, percent, plural } from "./format.js";
 import { parse } from "./live.js";
+import { lossyMark } from "./story.js";
 
 export class Chat {
   constructor(headers, openStory) {
@@ -96,7 +97,8 @@ export class Chat {
     const cached = usage?.prompt_tokens_details?.cached_tokens ?? 0;
     const found = usage ? `${number(cached)} of ${plural(usage.prompt_tokens, "prompt token")} cached (${percent(cached / usage.prompt_tokens)})` : "";
     const speed = usage && first !== null && usage.completion_tokens > 1 ? `, then ${number((usage.completion_tokens - 1) / Math.max(1e-6, seconds - first), 1)} tokens/s` : "";
-    about.replaceChildren(`${found}; first token after ${duration(first)}${speed}. `);
+    const lossy = usage?.prompt_tokens_details?.lossy_tokens ? [lossyMark(), " "] : [];
+    about.replaceChildren(...lossy, `${found}; first token after ${duration(first)}${speed}. `);
     if (told.id) about.append(make("button", { type: "button", class: "link", onclick: () => this.openStory(told.id) }, "Details"));
     this.scroll();
   }

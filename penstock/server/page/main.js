@@ -5,7 +5,7 @@ import { Charts } from "./charts.js";
 import { bar, byId, legend, make, replaceIfNew } from "./dom.js";
 import { bytes, duration, NONE, number, percent, plural, short } from "./format.js";
 import { Live } from "./live.js";
-import { sources, tell } from "./story.js";
+import { lossyMark, sources, tell } from "./story.js";
 import { Tiers } from "./tiers.js";
 
 const MAX_STORIES = 50;
@@ -125,7 +125,7 @@ function addStories(told) {
   replaceIfNew(byId("stories-rows"), latest.map((story) => story.number), () => latest.map((story) => {
     const parts = sources(story);
     return make("tr", {},
-      make("td", { class: "id" }, make("button", { type: "button", class: "link", "data-key": String(story.number), title: "Details", onclick: () => openStory(story.request_id || story.id, story) }, story.request_id || story.id)),
+      make("td", { class: "id" }, make("button", { type: "button", class: "link", "data-key": String(story.number), title: "Details", onclick: () => openStory(story.request_id || story.id, story) }, story.request_id || story.id), story.lossy_tokens ? lossyMark() : null),
       make("td", { class: "num" }, number(story.prompt_tokens)),
       make("td", {}, bar(parts, { label: parts.map(([, , name]) => name).join(", ") })),
       make("td", { class: "num" }, duration(story.first_token_seconds)));

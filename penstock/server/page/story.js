@@ -27,12 +27,18 @@ export function sources(story) {
   return parts;
 }
 
+// A badge for answers that used lossy KV.
+export function lossyMark() {
+  return make("span", { class: "mark lossy", title: "used KV from a tier with a lossy codec" }, "lossy KV");
+}
+
 export function tell(story) {
   const stages = story.stages.filter((stage) => stage.seconds > 0 || stage.stage === "load");
   const parts = stages.map(({ stage, seconds }) => [stage, seconds, `${STAGES[stage] ?? stage}: ${duration(seconds)}`]);
   const origin = sources(story);
   return [
     make("p", {}, make("code", {}, story.request_id || story.id), story.tenant ? make("span", { class: "mark", title: "a mark for the tenant, which does not reveal its name" }, story.tenant) : null),
+    story.lossy_tokens ? make("p", {}, lossyMark(), ` The KV of ${plural(story.lossy_tokens, "token")} came from a tier with a lossy codec: the answer may differ from one with exact KV.`) : null,
     make("h3", {}, `What it did in ${duration(story.seconds)}`),
     bar(parts, { tall: true, label: parts.map(([, , name]) => name).join(", ") }),
     make("table", {}, make("tbody", {}, stages.map((stage) => make("tr", {},
@@ -43,7 +49,7 @@ export function tell(story) {
     legend(origin.map(([kind, tokens, name]) => [kind, `${name} (${percent(tokens / story.prompt_tokens)})`])),
     make("h3", {}, "In words"),
     ...sentences(story).map((text) => make("p", {}, text)),
-  ];
+  ].filter(Boolean);
 }
 
 function sentences(story) {

@@ -48,11 +48,13 @@ export class Tiers {
       size: text(h - 12, ""),
       below: text(h + 17, "small"),
       alarm: text(h + 33, "small bad"),
+      title: svg("title"),
     };
     const title = text(-9, "name");
     title.textContent = TITLES[name];
     this.vessels[name] = parts;
     return svg("g", {},
+      parts.title,
       svg("clipPath", { id: clip }, svg("rect", { x, y, width: w, height: h, rx: 12 })),
       svg("rect", { x, y, width: w, height: h, rx: 12, class: "vessel" }),
       parts.water, title, parts.share, parts.size, parts.below, parts.alarm);
@@ -67,7 +69,9 @@ export class Tiers {
     parts.water.setAttribute("height", h * share);
     parts.share.textContent = hasSize ? `${percent(share)} full` : "shared";
     parts.size.textContent = sizeOf(tier, hasSize);
-    parts.below.textContent = tier.name === "device" ? "" : `gives ${percent(tier.hit_share)} of lookups`;
+    const packed = tier.codec && tier.codec !== "raw" ? `, ${tier.codec}` : "";
+    parts.below.textContent = tier.name === "device" ? "" : `gives ${percent(tier.hit_share)} of lookups${packed}`;
+    parts.title.textContent = inWords(tier);
     const alarms = tier.resting.map((direction) => `fails to ${direction}: resting`);
     if (tier.recovered_share !== null && tier.recovered_share < 1) alarms.push(`index ${percent(tier.recovered_share)} read`);
     parts.alarm.textContent = alarms.join("; ");
@@ -109,7 +113,9 @@ function sizeOf(tier, hasSize) {
 function inWords(tier) {
   const share = tier.capacity_blocks ? percent(tier.used_blocks / tier.capacity_blocks) : "unknown";
   const rest = tier.resting.length ? `, fails to ${tier.resting.join(" and ")}` : "";
-  return `${TITLES[tier.name]} ${share} full${rest}`;
+  const room = tier.capacity_tokens ? `, ${number(tier.used_tokens)} of ${number(tier.capacity_tokens)} tokens in ${number(tier.used_blocks)} of ${number(tier.capacity_blocks)} blocks` : "";
+  const codec = tier.codec ? `, codec ${tier.codec}` : "";
+  return `${TITLES[tier.name]} ${share} full${room}${codec}${rest}`;
 }
 
 // Side by side: the device, DRAM, and the tiers below it, stacked.

@@ -1,0 +1,1 @@
+"""What a block's bytes look like below the device: raw, packed without loss, or quantized."""

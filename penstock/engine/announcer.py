@@ -1,0 +1,41 @@
+"""Enters the engine's blocks into what is published as KV events (see `penstock.kv_events`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.engine.request import Request
+from penstock.kv_events.held import HeldBlocks, NamedSequence
+from penstock.types import BlockKey, Tier
+
+
+class Announcer:
+    """An observer of the device's pool. It also learns the tokens of blocks from requests."""
+
+    def __init__(self, held: HeldBlocks, block_tokens: int) -> None:
+        self._held = held
+        self._block_tokens = block_tokens
+
+    def completes(self, request: Request, indices: Iterable[int]) -> None:
+        """These blocks of a request are about to be named in the pool."""
+        self._held.name(self._sequence(request), indices)
+
+    def arrived(self, request: Request) -> None:
+        """Its blocks may be in a tier since before a restart, when their tokens were forgotten."""
+        self._held.recognize(self._sequence(request))
+
+    def hinted(self, keys: Sequence[BlockKey], tokens: Sequence[int], tenant: str) -> None:
+        self._held.recognize(NamedSequence(keys, tokens, self._block_tokens, tenant))
+
+    def named(self, key: BlockKey) -> None:
+        self._held.stored(Tier.DEVICE, (key,))
+
+    def dropped(self, keys: Sequence[BlockKey]) -> None:
+        self._held.removed(Tier.DEVICE, keys)
+
+    def emptied(self, *tiers: Tier) -> None:
+        for tier in tiers:
+            self._held.emptied(tier)
+
+    def _sequence(self, request: Request) -> NamedSequence:
+        return NamedSequence(request.chain.keys, request.tokens, self._block_tokens, request.tenant)

@@ -1,0 +1,241 @@
+"""Attention over blocks that are packed in HOST: the same bits as over raw ones on the device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.packed_blocks import PackedHost, form_of, pack_into, same_bits, strange_pool
+from torch import Tensor
+
+from penstock.codecs.lossless import LosslessCodec
+from penstock.engine.attention.cpu import DecodeBatch
+from penstock.engine.decode_plan import DecodePlan, PartRoom
+from penstock.engine.host_blocks import HostBlocks
+from penstock.engine.runner import PackedRow, TorchMemory
+from penstock.engine.table import PACKED_MARK, Addresses, are_packed
+from penstock.stores.device import DevicePool
+from penstock.stores.host import HostArena
+from penstock.types import BlockSpec, Slot
+
+pytest.importorskip("triton")
+
+from penstock.engine.attention import triton as kernels
+from penstock.engine.attention.packed_triton import make_room
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Triton's interpreter cannot multiply bfloat16.
+KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+LAYERS = 2
+NUM_BLOCKS = 24
+SHAPES = [(16, 2, 64), (24, 3, 96), (64, 2, 128), (40, 1, 80)]  # block_tokens, kv_heads, head_dim
+MANY_REGIONS = (320, 1, 128)  # a block's keys take several regions, and a block several parts
+
+
+def addresses_of(pool: Tensor, host: PackedHost) -> Addresses:
+    stride = pool.stride(0) * pool.itemsize
+    return Addresses(pool.data_ptr(), stride, host.address + PACKED_MARK, host.stride_bytes)
+
+
+def make(
+    shape: tuple[int, int, int], kind: torch.dtype, num_blocks: int = NUM_BLOCKS
+) -> tuple[Tensor, PackedHost]:
+    """A pool, and all of its blocks packed in the opposite order."""
+    pool = strange_pool((num_blocks, LAYERS, 2, *shape), kind).to(DEVICE)
+    host = PackedHost(pool)
+    for block in range(num_blocks):
+        host.put(num_blocks - 1 - block, pool[block])
+    return pool, host
+
+
+def make_tables(lengths: list[int], block_tokens: int, seed: int) -> list[list[int]]:
+    """Blocks at random: sequences may share some."""
+    rng = random.Random(seed)
+    return [[rng.randrange(NUM_BLOCKS) for _ in range(0, n, block_tokens)] for n in lengths]
+
+
+def chilled(tables: list[list[int]], share: float, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [
+        [~(NUM_BLOCKS - 1 - block) if rng.random() < share else block for block in table]
+        for table in tables
+    ]
+
+
+def layer_bytes_of(pool: Tensor) -> int:
+    return pool.stride(1) * pool.itemsize
+
+
+def attend(
+    query: Tensor,
+    pool: Tensor,
+    host: PackedHost,
+    tables: list[list[int]],
+    lengths: list[int],
+    layer: int,
+    fetched_places: tuple[int, ...] = (),
+    num_programs: int = 5,
+) -> Tensor:
+    """Cold blocks of `fetched_places` are fetched first, the others are read in place."""
+    block_tokens, kv_heads, dim = pool.shape[3:]
+    addresses = addresses_of(pool, host)
+    places = np.concatenate([np.array(table) for table in tables])
+    table = addresses.of(places)
+    for number, place in enumerate(fetched_places):
+        table[places == place] = ~number
+    buffer = torch.full((max(1, len(fetched_places)), *pool.shape[2:]), 7.0, dtype=pool.dtype)
+    buffer = buffer.to(DEVICE)
+    offset = layer * layer_bytes_of(pool)
+    if fetched_places:
+        sources = torch.from_numpy(addresses.of(np.array(fetched_places))).to(DEVICE)
+        zero, count = (torch.tensor([n], device=DEVICE) for n in (0, len(fetched_places)))
+        kernels.fetch_layer(sources, zero, count, offset, buffer, 3, host.form)
+    plan = DecodePlan(8, 256, block_tokens, kernels.PART_TOKENS, DEVICE)
+    plan.fill(table, [len(table) for table in tables], lengths)
+    plan.send()
+    unpacked = make_room(num_programs, kernels.PART_TOKENS, block_tokens * kv_heads, pool)
+    room = PartRoom.make(plan.max_items, query.shape[1], dim, DEVICE, unpacked.fill_(7.0))
+    attended: Tensor = kernels.attend(
+        query.to(DEVICE),
+        plan,
+        room,
+        offset,
+        0.2,
+        kv_heads,
+        block_tokens,
+        num_programs,
+        buffer.data_ptr(),
+        host.form,
+    )
+    return attended
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, MANY_REGIONS], ids=str)
+def test_a_layer_that_is_fetched_is_unpacked(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    pool, host = make(shape, torch.bfloat16, 5)
+    sources = addresses_of(pool, host).of(~np.array([4, 1, 0, 3]))
+    assert are_packed(sources).all()
+    for layer in range(LAYERS):
+        buffer = torch.full((6, *pool.shape[2:]), 7, dtype=torch.bfloat16, device=DEVICE)
+        kernels.fetch_layer(
+            torch.from_numpy(sources).to(DEVICE),
+            torch.tensor([1], device=DEVICE),
+            torch.tensor([4], device=DEVICE),
+            layer * layer_bytes_of(pool),
+            buffer,
+            3,
+            host.form,
+        )
+        assert same_bits(buffer[1:4], pool[[3, 4, 1], layer])
+        assert (buffer[[0, 4, 5]] == 7).all()  # fetched earlier, or not wanted
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, MANY_REGIONS], ids=str)
+def test_a_layer_is_brought_together_from_raw_and_packed_blocks(
+    shape: tuple[int, int, int],
+) -> None:
+    torch.manual_seed(1)
+    pool, host = make(shape, torch.bfloat16, 5)
+    places = np.array([3, ~4, 0, ~0, ~2, 1])
+    table = torch.from_numpy(addresses_of(pool, host).of(places)).to(DEVICE)
+    for layer in range(LAYERS):
+        out = torch.full((2, 6, *shape), 7, dtype=torch.bfloat16, device=DEVICE)
+        kernels.copy_layer(table, layer * layer_bytes_of(pool), out, host.form)
+        assert same_bits(out.transpose(0, 1), pool[[3, 0, 0, 4, 2, 1], layer])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times zero
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_gpus_attention_gives_the_same_bits(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(2)
+    pool, host = make(shape, KIND)
+    block_tokens, kv_heads, dim = shape
+    lengths = [1, 50, 290]
+    tables = make_tables(lengths, block_tokens, seed=2)
+    query = torch.randn(len(lengths), 2 * kv_heads, dim).to(KIND)
+    layer = 1
+    wanted = attend(query, pool, host, tables, lengths, layer)
+    assert wanted.isfinite().any()
+    assert wanted.isnan().any()
+    for seed, share in enumerate((0.5, 1.0)):
+        cold = chilled(tables, share, seed)
+        places = sorted({place for table in cold for place in table if place < 0})
+        pool_left = pool.clone()
+        used = {place for table in cold for place in table if place >= 0}
+        unused = [block for block in range(NUM_BLOCKS) if block not in used]
+        pool_left[unused] = 3.0  # what is cold must not be read there
+        for fetched in ((), tuple(places[::2])):
+            found = attend(query, pool_left, host, cold, lengths, layer, fetched)
+            assert same_bits(found, wanted), (share, fetched)
+
+
+def test_parts_with_packed_blocks_are_marked() -> None:
+    part, block_tokens = 256, 96  # a block may lie in two parts
+    plan = DecodePlan(4, 64, block_tokens, part, torch.device("cpu"))
+    raw, odd = 1 << 20, (1 << 21) + PACKED_MARK
+    table = np.array([raw, raw, odd, raw, ~0, ~1, raw, raw, odd, odd, raw, raw, raw])
+    plan.fill(table, [6, 2, 1, 4], [520, 190, 5, 350])
+    plan.send()
+    assert plan.item_sequences[:7].tolist() == [0, 0, 0, 1, 2, 3, 3]
+    assert plan.item_parts[:7].tolist() == [~0, ~1, 2, 0, ~0, ~0, 1]
+
+
+def decode(
+    pool: Tensor, host: PackedHost, tables: list[list[int]], lengths: list[int], heads: int
+) -> DecodeBatch:
+    addresses = addresses_of(pool, host)
+    places = [addresses.of(np.array(table)) for table in tables]
+    return DecodeBatch(pool, places, lengths, heads, host.form)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="reads the pool on a CPU")
+@pytest.mark.parametrize("shape", [*SHAPES, MANY_REGIONS], ids=str)
+def test_the_cpus_attention_gives_the_same_bits(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(3)
+    pool, host = make(shape, torch.bfloat16)
+    block_tokens, kv_heads, dim = shape
+    heads = 3 * kv_heads
+    lengths = [1, 50, 127, 300, 999]
+    tables = make_tables(lengths, block_tokens, seed=3)
+    query = torch.randn(len(lengths), heads, dim).to(torch.bfloat16)
+    resident = [
+        DecodeBatch(
+            pool,
+            [
+                Addresses(pool.data_ptr(), layer_bytes_of(pool) * LAYERS).of(np.array(table))
+                for table in tables
+            ],
+            lengths,
+            heads,
+        ).attend(query, layer, 0.2)
+        for layer in range(LAYERS)
+    ]
+    assert resident[0].isfinite().any()
+    for seed, share in enumerate((0.0, 0.2, 0.6, 1.0)):
+        batch = decode(pool, host, chilled(tables, share, seed), lengths, heads)
+        for layer in range(LAYERS):
+            assert same_bits(batch.attend(query, layer, 0.2), resident[layer]), (share, layer)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="reads the pool on a CPU")
+def test_torch_gathers_raw_and_packed_blocks() -> None:
+    torch.manual_seed(4)
+    pool = DevicePool(6, LAYERS, 16, 2, 64, torch.bfloat16)
+    pool.tensor.copy_(strange_pool(pool.tensor.shape, torch.bfloat16))
+    form = form_of(pool.tensor)
+    host = HostArena(BlockSpec(bytes(32), form.packed_bytes, 16), 6 * (form.packed_bytes + 4096))
+    codec = LosslessCodec(form)
+    for block in range(5):
+        pack_into(codec, pool.tensor[block], host.view(Slot(4 - block)))
+    nothing: Any = np.zeros(0, np.int64)
+    row = PackedRow([], nothing, [], [], nothing, np.zeros(0, np.bool_), [])
+    memory = TorchMemory(pool.tensor, HostBlocks(pool, host, form), row, 16)
+    for layer in range(LAYERS):
+        keys, values = memory.history(layer, np.array([3, ~4, ~0, 5, ~2]))
+        wanted = pool.tensor[[3, 0, 4, 5, 2], layer]
+        assert same_bits(keys, wanted[:, 0].flatten(0, 1))
+        assert same_bits(values, wanted[:, 1].flatten(0, 1))
