@@ -42,7 +42,8 @@ import signal, sys
 from pathlib import Path
 from penstock.config import Config, HostConfig
 from penstock.node.service import NodeService
-service = NodeService(Config(HostConfig(size_bytes=int(sys.argv[2]))), Path(sys.argv[1]))
+host = HostConfig(size_bytes=int(sys.argv[2]), codec=sys.argv[3])
+service = NodeService(Config(host), Path(sys.argv[1]), prepare=True)
 signal.signal(signal.SIGTERM, lambda *_: service.stop())
 print("ready", flush=True)
 service.serve()
@@ -56,11 +57,11 @@ def run(folder: Path) -> Iterator[Row]:
 
 
 @contextmanager
-def _node(size_bytes: int) -> Iterator[Config]:
+def serving_node(size_bytes: int, codec: str = "auto") -> Iterator[Config]:
     """A node in a process of its own; the settings of its clients."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/node.sock"
-        command = [sys.executable, "-c", _SERVE, path, str(size_bytes)]
+        command = [sys.executable, "-c", _SERVE, path, str(size_bytes), codec]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
@@ -80,7 +81,7 @@ def _calls() -> Iterator[Row]:
     keys = chain(namespace, range(16 * num_blocks))
     slots = [Slot(number) for number in range(num_blocks)]
     values = BlockValues((PartValues(block_bytes),))
-    with _node(size) as config:
+    with serving_node(size) as config:
         node = NodeOpening(config).attach(spec, device, values)
         own = build_offloader(Config(HostConfig(size_bytes=size)), spec, device)
         for tiers in (node, own):
@@ -117,7 +118,7 @@ def _first_tokens() -> Iterator[Row]:
     loaded = load_model(EMBEDDED, dtype="float32", device="cpu")
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     rng = random.Random(1)
-    with _node(2 * GiB) as config:
+    with serving_node(2 * GiB) as config:
         engines = [
             Engine(loaded, EngineConfig(GiB), tiers)
             for tiers in (config, Config(HostConfig(size_bytes=2 * GiB)))

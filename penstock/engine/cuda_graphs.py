@@ -1,6 +1,7 @@
 """Steps of single tokens, captured once as CUDA graphs and replayed.
 
-A graph is captured for each of some batch sizes. Rows that are left over attend to one scratch
+A graph is captured for each of some batch sizes. A step that fetches more cold blocks than fit the
+buffers at once runs kernel by kernel. Rows that are left over attend to one scratch
 block and are written nowhere. Everything that a graph reads is in tensors that keep their address,
 so blocks may move between replays.
 """
@@ -68,6 +69,8 @@ class CudaGraphs:
         """Logits of all rows, valid until the next step."""
         size = next(size for size in self._sizes if size >= len(row.singles))
         fetches = self._fill(row, size)
+        if self._plan.num_waves > 1:  # such steps are long, and each would need its own graph
+            return self._step(size, fetches=fetches)
         if (size, fetches) not in self._captured:
             self._capture(size, fetches=fetches)
             self._fill(row, size)
@@ -87,21 +90,20 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int, *, fetches: bool) -> None:
-        plan = self._plan
-        rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
         self._fill(None, size)
-
-        def step() -> Tensor:
-            plan.send()
-            return self._forward(*rows, self._kept[:size], size, [], fetches=fetches)
-
         stream: Any = _cuda.Stream()
         stream.wait_stream(_cuda.current_stream())
         with _cuda.stream(stream):
-            step()  # compiles kernels that are not compiled yet
+            self._step(size, fetches=fetches)  # compiles kernels that are not compiled yet
         _cuda.current_stream().wait_stream(stream)
         graph = _cuda.CUDAGraph()
         with _undisturbed(), _cuda.graph(graph, pool=self._memory, **_IN_THIS_THREAD):
-            logits = step()
+            logits = self._step(size, fetches=fetches)
         self._memory = graph.pool()
         self._captured[size, fetches] = (graph, logits)
+
+    def _step(self, size: int, *, fetches: bool) -> Tensor:
+        plan = self._plan
+        rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
+        plan.send()
+        return self._forward(*rows, self._kept[:size], size, [], fetches=fetches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.attention.triton import pull_plan
-from penstock.engine.table import Places, are_packed
+from penstock.engine.attention.triton import WAVE_NUMBERS, pull_plan
+from penstock.engine.fetch_choice import Fetches
+from penstock.engine.table import Places
 
-_NONE: Places = np.zeros(0, np.int64)
+NO_FETCHES = Fetches(np.zeros(0, np.int64), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,34 +25,30 @@ class PartRoom:
     sums: Tensor
     largest: Tensor
     totals: Tensor
-    unpacked: Tensor | None = None  # see `packed_triton.make_room`; None if no block is packed
 
     @classmethod
-    def make(
-        cls,
-        num_items: int,
-        num_heads: int,
-        head_dim: int,
-        device: torch.device,
-        unpacked: Tensor | None = None,
-    ) -> PartRoom:
+    def make(cls, num_items: int, num_heads: int, head_dim: int, device: torch.device) -> PartRoom:
         shape = (num_items, num_heads)
         return cls(
             torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
-            unpacked,
         )
 
 
 class DecodePlan:
     """For up to `max_sequences` with `max_blocks` blocks in total. It is one buffer:
 
-        num_items | num_blocks | num_fetched | first fetched | token ids | positions | addresses
+        num_items | num_blocks | num_fetched | num_waves | token ids | positions | addresses
         | lengths | starts | first items | sequences of items | parts of items | table | fetched
+        | waves
 
-    It also has the rows of a replayed step: their token ids, positions, and the addresses of their
-    keys in the first layer. A step that was sent must end before the next one is filled in.
+    A wave is five numbers: its first block in `fetched`, how many it fetches, how many of them have
+    their first layers on the device already, its first item, and its number of items. A step that
+    fetches nothing has one wave.
+
+    The plan also has the rows of a replayed step: their token ids, positions, and the addresses of
+    their keys in the first layer. A step that was sent must end before the next one is filled in.
     """
 
     def __init__(
@@ -62,14 +60,15 @@ class DecodePlan:
         device: torch.device,
         max_fetched: int = 0,
     ) -> None:
-        """`max_fetched`: how many cold blocks may be fetched to the device during a step."""
+        """`max_fetched`: how many cold blocks one wave may fetch to the device."""
         self.max_fetched = max_fetched
         self._part_tokens = part_tokens
         self._block_tokens = block_tokens
+        self._span_tokens = math.lcm(part_tokens, block_tokens)
         # A sequence's last part may be short and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
         sizes = [1, 1, 1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
-        sizes.append(max_fetched)
+        sizes += [max_blocks if max_fetched else 0, WAVE_NUMBERS * self.max_items]
         ends = np.cumsum(sizes).tolist()
         begins = [0, *ends[:-1]]
         on_gpu = device.type == "cuda"
@@ -80,15 +79,26 @@ class DecodePlan:
         self._large_begins = begins[10:]
         host = self._staged.numpy()
         parts = [host[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        self._num_items, self._num_blocks, self._num_fetched, self._first_fetched = parts[:4]
+        self._num_items, self._num_blocks, self._num_fetched, self._num_waves = parts[:4]
         self._rows = parts[4:7]
         self._lengths, self._starts, self._first_items = parts[7:10]
-        self._item_sequences, self._item_parts, self._table, self._fetched = parts[10:]
+        self._item_sequences, self._item_parts, self._table, self._fetched = parts[10:14]
+        self._waves = parts[14].reshape(-1, WAVE_NUMBERS)
         sent = [self._sent[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        self.num_items, _, self.num_fetched, self.first_fetched = sent[:4]
         self.ids, self.positions, self.addresses = sent[4:7]
         self.lengths, self.starts, self.first_items = sent[7:10]
-        self.item_sequences, self.item_parts, self.table, self.fetched = sent[10:]
+        self.item_sequences, self.item_parts, self.table, self.fetched = sent[10:14]
+        self.waves = sent[14]
+
+    @property
+    def span_blocks(self) -> int:
+        """The fewest blocks that begin and end with a part: a wave has all of them, or none."""
+        return self._span_tokens // self._block_tokens
+
+    @property
+    def num_waves(self) -> int:
+        """Of the step that was filled in last."""
+        return int(self._num_waves[0])
 
     def fill(
         self,
@@ -96,15 +106,12 @@ class DecodePlan:
         num_blocks: Sequence[int],
         lengths: Sequence[int],
         rows: Sequence[NDArray[np.int64]] | None = None,
-        fetched: Places = _NONE,
-        first_fetched: int = 0,
+        fetches: Fetches = NO_FETCHES,
     ) -> None:
         """Fill in the next step.
 
         `table` has the addresses of all sequences' blocks; `num_blocks` and `lengths` say how many
-        blocks and tokens each sequence has. `fetched` has the addresses of blocks to fetch; the
-        first layers of those before `first_fetched` are already on the device. A part with packed
-        blocks gets the number `~part`.
+        blocks and tokens each sequence has.
         """
         count = len(lengths)
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
@@ -112,29 +119,45 @@ class DecodePlan:
         num_items = int(first_items[-1])
         self._num_items[0] = num_items
         self._num_blocks[0] = len(table)
-        self._num_fetched[0] = len(fetched)
-        self._first_fetched[0] = first_fetched
-        self._fetched[: len(fetched)] = fetched
+        self._num_fetched[0] = len(fetches.sources)
+        self._fetched[: len(fetches.sources)] = fetches.sources
         for target, source in zip(self._rows, rows or (), strict=False):
             target[: len(source)] = source
             target[len(source) : count] = 0
         self._lengths[:count] = lengths
-        starts = np.cumsum(num_blocks) - num_blocks
-        self._starts[:count] = starts
+        self._starts[:count] = np.cumsum(num_blocks) - num_blocks
         self._first_items[:count] = first_items[:-1]
         sequences = np.repeat(np.arange(count), num_parts)
-        self._item_sequences[:num_items] = sequences
         parts = np.arange(num_items) - first_items[sequences]
+        num_waves = max(1, len(fetches.num_sources))
+        self._num_waves[0] = num_waves
+        num_in_wave = np.array([num_items])
+        if num_waves > 1:
+            waves = self._waves_of(sequences, parts, fetches.span_waves)
+            order = np.argsort(waves, kind="stable")
+            sequences, parts = sequences[order], parts[order]
+            num_in_wave = np.bincount(waves, minlength=num_waves)
+        self._item_sequences[:num_items] = sequences
         self._item_parts[:num_items] = parts
         self._table[: len(table)] = table
-        is_packed = are_packed(table)
-        if is_packed.any():
-            num_before = np.concatenate([[0], np.cumsum(is_packed)])
-            begins = parts * self._part_tokens
-            ends = np.minimum(begins + self._part_tokens, self._lengths[sequences])
-            first = num_before[starts[sequences] + begins // self._block_tokens]
-            last = num_before[starts[sequences] - (-ends // self._block_tokens)]
-            self._item_parts[:num_items] = np.where(last > first, ~parts, parts)
+        written = self._waves[:num_waves]
+        written[:] = 0
+        if fetches.num_sources:
+            written[:, 0] = np.cumsum(fetches.num_sources) - fetches.num_sources
+            written[:, 1] = fetches.num_sources
+            written[:, 2] = fetches.num_there
+        written[:, 3] = np.cumsum(num_in_wave) - num_in_wave
+        written[:, 4] = num_in_wave
+
+    def _waves_of(self, sequences: Places, parts: Places, span_waves: Sequence[Places]) -> Places:
+        """The wave of each part. Sequences without cold blocks may be missing in `span_waves`."""
+        begins = np.cumsum([0, *map(len, span_waves)])
+        spans = parts * self._part_tokens // self._span_tokens
+        is_known = sequences < len(span_waves)
+        flat = np.concatenate(span_waves)
+        waves = np.zeros(len(parts), np.int64)
+        waves[is_known] = flat[(begins[sequences[is_known]] + spans[is_known])]
+        return waves
 
     def send(self) -> None:
         """Queue the transfer to the device on the current stream. A graph may capture this."""

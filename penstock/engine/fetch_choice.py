@@ -1,4 +1,8 @@
-"""Chooses the cold blocks to fetch to the device for a step, and knows which are already there.
+"""Decides in which waves the cold blocks of a step are fetched, and knows which are already there.
+
+The device's buffers hold the blocks of one wave. A wave's blocks are those that some spans of the
+sequences read, so attention over these spans can run when the wave has arrived. Most steps need one
+wave.
 
 Two steps of the same sequences read almost the same blocks, so the first layers of the next step
 are fetched before it begins (see `fetching`). They are valid only if every sequence of the last
@@ -8,19 +12,29 @@ step takes part again and has kept all its pins: then their HOST slots cannot ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.engine.table import Addresses, BlockTable, Places
 
 _NONE: Places = np.zeros(0, np.int64)
 
 
+class Fetches(NamedTuple):
+    """The cold blocks that a step fetches, in waves."""
+
+    sources: Places  # their addresses, wave after wave
+    num_sources: Sequence[int]  # of each wave
+    num_there: Sequence[int]  # of each wave, from the first: their first layers are there already
+    span_waves: Sequence[Places]  # for each sequence, the waves of its spans
+
+
 class FetchPlan(NamedTuple):
-    table: Places  # the addresses of all sequences' blocks; `~n` for the n-th fetched block
-    sources: Places  # the addresses to fetch from
-    num_there: int  # how many of them, from the first, need no fetch for the first layers
+    table: Places  # the addresses of all sequences' blocks; `~n` for the n-th block of its wave
+    fetches: Fetches
 
 
 class _Seen(NamedTuple):
@@ -31,66 +45,116 @@ class _Seen(NamedTuple):
     num_releases: int
 
 
+@dataclass(slots=True)
+class _Chosen:
+    waves: list[Places]  # the places that each wave fetches
+    sources: Places
+    tables: list[Places]
+    span_waves: list[Places]
+
+
 class FetchChoice:
-    def __init__(self, max_fetched: int) -> None:
+    def __init__(self, max_fetched: int, span_blocks: int) -> None:
+        """`max_fetched`: in one wave; a span of a sequence has `span_blocks` blocks, all in one."""
         self.max_fetched = max_fetched
         self.is_steady = False  # the next step will likely read the same blocks
+        self._span_blocks = span_blocks
         self._seen: list[_Seen] = []
-        self._tables: list[Places] = []  # each sequence's part of the last plan's table
-        self._chosen = self._sources = self._ahead = _NONE
+        self._chosen = _Chosen([], _NONE, [], [])
+        self._ahead: list[Places] = []
 
     def choose(
         self, tables: Sequence[BlockTable], places: Sequence[Places], addresses: Addresses
     ) -> FetchPlan:
-        """Choose what to fetch. `places`: the blocks that are read from each of `tables`.
+        """Choose what to fetch when. `places`: the blocks that are read from each of `tables`.
 
-        Blocks with the most readers are fetched first. Blocks that are already there keep their
-        number.
+        Blocks that are already there keep their number.
         """
         seen = [_Seen(table, table.num_moves, table.num_releases) for table in tables]
         self.is_steady = self._all_hold(seen)
-        num_there = len(self._ahead) if self.is_steady else 0
-        if seen == self._seen and all(map(_is_longer, places, self._tables)):
-            for index, (mine, mapped) in enumerate(zip(places, self._tables, strict=True)):
-                if len(mine) > len(mapped):  # new blocks are always on the device
-                    more = addresses.of(mine[len(mapped) :])
-                    self._tables[index] = np.concatenate([mapped, more])
+        ahead = self._ahead if self.is_steady else []
+        if seen == self._seen and all(map(_is_longer, places, self._chosen.tables)):
+            self._grow(places, addresses)
+            num_there = [len(wave) for wave in ahead]
         else:
-            num_there = self._choose_again(places, num_there, addresses)
-        self._seen, self._ahead = seen, _NONE
-        return FetchPlan(np.concatenate(self._tables), self._sources, num_there)
+            self._chosen, num_there = self._choose_again(places, ahead, addresses)
+        self._seen, self._ahead = seen, []
+        chosen = self._chosen
+        num_there += [0] * (len(chosen.waves) - len(num_there))
+        num_sources = [len(wave) for wave in chosen.waves]
+        fetches = Fetches(chosen.sources, num_sources, num_there, chosen.span_waves)
+        return FetchPlan(np.concatenate(chosen.tables), fetches)
 
     def fetch_ahead(self) -> None:
         """The last choice is being fetched for the next step."""
-        self._ahead = self._chosen
+        self._ahead = self._chosen.waves
         self.is_steady = False
 
     def forget(self) -> None:
         """A step fetches nothing: blocks that were fetched ahead may be incomplete."""
-        self._seen, self._ahead = [], _NONE
+        self._seen, self._ahead = [], []
         self.is_steady = False
 
-    def _choose_again(self, places: Sequence[Places], num_there: int, addresses: Addresses) -> int:
-        """Returns how many of the chosen blocks are already there."""
-        there = self._ahead[:num_there]
+    def _grow(self, places: Sequence[Places], addresses: Addresses) -> None:
+        """Add the sequences' new blocks, which are always on the device."""
+        chosen = self._chosen
+        for index, mine in enumerate(places):
+            known = len(chosen.tables[index])
+            if len(mine) > known:
+                more = addresses.of(mine[known:])
+                chosen.tables[index] = np.concatenate([chosen.tables[index], more])
+                chosen.span_waves[index] = self._with_new_spans(chosen.span_waves[index], len(mine))
+
+    def _with_new_spans(self, waves: Places, num_blocks: int) -> Places:
+        num_new = self._num_spans(num_blocks) - len(waves)
+        return np.concatenate([waves, np.zeros(num_new, np.int64)])
+
+    def _num_spans(self, num_blocks: int) -> int:
+        return -(-num_blocks // self._span_blocks)
+
+    def _choose_again(
+        self, places: Sequence[Places], ahead: list[Places], addresses: Addresses
+    ) -> tuple[_Chosen, list[int]]:
+        """Also returns how many of each wave's blocks are already there."""
+        sizes = [len(mine) for mine in places]
+        begins = np.cumsum([0, *sizes])
         everything = np.concatenate(places)
         at = np.flatnonzero(everything < 0)
-        cold, which, counts = np.unique(everything[at], return_inverse=True, return_counts=True)
-        is_there = np.isin(cold, there)
-        if int(is_there.sum()) != len(there):  # a sequence is read only in part
-            there, is_there = _NONE, np.zeros(len(cold), np.bool_)
-        by_readers = np.argsort(-counts, kind="stable")
-        new = by_readers[~is_there[by_readers]][: self.max_fetched - len(there)]
-        self._chosen = np.concatenate([there, cold[np.sort(new)]])
-        self._sources = addresses.of(self._chosen)
-        numbers = np.full(len(cold), -1)
-        numbers[np.searchsorted(cold, self._chosen)] = np.arange(len(self._chosen))
-        numbers = numbers[which]
-        is_fetched = numbers >= 0
+        sequences = np.searchsorted(begins, at, side="right") - 1
+        spans = (at - begins[sequences]) // self._span_blocks
+        # Sequences that share a prefix read it in the same wave, so that it crosses the link once.
+        order = np.lexsort((sequences, spans))
+        cold = everything[at[order]]
+        is_first = np.diff(spans[order], prepend=-1) != 0
+        is_first |= np.diff(sequences[order], prepend=-1) != 0
+        waves = _divide(cold, np.flatnonzero(is_first), self.max_fetched)
+        num_waves = int(waves[-1]) + 1 if len(waves) else 0
+        if len(ahead) != num_waves:
+            ahead = [_NONE] * num_waves
         mapped = addresses.of(everything)
-        mapped[at[is_fetched]] = ~numbers[is_fetched]
-        self._tables = np.split(mapped, np.cumsum([len(mine) for mine in places])[:-1])
-        return len(there)
+        members, num_there = [], []
+        for wave, there in enumerate(ahead):
+            begin, end = np.searchsorted(waves, [wave, wave + 1])
+            mine, which = np.unique(cold[begin:end], return_inverse=True)
+            if not np.isin(there, mine).all():  # a sequence is read only in part
+                there = _NONE
+            is_new = ~np.isin(mine, there)
+            listed = np.concatenate([there, mine[is_new]])
+            numbers = np.empty(len(mine), np.int64)
+            numbers[np.searchsorted(mine, listed)] = np.arange(len(listed))
+            mapped[at[order[begin:end]]] = ~numbers[which]
+            members.append(listed)
+            num_there.append(len(there))
+        span_begins = np.cumsum([0, *(self._num_spans(size) for size in sizes)])
+        span_waves = np.zeros(span_begins[-1], np.int64)
+        span_waves[(span_begins[sequences] + spans)[order]] = waves
+        chosen = _Chosen(
+            members,
+            addresses.of(np.concatenate([*members, _NONE])),
+            np.split(mapped, begins[1:-1]),
+            np.split(span_waves, span_begins[1:-1]),
+        )
+        return chosen, num_there
 
     def _all_hold(self, seen: Sequence[_Seen]) -> bool:
         """Whether all sequences of the last step take part and have released no pins."""
@@ -98,6 +162,32 @@ class FetchChoice:
         return bool(self._seen) and all(
             id(table) in here and table.num_releases == num for table, _, num in self._seen
         )
+
+
+def _divide(cold: Places, firsts: NDArray[np.intp], limit: int) -> Places:
+    """The wave of each of these blocks: as many spans as have at most `limit` different blocks.
+
+    `firsts`: where each span begins. None has more than `limit` blocks.
+    """
+    waves = np.zeros(len(cold), np.int64)
+    order = np.argsort(cold, kind="stable")
+    is_same = cold[order[1:]] == cold[order[:-1]]
+    before = np.full(len(cold), -1)  # where the same block is, the last time before
+    before[order[1:][is_same]] = order[:-1][is_same]
+    begin = wave = 0
+    while begin < len(cold):
+        window = 2 * limit
+        while True:
+            counts = np.cumsum(before[begin : begin + window] < begin)
+            if counts[-1] > limit or begin + window >= len(cold):
+                break
+            window *= 2
+        end = begin + int(np.searchsorted(counts, limit, side="right"))
+        if end < len(cold):
+            end = int(firsts[np.searchsorted(firsts, end, side="right") - 1])
+        waves[begin:end] = wave
+        begin, wave = end, wave + 1
+    return waves
 
 
 def _is_longer(one: Places, other: Places) -> bool:

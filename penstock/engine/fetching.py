@@ -1,11 +1,11 @@
 """Fetches cold blocks to the device layer by layer, during the computation.
 
-While one layer is computed, a few programs on separate streams copy what the next layers will read
-from HOST, into buffers for several layers. Packed blocks are unpacked on the way, so the buffers
-hold raw layers. A block that several sequences read crosses the link once. Blocks that do not fit
-the buffers are read directly from HOST. After the last layer, the first layers of the next step are
-fetched if it will likely read the same blocks. So the link stays busy while logits are computed,
-tokens are sampled and the next step is prepared.
+While one layer is computed, a few programs on separate streams copy what is read next from HOST,
+into several buffers. A buffer holds one layer of one wave of blocks (see `fetch_choice`). Packed
+blocks arrive in a buffer of their own and are unpacked from there, so the link is never kept
+waiting. A block that several sequences read in one wave crosses the link once. After the last
+layer, the first layers of the next step are fetched if it will likely read the same blocks. So the
+link stays busy while logits are computed, tokens are sampled and the next step is prepared.
 
 Steps may be replayed from a graph; fetching ahead never is. Events that both use say when a buffer
 is free and when it is full.
@@ -21,35 +21,43 @@ import torch
 from torch import Tensor
 
 from penstock.codecs.lossless_format import LosslessFormat
+from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
 from penstock.engine.decode_plan import DecodePlan
 from penstock.engine.fetch_choice import FetchChoice, FetchPlan
-from penstock.engine.table import Addresses, BlockTable, Places
+from penstock.engine.table import PACKED_MARK, Addresses, BlockTable, Places
 
 _cuda: Any = torch.cuda  # untyped
 
 _NUM_BUFFERS = 8
-_BUFFER_BYTES = 64 << 20  # per layer, at most
+_BUFFER_BYTES = 64 << 20  # per wave and layer, at most
 _MIN_BUFFER_BYTES = 1 << 20
 _POOL_SHARE = 32  # all buffers together take at most 1/32 of the pool's size
-_NUM_STREAMS = 2  # used in turn: one layer begins while the last bytes of another arrive
+_NUM_STREAMS = 2  # used in turn: one buffer fills while the last bytes of another arrive
 _NUM_PROGRAMS = 12  # enough to saturate a PCIe Gen5 link, and few enough to leave SMs free
-_NUM_UNPACKING = 24  # the same for packed blocks: these programs have half as many warps
+_NUM_UNPACKING = 264  # programs that unpack, for a short time
 
 
-def num_fetched_at_once(layer_bytes: int, pool_bytes: int, num_slots: int) -> int:
+def num_fetched_at_once(layer_bytes: int, pool_bytes: int, num_slots: int, span_blocks: int) -> int:
     """How many blocks the buffers hold. `layer_bytes`: the size of one layer in a block."""
     share = pool_bytes // _POOL_SHARE // _NUM_BUFFERS
     buffer_bytes = min(_BUFFER_BYTES, max(_MIN_BUFFER_BYTES, share))
-    return max(1, min(buffer_bytes // layer_bytes, num_slots))
+    return max(1, min(max(span_blocks, buffer_bytes // layer_bytes), num_slots))
 
 
 class _Blocks(NamedTuple):
-    """Addresses, the index of the first to fetch, and their number: in tensors, for graphs."""
+    """What a step fetches: in tensors, for graphs. See `DecodePlan`."""
 
     sources: Tensor
-    first: Tensor
-    num_sources: Tensor
+    waves: Tensor
+
+
+class _Unit(NamedTuple):
+    """What one buffer holds: a layer of a wave's blocks."""
+
+    number: int  # counted through the step
+    layer: int
+    wave: int
 
 
 class _Event:
@@ -82,29 +90,37 @@ class Fetcher:
         `host_form`: the form of HOST's blocks, if they are packed.
         """
         self._num_layers = num_layers
-        self._host_form = host_form
-        self._num_programs = _NUM_PROGRAMS if host_form is None else _NUM_UNPACKING
+        self._num_waves = 1
         # At most half of the layers, so that blocks fetched ahead are read before their list is
         # overwritten.
         self._num_buffers = max(1, min(_NUM_BUFFERS, num_layers // 2))
         self._buffers = like.new_empty((self._num_buffers, plan.max_fetched, *layer))
         self._layer_bytes = self._buffers[0, 0].numel() * self._buffers.itemsize
-        zero = torch.zeros_like(plan.num_fetched)
-        self._late = _Blocks(plan.fetched, plan.first_fetched, plan.num_fetched)
-        self._all = _Blocks(plan.fetched, zero, plan.num_fetched)
-        # A copy, because the plan is refilled while these are still read.
+        self._form = host_form
+        self._arrivals: list[Tensor] = []  # of packed layers, one per stream
+        if host_form is not None:
+            size = packed.packed_layer_bytes(host_form, self._layer_bytes)
+            shape = (plan.max_fetched, size)
+            self._arrivals = [
+                torch.empty(shape, dtype=torch.uint8, device=like.device)
+                for _ in range(_NUM_STREAMS)
+            ]
+        self._now = _Blocks(plan.fetched, plan.waves)
+        # Copies of the first waves, because the plan is refilled while these are still read.
+        num_ahead = min(len(plan.fetched), self._num_buffers * plan.max_fetched)
+        num_numbers = min(len(plan.waves), self._num_buffers * kernels.WAVE_NUMBERS)
         self._ahead = _Blocks(
-            torch.zeros_like(plan.fetched), zero, torch.zeros_like(plan.num_fetched)
+            torch.zeros_like(plan.fetched[:num_ahead]), torch.zeros_like(plan.waves[:num_numbers])
         )
-        self._choice = FetchChoice(plan.max_fetched)
+        self._choice = FetchChoice(plan.max_fetched, plan.span_blocks)
         on_gpu = like.device.type == "cuda"
         self._streams: list[Any] = []
         if on_gpu:
             # High priority: these few programs must not wait for a matrix product to end.
             self._streams = [_cuda.Stream(like.device, priority=-1) for _ in range(_NUM_STREAMS)]
-        # Events: a layer has arrived, the last one has; a buffer is free, has been filled ahead.
+        # Events: a unit has arrived, the last ones have; a buffer is free, has been filled ahead.
         self._arrived: dict[int, Any] = {}
-        self._all_arrived = _Event(on_gpu)
+        self._all_arrived = [_Event(on_gpu) for _ in range(_NUM_STREAMS)]
         self._are_free = [_Event(on_gpu) for _ in range(self._num_buffers)]
         self._arrived_ahead = [_Event(on_gpu) for _ in range(self._num_buffers)]
 
@@ -112,72 +128,107 @@ class Fetcher:
         self, tables: Sequence[BlockTable], places: Sequence[Places], addresses: Addresses
     ) -> FetchPlan:
         """See `FetchChoice.choose`. The next step must use the result."""
-        return self._choice.choose(tables, places, addresses)
+        chosen = self._choice.choose(tables, places, addresses)
+        self._num_waves = max(1, len(chosen.fetches.num_sources))
+        return chosen
 
     def choose_nothing(self) -> None:
         """The next step fetches nothing."""
         self._choice.forget()
+        self._num_waves = 1
 
     def begin(self) -> None:
-        """Fetch the first layers. Call it after the plan was sent and before the first layer."""
-        for layer in range(self._num_buffers):
-            self._follow(layer)
-            self._fetch(layer, self._late, after=[self._arrived_ahead[layer]])
+        """Fetch the first units. Call it after the plan was sent and before the first layer."""
+        for number in range(self._num_buffers):
+            unit = self._unit(number)
+            self._follow(unit)
+            # A graph does not run on the streams on which blocks were fetched ahead. All units that
+            # use the same arrival buffer must have left it, even if this one is there.
+            after = self._arrived_ahead[number::_NUM_STREAMS]
+            self._fetch(unit, self._now, is_first=True, after=after)
 
-    def address(self, layer: int) -> int:
-        """The address of the layer's blocks, for work that is queued from now on."""
+    def address(self, layer: int, wave: int) -> int:
+        """The address of the wave's blocks, for work that is queued from now on."""
+        number = layer * self._num_waves + wave
         if self._streams:
-            _cuda.current_stream().wait_event(self._arrived[layer])
-        return self._buffer(layer).data_ptr()
+            _cuda.current_stream().wait_event(self._arrived.pop(number))
+        return self._buffer(number).data_ptr()
 
-    def end(self, layer: int) -> None:
-        """All work that reads the layer has been queued."""
-        following = layer + self._num_buffers
-        if following < self._num_layers:
-            self._follow(following)
-            self._fetch(following, self._all)
+    def end(self, layer: int, wave: int) -> None:
+        """All work that reads the layer of the wave's blocks has been queued."""
+        number = layer * self._num_waves + wave
+        following = number + self._num_buffers
+        num_units = self._num_layers * self._num_waves
+        if following < num_units:
+            unit = self._unit(following)
+            self._follow(unit)
+            self._fetch(unit, self._now)
             return
-        if following == self._num_layers:
+        if following == num_units:
             # Kernels, not copies: copies would queue behind loads in the GPU's copy engines.
-            torch.add(self._all.sources, 0, out=self._ahead.sources)
-            torch.add(self._all.num_sources, 0, out=self._ahead.num_sources)
-        self._are_free[layer % self._num_buffers].record()
+            for source, target in zip(self._now, self._ahead, strict=True):
+                torch.add(source[: len(target)], 0, out=target)
+        self._are_free[number % self._num_buffers].record()
 
     def fetch_ahead(self) -> None:
-        """Fetch the first layers of the next step, if it will likely read the same blocks.
+        """Fetch the first units of the next step, if it will likely read the same blocks.
 
         Call it after a step was queued. HOST must stay pinned until they have arrived.
         """
         if not self._choice.is_steady or self._num_layers < 2 * self._num_buffers:
             return
-        for layer in range(self._num_buffers):
-            self._fetch(layer, self._ahead, after=[self._all_arrived, self._are_free[layer]])
+        for number in range(self._num_buffers):
+            after = [*self._all_arrived, self._are_free[number]]
+            self._fetch(self._unit(number), self._ahead, after=after)
         self._choice.fetch_ahead()
 
-    def _follow(self, layer: int) -> None:
-        if self._streams:
-            self._stream(layer).wait_stream(_cuda.current_stream())
+    def _unit(self, number: int) -> _Unit:
+        return _Unit(number, *divmod(number, self._num_waves))
 
-    def _fetch(self, layer: int, blocks: _Blocks, after: Sequence[_Event] = ()) -> None:
-        stream = self._stream(layer)
+    def _follow(self, unit: _Unit) -> None:
+        if self._streams:
+            self._stream(unit).wait_stream(_cuda.current_stream())
+
+    def _fetch(
+        self, unit: _Unit, blocks: _Blocks, *, is_first: bool = False, after: Sequence[_Event] = ()
+    ) -> None:
+        stream = self._stream(unit)
         for event in after:
             event.hold_up(stream)
         with nullcontext() if stream is None else _cuda.stream(stream):
-            offset = layer * self._layer_bytes
-            kernels.fetch_layer(
-                *blocks, offset, self._buffer(layer), self._num_programs, self._host_form
-            )
+            self._copy(unit, blocks, is_first=is_first)
             if blocks is self._ahead:
-                self._arrived_ahead[layer].record()
+                self._arrived_ahead[unit.number].record()
                 return
-            if layer == self._num_layers - 1:
-                self._all_arrived.record()
+            if unit.number >= self._num_layers * self._num_waves - _NUM_STREAMS:
+                self._all_arrived[unit.number % _NUM_STREAMS].record()
             if stream is not None:
-                self._arrived[layer] = _cuda.Event()
-                self._arrived[layer].record()
+                self._arrived[unit.number] = _cuda.Event()
+                self._arrived[unit.number].record()
 
-    def _stream(self, layer: int) -> Any:
-        return self._streams[layer % _NUM_STREAMS] if self._streams else None
+    def _copy(self, unit: _Unit, blocks: _Blocks, *, is_first: bool) -> None:
+        target = self._buffer(unit.number)
+        offset = unit.layer * self._layer_bytes
+        if self._form is None:
+            kernels.fetch_layer(
+                *blocks, unit.wave, offset, target, _NUM_PROGRAMS, is_first=is_first
+            )
+            return
+        arrival = self._arrivals[unit.number % _NUM_STREAMS]
+        kernels.fetch_layer(
+            *blocks,
+            unit.wave,
+            packed.packed_at(self._form, offset) - PACKED_MARK,
+            arrival.view(torch.int64),
+            _NUM_PROGRAMS,
+            is_first=is_first,
+        )
+        packed.unpack_layer(
+            arrival, blocks.waves, unit.wave, target, _NUM_UNPACKING, self._form, is_first=is_first
+        )
 
-    def _buffer(self, layer: int) -> Tensor:
-        return self._buffers[layer % self._num_buffers]
+    def _stream(self, unit: _Unit) -> Any:
+        return self._streams[unit.number % _NUM_STREAMS] if self._streams else None
+
+    def _buffer(self, number: int) -> Tensor:
+        return self._buffers[number % self._num_buffers]

@@ -6,6 +6,7 @@ Steps with chunks of prompts run kernel by kernel.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from torch import Tensor
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine import fp8
 from penstock.engine.attention import triton as kernels
-from penstock.engine.attention.packed_triton import make_room
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.cuda_graphs import CudaGraphs
-from penstock.engine.decode_plan import DecodePlan, PartRoom
+from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom
+from penstock.engine.fetch_choice import Fetches
 from penstock.engine.fetching import Fetcher, num_fetched_at_once
 from penstock.engine.fused import FusedDecoder, can_fuse
 from penstock.engine.mailbox import Mailbox
@@ -106,22 +107,25 @@ class _Decode:
 
     def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
         shape = self._shape
-        fetched = 0 if self.fetcher is None else self.fetcher.address(layer)
-        attended: Tensor = kernels.attend(
-            query,
-            self._plan,
-            self._room,
-            layer * shape.layer_bytes,
-            scale,
-            shape.kv_heads,
-            shape.block_tokens,
-            self._num_programs,
-            fetched,
-            shape.host_form,
-            is_fp8=shape.is_fp8,
-        )
-        if self.fetcher is not None:
-            self.fetcher.end(layer)
+        num_waves = 1 if self.fetcher is None else self._plan.num_waves
+        for wave in range(num_waves):
+            fetched = 0 if self.fetcher is None else self.fetcher.address(layer, wave)
+            kernels.attend_wave(
+                query,
+                self._plan,
+                self._room,
+                layer * shape.layer_bytes,
+                scale,
+                shape.kv_heads,
+                shape.block_tokens,
+                self._num_programs,
+                wave,
+                fetched,
+                is_fp8=shape.is_fp8,
+            )
+            if self.fetcher is not None:
+                self.fetcher.end(layer, wave)
+        attended: Tensor = kernels.merge_parts(query, self._plan, self._room)
         return attended
 
 
@@ -131,8 +135,7 @@ class _Reads(NamedTuple):
     table: Places
     num_blocks: list[int]
     lengths: list[int]
-    fetched: Places
-    first_fetched: int
+    fetches: Fetches
 
 
 class TritonRunner:
@@ -168,7 +171,10 @@ class TritonRunner:
         max_fetched = 0
         if host is not None:
             max_fetched = num_fetched_at_once(
-                self._shape.layer_bytes, pool.num_slots * pool.block_bytes, host.num_slots
+                self._shape.layer_bytes,
+                pool.num_slots * pool.block_bytes,
+                host.num_slots,
+                math.lcm(kernels.PART_TOKENS, block_tokens) // block_tokens,
             )
         self._plan = DecodePlan(
             max_num_seqs, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched
@@ -179,13 +185,7 @@ class TritonRunner:
         if on_gpu:
             num_processors = _cuda.get_device_properties(self._device).multi_processor_count
         num_programs = num_processors * _PROGRAMS_PER_PROCESSOR
-        unpacked = None
-        if host_form is not None:
-            half_rows = block_tokens * loaded.num_kv_heads
-            unpacked = make_room(num_programs, kernels.PART_TOKENS, half_rows, pool.tensor)
-        room = PartRoom.make(
-            self._max_parts, loaded.num_heads, loaded.head_dim, self._device, unpacked
-        )
+        room = PartRoom.make(self._max_parts, loaded.num_heads, loaded.head_dim, self._device)
         self._decode = _Decode(self._shape, self._plan, room, num_programs)
         self._fused = None
         if can_fuse(loaded.model):
@@ -284,11 +284,10 @@ class TritonRunner:
                 reads.table,
                 reads.num_blocks,
                 reads.lengths,
-                fetched=reads.fetched,
-                first_fetched=reads.first_fetched,
+                fetches=reads.fetches,
             )
             self._plan.send()
-            fetches = len(reads.fetched) > 0
+            fetches = len(reads.fetches.sources) > 0
         kept = torch.tensor(row.sampled or [0], device=self._device)
         ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
         logits = self.forward(
@@ -348,10 +347,9 @@ class TritonRunner:
             reads.num_blocks + others,
             reads.lengths + others,
             rows,
-            reads.fetched,
-            reads.first_fetched,
+            reads.fetches,
         )
-        return len(reads.fetched) > 0
+        return len(reads.fetches.sources) > 0
 
     def _reads(self, singles: Sequence[Chunk]) -> _Reads:
         places = [places_of(chunk, self._shape.block_tokens) for chunk in singles]
@@ -363,11 +361,11 @@ class TritonRunner:
                 self._fetcher.choose_nothing()
             none: Places = np.zeros(0, np.int64)
             everything = self._addresses.of(np.concatenate([*places, none]))
-            return _Reads(everything, num_blocks, lengths, none, 0)
+            return _Reads(everything, num_blocks, lengths, NO_FETCHES)
         chosen = self._fetcher.choose(tables, places, self._addresses)
-        self.num_fetched += len(chosen.sources)
-        self.num_ahead += chosen.num_there
-        return _Reads(chosen.table, num_blocks, lengths, chosen.sources, chosen.num_there)
+        self.num_fetched += len(chosen.fetches.sources)
+        self.num_ahead += sum(chosen.fetches.num_there)
+        return _Reads(chosen.table, num_blocks, lengths, chosen.fetches)
 
     def _inputs(self, row: PackedRow) -> NDArray[np.int64]:
         """Token ids, positions, and the address of each row's keys in the first layer."""

@@ -240,9 +240,21 @@ class _Sequence:
         self.table = BlockTable()
 
 
+ROOMS = [3, 1000]  # blocks that buffers hold: little room means several waves in each layer
+
+
+def _limit_room(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, room_blocks: int) -> None:
+    from penstock.engine import fetching
+
+    layer_bytes = 2 * BLOCK_TOKENS * loaded.num_kv_heads * loaded.head_dim * loaded.dtype.itemsize
+    monkeypatch.setattr(fetching, "_BUFFER_BYTES", room_blocks * layer_bytes)
+
+
+@pytest.mark.parametrize("room_blocks", ROOMS)
 def test_nothing_changes_a_bit_wherever_blocks_lie_with_graphs_and_without(
-    loaded: LoadedModel,
+    loaded: LoadedModel, room_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _limit_room(monkeypatch, loaded, room_blocks)
     lengths = [700, 33, 512, 16]
     rigs = [Rig(loaded, 128, use_graphs=use_graphs) for use_graphs in (True, False)]
     wanted = rigs[1].logits(lengths, 0.0, 0)
@@ -256,12 +268,14 @@ def test_nothing_changes_a_bit_wherever_blocks_lie_with_graphs_and_without(
         rig.pins.close()
 
 
+@pytest.mark.parametrize("room_blocks", ROOMS)
 @pytest.mark.parametrize("use_graphs", [True, False])
 def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
-    loaded: LoadedModel, use_graphs: bool
+    loaded: LoadedModel, use_graphs: bool, room_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine.cold_steps import ColdSteps
 
+    _limit_room(monkeypatch, loaded, room_blocks)
     rig = Rig(loaded, 128, use_graphs=use_graphs)
     lengths = [700, 33, 512, 250]
     ColdSteps(rig.runner, rig.pool, rig.host, lengths, VOCABULARY, seed=7).run(300)
@@ -278,15 +292,11 @@ def for_packed(
     return load_model(folder, dtype="bfloat16", device="cuda")
 
 
-@pytest.mark.parametrize("room_blocks", [3, 1000])
+@pytest.mark.parametrize("room_blocks", ROOMS)
 def test_packed_cold_blocks_change_no_bit(
     for_packed: LoadedModel, room_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With little room most of them are read in place, else they are fetched."""
-    from penstock.engine import fetching
-
-    layer_bytes = 2 * BLOCK_TOKENS * 2 * for_packed.head_dim * 2
-    monkeypatch.setattr(fetching, "_BUFFER_BYTES", room_blocks * layer_bytes)
+    _limit_room(monkeypatch, for_packed, room_blocks)
     lengths = [700, 33, 512, 16]
     raw = Rig(for_packed, 128, use_graphs=False)
     rigs = [Rig(for_packed, 128, use_graphs=graphs, packed=True) for graphs in (True, False)]
@@ -300,12 +310,14 @@ def test_packed_cold_blocks_change_no_bit(
         rig.pins.close()
 
 
+@pytest.mark.parametrize("room_blocks", ROOMS)
 @pytest.mark.parametrize("use_graphs", [True, False])
 def test_steps_give_the_same_if_cold_blocks_are_packed(
-    for_packed: LoadedModel, use_graphs: bool
+    for_packed: LoadedModel, use_graphs: bool, room_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine.cold_steps import ColdSteps
 
+    _limit_room(monkeypatch, for_packed, room_blocks)
     rig = Rig(for_packed, 128, use_graphs=use_graphs, packed=True)
     lengths = [700, 33, 512, 250]
     steps = ColdSteps(rig.runner, rig.pool, rig.host, lengths, VOCABULARY, 7, rig.form)

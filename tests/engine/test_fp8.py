@@ -112,7 +112,7 @@ def test_a_gpus_kernel_attends_as_to_the_same_values_in_float32(dim: int) -> Non
     tables = make_tables(lengths, 40)
     wanted = test_triton.attend(query, wide, host, tables, lengths, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_triton.kernels, "attend", partial(kernels.attend, is_fp8=True))
+        patch.setattr(kernels, "attend_wave", partial(kernels.attend_wave, is_fp8=True))
         found = test_triton.attend(query, pool, host.to(torch.uint8), tables, lengths, 1)
     assert torch.equal(found, wanted)
 
@@ -190,6 +190,7 @@ def test_cold_blocks_change_no_bit_in_the_kernels_of_a_gpu(
     from engine.cold_steps import ColdSteps
 
     from penstock.engine import fetching
+    from penstock.engine.attention import triton as kernels
     from penstock.engine.triton_runner import TritonRunner
 
     torch.manual_seed(0)
@@ -207,6 +208,7 @@ def test_cold_blocks_change_no_bit_in_the_kernels_of_a_gpu(
         pins.wait_for([Slot(host.num_slots - 1)])
     room_bytes = room_blocks * pool.block_bytes // loaded.num_layers
     monkeypatch.setattr(fetching, "_BUFFER_BYTES", room_bytes)
+    monkeypatch.setattr(kernels, "PART_TOKENS", 2 * ROW_TOKENS)
     runner = TritonRunner(loaded, pool, ROW_TOKENS, host, max_num_seqs=2)
     ColdSteps(runner, pool, host, [33, 20, 26], 60, seed=room_blocks).run(12)
     assert runner.num_fetched > runner.num_ahead > 0

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from penstock.codecs.lossless import LosslessCodec
 from penstock.engine.attention.cpu import DecodeBatch
-from penstock.engine.decode_plan import DecodePlan, PartRoom
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.runner import PackedRow, TorchMemory
 from penstock.engine.table import PACKED_MARK, Addresses, are_packed
@@ -23,12 +22,10 @@ from penstock.types import BlockSpec, Slot
 
 pytest.importorskip("triton")
 
+from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
-from penstock.engine.attention.packed_triton import make_room
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Triton's interpreter cannot multiply bfloat16.
-KIND = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 LAYERS = 2
 NUM_BLOCKS = 24
 SHAPES = [(16, 2, 64), (24, 3, 96), (64, 2, 128), (40, 1, 80)]  # block_tokens, kv_heads, head_dim
@@ -69,67 +66,50 @@ def layer_bytes_of(pool: Tensor) -> int:
     return pool.stride(1) * pool.itemsize
 
 
-def attend(
-    query: Tensor,
+def fetch(
     pool: Tensor,
     host: PackedHost,
-    tables: list[list[int]],
-    lengths: list[int],
+    waves: list[list[int]],  # places
+    wave: int,
     layer: int,
-    fetched_places: tuple[int, ...] = (),
-    num_programs: int = 5,
+    num_there: int = 0,
+    *,
+    is_first: bool = False,
 ) -> Tensor:
-    """Cold blocks of `fetched_places` are fetched first, the others are read in place."""
-    block_tokens, kv_heads, dim = pool.shape[3:]
-    addresses = addresses_of(pool, host)
-    places = np.concatenate([np.array(table) for table in tables])
-    table = addresses.of(places)
-    for number, place in enumerate(fetched_places):
-        table[places == place] = ~number
-    buffer = torch.full((max(1, len(fetched_places)), *pool.shape[2:]), 7.0, dtype=pool.dtype)
-    buffer = buffer.to(DEVICE)
+    """One layer of a wave's blocks, unpacked; sevens where nothing was fetched to."""
+    numbers, sources = [], []
+    for places in waves:
+        numbers += [len(sources), len(places), num_there, 0, 0]
+        sources += addresses_of(pool, host).of(np.array(places)).tolist()
+    described = torch.tensor(numbers, device=DEVICE)
     offset = layer * layer_bytes_of(pool)
-    if fetched_places:
-        sources = torch.from_numpy(addresses.of(np.array(fetched_places))).to(DEVICE)
-        zero, count = (torch.tensor([n], device=DEVICE) for n in (0, len(fetched_places)))
-        kernels.fetch_layer(sources, zero, count, offset, buffer, 3, host.form)
-    plan = DecodePlan(8, 256, block_tokens, kernels.PART_TOKENS, DEVICE)
-    plan.fill(table, [len(table) for table in tables], lengths)
-    plan.send()
-    unpacked = make_room(num_programs, kernels.PART_TOKENS, block_tokens * kv_heads, pool)
-    room = PartRoom.make(plan.max_items, query.shape[1], dim, DEVICE, unpacked.fill_(7.0))
-    attended: Tensor = kernels.attend(
-        query.to(DEVICE),
-        plan,
-        room,
-        offset,
-        0.2,
-        kv_heads,
-        block_tokens,
-        num_programs,
-        buffer.data_ptr(),
-        host.form,
+    shape = (len(waves[wave]) + 2, packed.packed_layer_bytes(host.form, layer_bytes_of(pool)))
+    arrived = torch.full(shape, 7, dtype=torch.uint8, device=DEVICE)
+    kernels.fetch_layer(
+        torch.tensor(sources, device=DEVICE),
+        described,
+        wave,
+        packed.packed_at(host.form, offset) - PACKED_MARK,
+        arrived.view(torch.int64),
+        3,
+        is_first=is_first,
     )
-    return attended
+    buffer = torch.full((shape[0], *pool.shape[2:]), 7, dtype=pool.dtype, device=DEVICE)
+    packed.unpack_layer(arrived, described, wave, buffer, 5, host.form, is_first=is_first)
+    return buffer
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, MANY_REGIONS], ids=str)
 def test_a_layer_that_is_fetched_is_unpacked(shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     pool, host = make(shape, torch.bfloat16, 5)
-    sources = addresses_of(pool, host).of(~np.array([4, 1, 0, 3]))
-    assert are_packed(sources).all()
+    waves = [[~2, ~1], [~4, ~1, ~0, ~3]]
+    assert are_packed(addresses_of(pool, host).of(np.array(waves[1]))).all()
     for layer in range(LAYERS):
-        buffer = torch.full((6, *pool.shape[2:]), 7, dtype=torch.bfloat16, device=DEVICE)
-        kernels.fetch_layer(
-            torch.from_numpy(sources).to(DEVICE),
-            torch.tensor([1], device=DEVICE),
-            torch.tensor([4], device=DEVICE),
-            layer * layer_bytes_of(pool),
-            buffer,
-            3,
-            host.form,
-        )
+        buffer = fetch(pool, host, waves, 1, layer)
+        assert same_bits(buffer[:4], pool[[0, 3, 4, 1], layer])
+        assert (buffer[4:] == 7).all()
+        buffer = fetch(pool, host, waves, 1, layer, num_there=1, is_first=True)
         assert same_bits(buffer[1:4], pool[[3, 4, 1], layer])
         assert (buffer[[0, 4, 5]] == 7).all()  # fetched earlier, or not wanted
 
@@ -146,42 +126,6 @@ def test_a_layer_is_brought_together_from_raw_and_packed_blocks(
         out = torch.full((2, 6, *shape), 7, dtype=torch.bfloat16, device=DEVICE)
         kernels.copy_layer(table, layer * layer_bytes_of(pool), out, host.form)
         assert same_bits(out.transpose(0, 1), pool[[3, 0, 0, 4, 2, 1], layer])
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times zero
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_gpus_attention_gives_the_same_bits(shape: tuple[int, int, int]) -> None:
-    torch.manual_seed(2)
-    pool, host = make(shape, KIND)
-    block_tokens, kv_heads, dim = shape
-    lengths = [1, 50, 290]
-    tables = make_tables(lengths, block_tokens, seed=2)
-    query = torch.randn(len(lengths), 2 * kv_heads, dim).to(KIND)
-    layer = 1
-    wanted = attend(query, pool, host, tables, lengths, layer)
-    assert wanted.isfinite().any()
-    assert wanted.isnan().any()
-    for seed, share in enumerate((0.5, 1.0)):
-        cold = chilled(tables, share, seed)
-        places = sorted({place for table in cold for place in table if place < 0})
-        pool_left = pool.clone()
-        used = {place for table in cold for place in table if place >= 0}
-        unused = [block for block in range(NUM_BLOCKS) if block not in used]
-        pool_left[unused] = 3.0  # what is cold must not be read there
-        for fetched in ((), tuple(places[::2])):
-            found = attend(query, pool_left, host, cold, lengths, layer, fetched)
-            assert same_bits(found, wanted), (share, fetched)
-
-
-def test_parts_with_packed_blocks_are_marked() -> None:
-    part, block_tokens = 256, 96  # a block may lie in two parts
-    plan = DecodePlan(4, 64, block_tokens, part, torch.device("cpu"))
-    raw, odd = 1 << 20, (1 << 21) + PACKED_MARK
-    table = np.array([raw, raw, odd, raw, ~0, ~1, raw, raw, odd, odd, raw, raw, raw])
-    plan.fill(table, [6, 2, 1, 4], [520, 190, 5, 350])
-    plan.send()
-    assert plan.item_sequences[:7].tolist() == [0, 0, 0, 1, 2, 3, 3]
-    assert plan.item_parts[:7].tolist() == [~0, ~1, 2, 0, ~0, ~0, 1]
 
 
 def decode(

@@ -59,9 +59,9 @@ def attend(
     plan.send()
     room = PartRoom.make(plan.max_items, query.shape[1], dim, DEVICE)
     layer_bytes = layer * 2 * block_tokens * kv_heads * dim * pool.itemsize
-    return kernels.attend(
-        query.to(DEVICE), plan, room, layer_bytes, 0.2, kv_heads, block_tokens, num_programs
-    )
+    query = query.to(DEVICE)
+    kernels.attend_wave(query, plan, room, layer_bytes, 0.2, kv_heads, block_tokens, num_programs)
+    return kernels.merge_parts(query, plan, room)
 
 
 def expected(query: Tensor, pool: Tensor, layer: int, table: list[int], length: int) -> Tensor:
@@ -158,14 +158,14 @@ def test_a_layer_is_brought_together_from_wherever_its_blocks_lie(dtype: torch.d
 
 def test_a_plan_is_pulled_as_far_as_it_is_filled() -> None:
     staged = torch.arange(100, 100 + 4000)
-    staged[:3] = torch.tensor([5, 700, 3])  # items, blocks, fetched
+    staged[:4] = torch.tensor([5, 700, 3, 2])  # items, blocks, fetched, waves
     if DEVICE.type == "cuda":
         staged = staged.pin_memory()
     sent = torch.zeros(4000, dtype=torch.int64, device=DEVICE)
-    begins = (50, 500, 1000, 3000)
+    begins = (50, 500, 1000, 3000, 3500)
     kernels.pull_plan(staged.data_ptr(), sent, 40, begins)
     wanted = torch.zeros(4000, dtype=torch.int64)
-    for begin, size in ((0, 40), (50, 5), (500, 5), (1000, 700), (3000, 3)):
+    for begin, size in ((0, 40), (50, 5), (500, 5), (1000, 700), (3000, 3), (3500, 10)):
         wanted[begin : begin + size] = staged[begin : begin + size]
     assert torch.equal(sent.cpu(), wanted)
 

@@ -8,8 +8,8 @@ wherever its blocks are and whatever else is in the batch. All heads of a group 
 Kernels read everything that changes between steps from tensors at fixed addresses, because a
 captured graph always replays with the same addresses.
 
-Blocks in DRAM may be packed (see `packed_triton`). A part that has some is unpacked to scratch
-memory first; then it is computed like every other part, so its bits are the same.
+Decode attends to cold blocks when they have been fetched, in waves (see `fetch_choice`): each wave
+has some of the parts. Packed blocks (see `packed_triton`) are unpacked after they have arrived.
 """
 
 from __future__ import annotations
@@ -23,41 +23,33 @@ import triton.language as tl
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention.fp8_triton import fp8_mode, narrow, widen
-from penstock.engine.attention.packed_triton import (
-    are_packed,
-    row_of_room,
-    unpack_rows_of_layer,
-    unpack_tokens,
-)
+from penstock.engine.attention.packed_triton import are_packed, unpack_rows_of_layer, wave_blocks
 
 PART_TOKENS = 256
 _TILE_TOKENS = 64
 _NUM_WARPS = 4
 _NUM_STAGES = 3
 _MERGED_PARTS = 16
-# Unpacking must not keep programs off a processor: three must fit, as without it. With up to 16
-# queries of 128 values nothing is spilled.
-_MAX_REGISTERS = 168
-_MAX_LIMITED = 16 * 128
+WAVE_NUMBERS = 5  # that describe a wave; see `DecodePlan`
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wave"])
 def _attend_parts(
     query,  # [sequences, heads, DIM]
     table,  # addresses of blocks, all sequences in a row; ~n stands for block n in `fetched`
     starts,  # where each sequence begins in `table`
     lengths,
-    item_sequences,  # the parts of all sequences in a row
-    item_parts,  # `~part` for a part with packed blocks
-    num_items,
-    sums,  # [items, heads, DIM]
-    largest,  # [items, heads]
-    totals,  # [items, heads]
-    unpacked,  # [rows, DIM]: keys and values of the tokens in packed blocks (see `row_of_room`)
+    item_sequences,  # the parts of all sequences, wave after wave
+    item_parts,
+    first_items,
+    waves,
+    wave,
+    sums,  # [parts, heads, DIM], sequence after sequence
+    largest,  # [parts, heads]
+    totals,  # [parts, heads]
     layer_bytes,
-    packed_at,  # where the layer begins in a packed block
-    fetched,  # address of this layer of the blocks that were fetched; see `table`
+    fetched,  # address of this layer of the wave's blocks; see `table`
     scale,
     num_programs,
     row_stride,
@@ -73,11 +65,6 @@ def _attend_parts(
     ALIGN: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
     FP8: tl.constexpr,  # noqa: N803
-    UNPACK_TILE: tl.constexpr,  # noqa: N803
-    WORDS_PAD: tl.constexpr,  # noqa: N803
-    REGION_ROWS: tl.constexpr,  # noqa: N803
-    REGION_BYTES: tl.constexpr,  # noqa: N803
-    MAX_EXCEPTIONS: tl.constexpr,  # noqa: N803
 ):
     kind: tl.constexpr = query.dtype.element_ty
     stored: tl.constexpr = kind if FP8 == "" else tl.uint8
@@ -88,36 +75,16 @@ def _attend_parts(
     is_member = members < GROUP
     is_dim = dims < DIM
     factor = scale * _LOG2_E
-    total_work = tl.load(num_items) * KV_HEADS
+    first_of_wave = tl.load(waves + wave * 5 + 3)
+    total_work = tl.load(waves + wave * 5 + 4) * KV_HEADS
     for work in range(tl.program_id(0), total_work, num_programs):
-        item = work // KV_HEADS
+        item = first_of_wave + work // KV_HEADS
         head = work % KV_HEADS
         sequence = tl.load(item_sequences + item)
         part = tl.load(item_parts + item)
-        begin = tl.where(part < 0, -1 - part, part) * PART
+        begin = part * PART
         end = tl.minimum(begin + PART, tl.load(lengths + sequence))
         places = table + tl.load(starts + sequence)
-        if REGION_ROWS:  # noqa: SIM102 (it is known at compile time)
-            if part < 0:
-                tl.debug_barrier()  # other threads may still read the last part from there
-                unpack_tokens(
-                    places,
-                    begin,
-                    end,
-                    head,
-                    packed_at,
-                    unpacked.to(tl.pointer_type(tl.int32)),
-                    PART,
-                    UNPACK_TILE,
-                    KV_HEADS,
-                    BLOCK_TOKENS,
-                    DIM,
-                    WORDS_PAD,
-                    REGION_ROWS,
-                    REGION_BYTES,
-                    MAX_EXCEPTIONS,
-                )
-                tl.debug_barrier()
         mask = is_member[:, None] & is_dim[None, :]
         rows = (head * GROUP + members)[:, None] * head_stride + dims[None, :]
         q = tl.load(query + sequence * row_stride + rows, mask=mask, other=0.0)
@@ -133,9 +100,6 @@ def _attend_parts(
             # The compiler cannot know the alignment; without it, elements are read one by one.
             keys = tl.multiple_of(keys, [ALIGN])
             keys += (tokens % BLOCK_TOKENS * KV_HEADS + head) * DIM
-            if REGION_ROWS:
-                own = unpacked + row_of_room(tokens - begin, PART, BLOCK_TOKENS * KV_HEADS) * DIM
-                keys = tl.multiple_of(tl.where(are_packed(address), own, keys), [ALIGN])
             there = inside[:, None] & is_dim[None, :]
             k = tl.load(keys[:, None] + dims[None, :], mask=there, other=0)
             value_rows = keys + BLOCK_TOKENS * KV_HEADS * DIM
@@ -150,7 +114,8 @@ def _attend_parts(
             values = values * shrink[:, None]
             values += tl.dot(weights.to(kind), v, input_precision=PRECISION)
             most = new_most
-        at = item * (KV_HEADS * GROUP) + head * GROUP + members
+        at = tl.load(first_items + sequence) + part  # wherever the wave has it
+        at = at * (KV_HEADS * GROUP) + head * GROUP + members
         tl.store(sums + at[:, None] * DIM + dims[None, :], values, mask=mask)
         tl.store(largest + at, most, mask=is_member)
         tl.store(totals + at, total, mask=is_member)
@@ -232,26 +197,26 @@ def _store_tokens(
         tl.store(keys + BLOCK_TOKENS * KV_HEADS * DIM, narrow(v, FP8), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wave"])
 def _fetch_layer(
-    sources,  # addresses of blocks
-    first,  # the first block to fetch; those before it were fetched already
-    num_sources,
+    sources,  # addresses of blocks, wave after wave
+    waves,
+    wave,
     out,  # [blocks, SIZE]
-    layer_bytes,
+    offset,  # where the layer begins in a block
     num_programs,
+    IS_FIRST: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
     STEP: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
 ):
     num_steps: tl.constexpr = (SIZE + STEP - 1) // STEP
-    begin = tl.load(first) * num_steps
-    end = tl.load(num_sources) * num_steps
-    for work in range(begin + tl.program_id(0), end, num_programs):
+    begin, end, first = wave_blocks(waves, wave, IS_FIRST)
+    for work in range(begin * num_steps + tl.program_id(0), end * num_steps, num_programs):
         block = work // num_steps
         places = work % num_steps * STEP + tl.arange(0, STEP)
         inside = places < SIZE
-        address = tl.load(sources + block) + layer_bytes
+        address = tl.load(sources + first + block) + offset
         source = tl.multiple_of(address.to(tl.pointer_type(out.dtype.element_ty)), ALIGN)
         copied = tl.load(source + places, mask=inside)
         tl.store(out + block * SIZE + places, copied, mask=inside)
@@ -291,7 +256,7 @@ def _copy_layer(
             rows: tl.constexpr = SIZE // ROW
             for first in range(0, rows, ROWS):
                 unpack_rows_of_layer(
-                    address + packed_at,
+                    (address - 1 + packed_at).to(tl.pointer_type(tl.uint8)),
                     half * rows + first,
                     (half + 1) * rows,
                     (target + first * ROW).to(tl.pointer_type(tl.int32)),
@@ -327,16 +292,19 @@ def _pull_plan(
     parts,
     table,
     fetched,
+    waves,
     num_programs,
     WIDTH: tl.constexpr,  # noqa: N803
 ):
     source = staged.to(tl.pointer_type(tl.int64))
     num_items, num_blocks, num_fetched = tl.load(source), tl.load(source + 1), tl.load(source + 2)
+    num_waves = tl.load(source + 3)
     _pull_part(source, sent, 0, small_end, num_programs, WIDTH)
     _pull_part(source, sent, sequences, num_items, num_programs, WIDTH)
     _pull_part(source, sent, parts, num_items, num_programs, WIDTH)
     _pull_part(source, sent, table, num_blocks, num_programs, WIDTH)
     _pull_part(source, sent, fetched, num_fetched, num_programs, WIDTH)
+    _pull_part(source, sent, waves, num_waves * 5, num_programs, WIDTH)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers"])
@@ -352,7 +320,7 @@ def aligned_bytes(heads: Any, *, is_fp8: bool = False) -> int:
     return math.gcd(16, heads.shape[-1] * (1 if is_fp8 else heads.element_size()))
 
 
-def attend(
+def attend_wave(
     query: Any,
     plan: Any,
     room: Any,
@@ -361,22 +329,18 @@ def attend(
     kv_heads: int,
     block_tokens: int,
     num_programs: int,
+    wave: int = 0,
     fetched: int = 0,
-    host_form: LosslessFormat | None = None,
     *,
     is_fp8: bool = False,
-) -> Any:
-    """Attend with query [sequences, heads, dim] to the blocks of `plan` (see `DecodePlan`).
+) -> None:
+    """Attend with query [sequences, heads, dim] to one wave of `plan` (see `DecodePlan`).
 
-    `room` (see `PartRoom`) is scratch memory; `fetched` is the address of the blocks that
-    `fetch_layer` copied; `host_form` is the form of packed blocks; `is_fp8`: whether blocks hold
-    e4m3 bytes. This function never reads a
-    tensor's content. Returns the query's shape.
+    The results are left in `room` (see `PartRoom`) for `merge_parts`. `fetched` is the address of
+    the wave's blocks, `is_fp8` whether blocks hold e4m3 bytes. No tensor's content is read here.
     """
     heads, dim = query.shape[1:]
     group = heads // kv_heads
-    limits_registers = host_form is not None and max(16, group) * dim <= _MAX_LIMITED
-    precision = "ieee" if query.element_size() == 4 else "tf32"
     _attend_parts[(num_programs,)](
         query,
         plan.table,
@@ -384,13 +348,13 @@ def attend(
         plan.lengths,
         plan.item_sequences,
         plan.item_parts,
-        plan.num_items,
+        plan.first_items,
+        plan.waves,
+        wave,
         room.sums,
         room.largest,
         room.totals,
-        room.unpacked,
         layer_bytes,
-        _packed_at(host_form, layer_bytes),
         fetched,
         scale,
         num_programs,
@@ -405,14 +369,16 @@ def attend(
         PART=PART_TOKENS,
         TILE=_TILE_TOKENS,
         ALIGN=aligned_bytes(query, is_fp8=is_fp8),
-        PRECISION=precision,
+        PRECISION="ieee" if query.element_size() == 4 else "tf32",
         FP8=fp8_mode(query, is_fp8=is_fp8),
-        UNPACK_TILE=packed.rows_at_once(dim) // 4,
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
-        maxnreg=_MAX_REGISTERS if limits_registers else None,
-        **packed.form_constants(host_form),
     )
+
+
+def merge_parts(query: Any, plan: Any, room: Any) -> Any:
+    """The attention of all waves together, in the query's shape."""
+    heads, dim = query.shape[1:]
     out = query.new_empty(query.shape)
     _merge_parts[(query.shape[0], heads)](
         room.sums,
@@ -467,33 +433,29 @@ def store_tokens(
 
 def fetch_layer(
     sources: Any,
-    first: Any,
-    num_sources: Any,
-    layer_bytes: int,
+    waves: Any,
+    wave: int,
+    offset: int,
     out: Any,
     num_programs: int,
-    host_form: LosslessFormat | None = None,
+    *,
+    is_first: bool = False,
 ) -> None:
-    """Copy one layer of the blocks at `sources`, from number `first` on, to out [blocks, ...].
+    """Copy one layer of a wave's blocks to out [blocks, ...], from `offset` in each block.
 
-    `first` and `num_sources` are tensors with one number. With `host_form` all sources are packed,
-    and are unpacked on the way.
+    `is_first`: one of the layers that some of the wave's blocks have there already.
     """
-    if host_form is not None:
-        packed.fetch_packed_layer(
-            sources, first, num_sources, layer_bytes, out, num_programs, host_form
-        )
-        return
     size = out[0].numel()
     _fetch_layer[(num_programs,)](
         sources,
-        first,
-        num_sources,
+        waves,
+        wave,
         out,
-        layer_bytes,
+        offset,
         num_programs,
+        IS_FIRST=is_first,
         SIZE=size,
-        STEP=min(16384, triton.next_power_of_2(size)),
+        STEP=min(32768 // out.itemsize, triton.next_power_of_2(size)),
         ALIGN=aligned_bytes(out),
         num_warps=8,
     )
