@@ -33,7 +33,7 @@ import httpx
 from penstock.costs.rates import LinkRate, PrefillRate
 from penstock.sim.compute import ComputeRates, DecodeRate
 from penstock.sim.fleet import FleetConfig, simulate_fleet
-from penstock.sim.formats import read_trace
+from penstock.sim.formats import read_trace, write_trace
 from penstock.sim.instance import InstanceConfig
 from penstock.sim.links import LinkSpec
 from penstock.sim.routers import CacheAwareRules, RoutedPrompt, Router, new_router, session_keys
@@ -424,6 +424,9 @@ def main() -> None:
     parser.add_argument("--host-blocks", type=int, default=default.num_host_blocks)
     parser.add_argument("--policy", choices=POLICIES, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--save-trace", type=Path, metavar="FILE", help="write the requests, for `penstock sim`"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     sizes = Sizes(
@@ -433,6 +436,8 @@ def main() -> None:
         num_host_blocks=options.host_blocks,
     )
     trace = shrink(read_trace(options.trace), options.requests, sizes.block_tokens)
+    if options.save_trace is not None:
+        write_trace(trace, options.save_trace)
 
     def tell(line: str) -> None:
         if not options.json:

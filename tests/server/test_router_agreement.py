@@ -50,9 +50,9 @@ def conversations() -> Trace:
     """Ten that begin alike and grow by two to four blocks of 512 tokens, in turns."""
     requests = []
     for turn in range(NUM_TURNS):
-        # In another order each time: in the same one, the servers would take turns evenly.
+        # In another order each time, so that a session's turns do not all have the same parity.
         for place in range(NUM_SESSIONS):
-            session = (place * (1, 3, 7, 9)[turn]) % NUM_SESSIONS
+            session = (place * (1, 3, 7, 9)[turn] + turn // 2) % NUM_SESSIONS
             blocks = 2 + (turn + 1) * (2 + session % 3)
             keys = [key("system"), *(key(session, block) for block in range(1, blocks))]
             # The last one is incomplete, and the next turn has another in its place.
@@ -80,13 +80,20 @@ def start(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
             for number in range(sizes.num_servers):
                 model = tmp_path_factory.mktemp("model")
                 block_bytes = sizes.block_tokens * save_model(model, tokenizer, number)
+                host_bytes = sizes.num_host_blocks * block_bytes
                 server = Local(
                     model,
-                    Config(HostConfig(policy="lru")),
+                    Config(HostConfig(size_bytes=host_bytes, policy="lru")),
                     names=(MODEL,),
                     cold_kv=False,
                     **sizes.server_options(block_bytes),
                 ).start()
+                with server.client() as client:
+                    for tier, room in (
+                        ("device", sizes.num_device_blocks),
+                        ("host", sizes.num_host_blocks),
+                    ):
+                        assert client.metric("penstock_capacity_blocks", tier=tier) == room
                 stack.callback(server.stop)
                 assert server.serving is not None
                 always_load(server.serving.service.engine)
