@@ -88,15 +88,13 @@ def start(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
                     cold_kv=False,
                     **sizes.server_options(block_bytes),
                 ).start()
-                with server.client() as client:
-                    for tier, room in (
-                        ("device", sizes.num_device_blocks),
-                        ("host", sizes.num_host_blocks),
-                    ):
-                        assert client.metric("penstock_capacity_blocks", tier=tier) == room
                 stack.callback(server.stop)
                 assert server.serving is not None
-                always_load(server.serving.service.engine)
+                engine = server.serving.service.engine
+                assert engine.pool.num_blocks == sizes.num_device_blocks
+                assert engine.offloader is not None
+                assert engine.offloader.num_host_blocks == sizes.num_host_blocks
+                always_load(engine)
                 servers.append(server)
             names = [fingerprint(server.url) for server in servers]
             return Fleet(servers, names, single_token_words(tokenizer), block_bytes)
