@@ -3,7 +3,7 @@
     python -m benchmarks.router_agreement conversation_trace.jsonl
 
 It starts `penstock serve` with small random models, and the real router before them, once for each
-policy. Whole sessions of the trace are replayed in its order by a fixed number of clients. A block
+policy. Every n-th session of the trace is replayed in its order by a fixed number of clients. A block
 of the trace becomes 16 tokens, and lengths shrink in proportion. Prompts are text, because that is
 what the router's cache_aware compares. The simulator plays the same requests with the same sizes,
 twice: with its own model of the router, and with the choices that the real router made. Where the
@@ -110,7 +110,10 @@ class Compared:
 
 
 def shrink(trace: Trace, num_requests: int, block_tokens: int) -> Trace:
-    """About `num_requests` of a trace, in whole sessions, with blocks of `block_tokens`."""
+    """Every n-th session of a trace, with blocks of `block_tokens`.
+
+    Ends after `num_requests`, so the last sessions may be cut.
+    """
     sessions = session_keys(trace.requests)
     every = max(1, round(len(trace.requests) / num_requests))
     order = {session: number for number, session in enumerate(dict.fromkeys(sessions))}
