@@ -3,7 +3,7 @@
     python -m benchmarks.router_agreement conversation_trace.jsonl
 
 It starts `penstock serve` with small random models, and the real router before them, once for each
-policy. Every n-th session of the trace is replayed in its order by a fixed number of clients. A block
+policy. Every n-th session of the trace is replayed in its order by some number of clients. A block
 of the trace becomes 16 tokens, and lengths shrink in proportion. Prompts are text, because that is
 what the router's cache_aware compares. The simulator plays the same requests with the same sizes,
 twice: with its own model of the router, and with the choices that the real router made. Where the
