@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -31,8 +31,15 @@ def free_port() -> int:
 class ServerProcess:
     """A server that can be killed and started again on the same ports."""
 
-    def __init__(self, command: Sequence[str], ports: Sequence[int], log: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        ports: Sequence[int],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._command = list(command)
+        self._environment = environment
         self._ports = ports
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,9 +47,19 @@ class ServerProcess:
     def start(self) -> None:
         """Start the server, and wait until it listens on all its ports."""
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment
+            )
         for port in self._ports:
             self._await_listening(port)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
 
     def kill(self) -> None:
         if self._process is not None:
@@ -69,4 +86,4 @@ class ServerProcess:
                     return
             except OSError:
                 time.sleep(0.02)
-        raise RuntimeError(f"{self._command[0]} did not start: {self._log.read_text()}")
+        raise RuntimeError(f"{self._command[0]} did not start: {self.log}")

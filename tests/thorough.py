@@ -88,6 +88,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "test_the_name*",
         "test_a_server_that_dies*",
     ),
+    "server/test_router_agreement.py": ("*",),
     "server/test_sharing.py": ("*",),
     "server/test_bodies.py": ("*",),
     "server/test_engine_faults.py": ("test_the_process_ends*",),

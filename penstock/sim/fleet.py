@@ -121,10 +121,14 @@ def simulate_fleet(
     *,
     speed: float = 1.0,
     tick: Callable[[int], None] = lambda num_requests: None,
+    router: Router | None = None,
 ) -> FleetSimulated:
-    """Play a trace, `speed` times as fast as it was recorded. `tick`: see `simulate`."""
+    """Play a trace, `speed` times as fast as it was recorded. `tick`: see `simulate`.
+
+    A `router` that is given takes the place of the one that `config` names.
+    """
     check_played(trace, config.instance, speed)
-    fleet = _Fleet(trace, config, speed, tick)
+    fleet = _Fleet(trace, config, speed, tick, router)
     fleet.run()
     return fleet.report()
 
@@ -141,7 +145,12 @@ class _Handover:
 
 class _Fleet:
     def __init__(
-        self, trace: Trace, config: FleetConfig, speed: float, tick: Callable[[int], None]
+        self,
+        trace: Trace,
+        config: FleetConfig,
+        speed: float,
+        tick: Callable[[int], None],
+        router: Router | None = None,
     ) -> None:
         instance = config.instance
         self._config = config
@@ -165,7 +174,7 @@ class _Fleet:
         numbers = range(config.num_instances)
         self._prefillers = [number for number in numbers if config.is_prefiller(number)]
         self._decoders = [number for number in numbers if not config.is_prefiller(number)]
-        self._router = new_router(config.router, len(self._prefillers), config.rules)
+        self._router = router or new_router(config.router, len(self._prefillers), config.rules)
         self._decode_router = self._new_decode_router()
         self._loads = [0] * config.num_instances
         self._journeys: list[Journey] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from penstock.sim.fleet_tally import FleetSimulated
 from penstock.sim.formats import read_trace
 from penstock.sim.instance import InstanceConfig
 from penstock.sim.links import LinkSpec
-from penstock.sim.routers import ROUTERS
+from penstock.sim.routers import ROUTERS, RoutedPrompt
 from penstock.sim.settings import SimulatedHardware
 from penstock.sim.shared_store import SharedStore
 from penstock.sim.simulator import simulate
@@ -213,6 +214,17 @@ def test_clients_that_wait_for_their_answers() -> None:
     # With one client, loads are always even, and new sessions go to the first instance.
     first = simulate_fleet(trace, FleetConfig(CONFIG, 2, "cache-aware", num_clients=1))
     assert [each.num_requests for each in first.instances] == [12, 0]
+
+
+def test_a_router_of_ones_own() -> None:
+    class Last:
+        def route(self, prompt: RoutedPrompt, loads: Sequence[int], now: float) -> int:
+            return len(loads) - 1
+
+    trace = turns(num_sessions=4, num_turns=3, pause=0.001)
+    found = simulate_fleet(trace, FleetConfig(CONFIG, 3, num_clients=2), router=Last())
+    check_sums(found, trace)
+    assert [each.num_requests for each in found.instances] == [0, 0, 12]
 
 
 def test_the_shared_store_evicts_what_was_unused_longest() -> None:
