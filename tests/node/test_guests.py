@@ -13,7 +13,7 @@ import pytest
 
 from penstock.codecs.blocks import BlockValues, PartValues
 from penstock.config import Config, HostConfig
-from penstock.node import service as service_module
+from penstock.node import guests
 from penstock.node.connection import connect, read_place, send_attach
 from penstock.node.service import NodeService
 from penstock.node.wire import Channel, Frame, pack_keys, pack_slots
@@ -32,7 +32,7 @@ class Stepped:
         self.service = NodeService(Config(host=HostConfig(size_bytes=16 * MiB)), self.path)
         self._pid_files: list[int] = []
         self._clients: list[Client] = []
-        monkeypatch.setattr(service_module, "_pid_file_of", self._pid_file_of)
+        monkeypatch.setattr(guests, "pid_file_of", self._pid_file_of)
 
     def _pid_file_of(self, connection: socket.socket) -> int:
         self._pid_files.append(os.eventfd(0))
