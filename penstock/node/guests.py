@@ -2,10 +2,14 @@
 
 A client that dies, or sends nonsense, loses its connection; nobody else notices. What it had is
 given back once none of its processes can copy any more.
+
+A fault of the node itself that has to do with one guest costs that guest only: it is logged, and
+counted for tests.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import selectors
@@ -26,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CLIENTS = 512
 _MAX_UNSENT_BYTES = 64 << 20  # a client that does not read its answers is not served
+_ACCEPT_AGAIN_SECONDS = 0.5  # after a connection could not be accepted
 _UNWATCHED_SECONDS = 30.0  # how long a process that cannot be watched may go on copying
 
 
@@ -53,7 +58,10 @@ class Life:
 
 
 class Guests:
-    """`greet` answers a guest without a session, `handle` the request of a client."""
+    """`greet` answers a guest without a session, `handle` the request of a client.
+
+    `set_aside` is called with a room whose books turn out to be broken.
+    """
 
     def __init__(
         self,
@@ -62,15 +70,20 @@ class Guests:
         *,
         greet: Callable[[Guest, Frame, float], None],
         handle: Callable[[Session, Frame, float], None],
+        set_aside: Callable[[NodeRoom], None],
         tell: Callable[[NodeEvent], None],
     ) -> None:
         self._selector = selector
         self._listener = listener
         self._greet = greet
         self._handle = handle
+        self._set_aside = set_aside
         self._tell = tell
         self._guests: dict[int, Guest] = {}  # by their sockets' numbers
         self._lives: list[Life] = []
+        self.num_faults = 0  # of the node, that cost a guest its connection
+        self._accepts_again: float | None = None  # when: it does not accept now
+        self._has_warned = False
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     @property
@@ -104,7 +117,22 @@ class Guests:
     def send(self) -> None:
         """Send what is queued for everybody."""
         for guest in list(self._guests.values()):
-            self._send(guest)
+            try:
+                self._send(guest)
+            except Exception:
+                self._drop(guest)
+
+    def drop(self, session: Session) -> None:
+        """The node has failed to serve a client (inside an `except`): it goes on without it."""
+        for guest in list(self._guests.values()):
+            if guest.session is session:
+                self._drop(guest)
+
+    def accept_again(self, now: float) -> None:
+        """If none could be accepted for a while."""
+        if self._accepts_again is not None and now >= self._accepts_again:
+            self._accepts_again = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def bury(self, now: float) -> None:
         """Give back what clients had that are gone."""
@@ -117,7 +145,7 @@ class Guests:
             if session.has_left or (is_dead and now >= (life.closed or now) + patience):
                 self._lives.remove(life)
                 self._leave_all_of(session)
-                session.give_back()
+                self._end(session, session.give_back)
                 for file in list(life.pid_files):
                     self._died(life, file)
                 self._tell(ClientLeft(session.room.id, is_lost=not session.has_left))
@@ -142,7 +170,7 @@ class Guests:
         for guest in list(self._guests.values()):
             self._leave(guest)
         for life in self._lives:
-            life.session.give_back()
+            self._end(life.session, life.session.give_back)
             for file in life.pid_files:
                 os.close(file)
         self._lives = []
@@ -150,8 +178,12 @@ class Guests:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            # It stays in the queue, and the listener stays readable.
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._pause_accepting(error)
             return
+        self._has_warned = False
         channel = Channel(connection)
         if len(self._guests) >= _MAX_CLIENTS:
             sentence = f"the node has {_MAX_CLIENTS} clients already: expected fewer; stop some"
@@ -161,8 +193,33 @@ class Guests:
             self._tell(ClientRefused("full", sentence))
             return
         guest = Guest(connection.fileno(), channel, pid_file_of(connection))
+        try:
+            self._selector.register(guest.number, selectors.EVENT_READ, lambda: self._attend(guest))
+        except OSError as error:
+            log.warning("a client is not accepted: %s", error.strerror)
+            channel.close()
+            if guest.pid_file is not None:
+                os.close(guest.pid_file)
+            return
         self._guests[guest.number] = guest
-        self._selector.register(guest.number, selectors.EVENT_READ, lambda: self._hear(guest))
+
+    def _pause_accepting(self, error: OSError) -> None:
+        self._selector.unregister(self._listener)
+        self._accepts_again = time.monotonic() + _ACCEPT_AGAIN_SECONDS
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the node cannot accept more clients (%s): expected fewer than %d connections and "
+                "files; stop some, or raise the limit of open files (ulimit -n)",
+                error.strerror,
+                len(self._guests),
+            )
+
+    def _attend(self, guest: Guest) -> None:
+        try:
+            self._hear(guest)
+        except Exception:
+            self._drop(guest)
 
     def _hear(self, guest: Guest) -> None:
         now = time.monotonic()
@@ -179,6 +236,7 @@ class Guests:
         except WireError as error:
             self._refuse(guest, str(error), "attach" if guest.session is None else "request")
         except Exception:
+            self.num_faults += 1
             log.exception("a request of a client failed")
             self._refuse(guest, "the node could not carry out a request; see its log", "request")
         if guest.channel.is_closed or (guest.session is not None and guest.session.has_left):
@@ -230,7 +288,22 @@ class Guests:
             if guest.pid_file is not None:
                 os.close(guest.pid_file)
         elif guest.is_client:
-            guest.session.hang_up()
+            self._end(guest.session, guest.session.hang_up)
+
+    def _end(self, session: Session, end: Callable[[], None]) -> None:
+        """End something of a session. If that fails, the books of its room are broken."""
+        try:
+            end()
+        except Exception:
+            self.num_faults += 1
+            log.exception("the end of a client has broken the books of %s", session.room.model)
+            self._set_aside(session.room)
+
+    def _drop(self, guest: Guest) -> None:
+        """The node has failed (inside an `except`)."""
+        self.num_faults += 1
+        log.exception("the node failed to serve a client, and drops it")
+        self._leave(guest)
 
     def _leave_all_of(self, session: Session) -> None:
         for guest in list(self._guests.values()):

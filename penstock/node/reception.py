@@ -123,6 +123,8 @@ class Reception:
         assert guest.session is not None
         seals_file = guest.session.room.seals_file
         reading = os.open(f"/proc/self/fd/{seals_file}", os.O_RDONLY | os.O_CLOEXEC)
-        guest.channel.send(kind, fields, files=[self._dram.file, reading])
+        try:
+            guest.channel.send(kind, fields, files=[self._dram.file, reading])
+        finally:
+            os.close(reading)
         guest.channel.flush()
-        os.close(reading)

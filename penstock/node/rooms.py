@@ -119,12 +119,12 @@ class Rooms:
         self._rooms[spec.namespace] = room
         return room
 
-    def share_dram(self, now: float) -> None:
-        """Let rooms that need less give up DRAM for those that need more."""
-        for room in self:
-            donor = room.wants_more(now)
-            if donor is not None:
-                self.numbered(donor).give_up_one(room.number)
+    def share_dram(self, room: NodeRoom, now: float) -> None:
+        """Let a room that needs less give up DRAM if this one needs more."""
+        number = room.wants_more(now)
+        donor = None if number is None else self.numbered(number)
+        if donor is not None and not donor.is_broken:  # else it gives up all of it soon
+            donor.give_up_one(room.number)
 
     def set_aside(self, room: NodeRoom) -> None:
         """A room's books are broken: nobody finds it any more."""
@@ -136,7 +136,7 @@ class Rooms:
         """Remove broken rooms that nobody touches, and rooms without clients after a while."""
         for room in [room for room in self._leaving if not room.num_sessions]:
             self._leaving.remove(room)
-            room.abandon(1.0)
+            _try_to_end(room.abandon, 1.0)
         for namespace, room in list(self._rooms.items()):
             if room.num_sessions:
                 self._empty_since.pop(room.number, None)
@@ -156,9 +156,9 @@ class Rooms:
         deadline = time.monotonic() + timeout_seconds
         closed = True
         for room in self._rooms.values():
-            closed &= room.close(max(0.1, deadline - time.monotonic()))
+            closed &= _try_to_end(room.close, max(0.1, deadline - time.monotonic()))
         for room in self._leaving:
-            closed &= room.abandon(max(0.1, deadline - time.monotonic()))
+            closed &= _try_to_end(room.abandon, max(0.1, deadline - time.monotonic()))
         self._rooms, self._leaving = {}, []
         if self._disk is not None:
             self._disk.close()
@@ -194,5 +194,14 @@ class Rooms:
     def _remove(self, namespace: bytes) -> None:
         room = self._rooms.pop(namespace)
         self._empty_since.pop(room.number, None)
-        room.close(1.0)
+        _try_to_end(room.close, 1.0)
         self._tell(ModelRemoved(room.id, is_broken=False))
+
+
+def _try_to_end(end: Callable[[float], bool], timeout_seconds: float) -> bool:
+    """Close or abandon a room. A fault in it must not end the node for the others."""
+    try:
+        return end(timeout_seconds)
+    except Exception:
+        log.exception("a model could not be removed correctly")
+        return False

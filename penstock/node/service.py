@@ -84,6 +84,7 @@ class NodeService:
         self._selector = selectors.DefaultSelector()
         self._wake_file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_stopping = self._is_closed = False
+        self._num_faults = 0
         try:
             listener = listen(path, group)
         except BaseException:
@@ -99,6 +100,7 @@ class NodeService:
             listener,
             greet=lambda *asked: reception.greet(self._guests, *asked),
             handle=self._handle,
+            set_aside=self._break,
             tell=self._tell,
         )
         self._selector.register(self._wake_file, selectors.EVENT_READ, self._woken)
@@ -130,8 +132,8 @@ class NodeService:
                 key.data()
         now = time.monotonic()
         for room in self._rooms:
-            self._step_room(room)
-        self._rooms.share_dram(now)
+            self._step_room(room, now)
+        self._guests.accept_again(now)
         self._guests.send()
         self._guests.bury(now)
         self._rooms.remove_unused(now)
@@ -155,6 +157,11 @@ class NodeService:
         if seconds < _STUCK_SECONDS:
             return None
         return f"the node has not answered its clients for {seconds:.0f} s"
+
+    @property
+    def num_faults(self) -> int:
+        """Faults of the node that cost one client or model. Each is in the log."""
+        return self._guests.num_faults + self._num_faults
 
     def check(self) -> None:
         """Raise BookError if the books of a room do not add up."""
@@ -208,25 +215,32 @@ class NodeService:
         with suppress(OSError):
             os.eventfd_read(self._wake_file)
 
-    def _step_room(self, room: NodeRoom) -> None:
+    def _step_room(self, room: NodeRoom, now: float) -> None:
         try:
-            for extent, heir in room.advance_going():
-                self._rooms.numbered(heir).open([extent])
+            for extent, number in room.advance_going():
+                heir = self._rooms.numbered(number)
+                if not heir.is_broken:  # else the extent is free once that room is gone
+                    heir.open([extent])
             sessions = self._guests.sessions_of(room)
             for done in room.offloader.step():
                 if not any(session.send_done(done) for session in sessions):
                     # Its client is gone, and so is everybody who would unpin these.
                     room.switchboard.ticket_ended(done.ticket)
                     room.offloader.unpin([slot for slot in done.pins if slot is not None])
+            self._rooms.share_dram(room, now)
             events, room.events[:] = list(room.events), []
+            if sessions:
+                packed, state = encode_events(events), encode_state(room.offloader)
         except Exception:
+            self._num_faults += 1
             log.exception("the books of %s are broken: its clients go on without it", room.model)
             self._break(room)
             return
-        if sessions:
-            packed, state = encode_events(events), encode_state(room.offloader)
-            for session in sessions:
+        for session in sessions:
+            try:
                 session.send_news(packed, state)
+            except Exception:
+                self._guests.drop(session)
         self._tell(*(OfModel(room.id, event) for event in events))
 
     def _handle(self, session: Session, frame: Frame, now: float) -> None:
@@ -236,10 +250,12 @@ class NodeService:
             try:
                 session.room.check()
             except Exception:
+                self._num_faults += 1
                 log.exception("a wrong request has broken the books of %s", session.room.model)
                 self._break(session.room)
             raise
         except Exception:
+            self._num_faults += 1
             log.exception("the books of %s are broken: its clients go on", session.room.model)
             self._break(session.room)
 
