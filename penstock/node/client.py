@@ -56,6 +56,7 @@ from penstock.node.connection import (
     wait_for_frame,
 )
 from penstock.node.events_wire import unpack_event
+from penstock.node.goodbye import keep_for_later, say_goodbye, to_tell, told
 from penstock.node.wire import (
     Channel,
     Frame,
@@ -167,6 +168,7 @@ class NodeTiers:
         self._replies: dict[int, Frame] = {}
         self._late_pins: set[int] = set()  # calls whose answers came too late
         self._ended_tokens: list[str] = []
+        self._told_tokens: tuple[str, ...] = ()  # of earlier clients in this process
         self._in_host: set[BlockKey] = set()  # blocks that are known to be in HOST
         self._reset_state()
         self._hangs_since: float | None = None
@@ -564,10 +566,13 @@ class NodeTiers:
     def _leave(self, timeout_seconds: float, *, ended: bool) -> bool:
         self._closed = True
         stopped = self._copies.close(timeout_seconds)
+        has_told = False
         if stopped and ended and self._channel is not None:
-            self._channel.send("bye", {})
-            self._channel.flush()
+            has_told = say_goodbye(self._channel, min(timeout_seconds, _ANSWER_SECONDS))
         self._drop_channel()
+        if stopped and ended:
+            untold = self._ended_tokens[:-1] if has_told else self._ended_tokens
+            keep_for_later(self._path, untold)
         if self._joining is not None:
             self._joining.close()
             self._joining = None
@@ -579,13 +584,16 @@ class NodeTiers:
     def _attach_first(self, channel: Channel) -> Place:
         try:
             self._send_attach(channel)
-            return read_place(channel, wait_for_frame(channel, _START_SECONDS))
+            place = read_place(channel, wait_for_frame(channel, _START_SECONDS))
+            told(self._path, self._told_tokens)
+            return place
         except WireError as error:
             channel.close()
             os.close(self._wake_file)
             raise ConfigError(f"the node at {self._path}: {error}") from None
 
     def _send_attach(self, channel: Channel) -> None:
+        self._told_tokens = to_tell(self._path)
         send_attach(
             channel,
             self._spec,
@@ -593,7 +601,7 @@ class NodeTiers:
             name=self._name,
             in_one=self._in_one,
             events=True,
-            ended=self._ended_tokens,
+            ended=[*self._ended_tokens, *self._told_tokens],
         )
 
     def _try_again(self) -> None:
@@ -655,6 +663,7 @@ class NodeTiers:
                 os.close(place.seals_file)
             raise
         self._ended_tokens = []
+        told(self._path, self._told_tokens)
 
     def _use_memory(self, place: Place) -> None:
         assert self.host is not None

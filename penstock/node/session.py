@@ -305,8 +305,7 @@ class Session:
     # The end.
 
     def hang_up(self) -> None:
-        """The client is not listening any more. Its copies may still run."""
-        self.channel.close()
+        """The client's connection has ended. Its copies may still run."""
         self.room.switchboard.hang_up(self.port)
         for ticket in list(self._numbers):
             self.room.offloader.cancel(ticket)
@@ -316,12 +315,12 @@ class Session:
         if self.is_gone:
             return
         self.is_gone = True
+        self.room.num_sessions -= 1
         self.hang_up()
         self.room.switchboard.give_up(self.port)
         if self._pins and not self.room.is_broken:
             self.room.offloader.unpin(list(self._pins.elements()))
         self._pins.clear()
-        self.room.num_sessions -= 1
 
     def _is_open(self, lookup: LookupId) -> bool:
         return self.room.offloader.is_looking_up(lookup)
