@@ -64,6 +64,7 @@ _EMPTY_ROOM_SECONDS = 3600.0  # a room without clients keeps its DRAM at least t
 class _Guest:
     """A connection: first unknown, then a client or one of a client's further processes."""
 
+    number: int  # of its socket, also once that is closed
     channel: Channel
     pid_file: int | None
     session: Session | None = None
@@ -237,8 +238,8 @@ class NodeService:
             if _id_of(self.path) == self._socket_id:  # and not the socket of a newer node
                 os.unlink(self.path)
         self._listener.close()
-        for guest in self._guests.values():
-            guest.channel.close()
+        for guest in list(self._guests.values()):
+            self._leave(guest)
         for life in self._lives:
             life.session.give_back()
         deadline = time.monotonic() + timeout_seconds
@@ -250,7 +251,7 @@ class NodeService:
         for life in self._lives:
             for file in life.pid_files:
                 os.close(file)
-        self._lives, self._rooms, self._guests = [], {}, {}
+        self._lives, self._rooms = [], {}
         if self._disk is not None:
             self._disk.close()
         self._selector.close()
@@ -314,9 +315,9 @@ class NodeService:
             channel.close()
             self._tell(ClientRefused("full", sentence))
             return
-        guest = _Guest(channel, _pid_file_of(connection))
-        self._guests[connection.fileno()] = guest
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(guest))
+        guest = _Guest(connection.fileno(), channel, _pid_file_of(connection))
+        self._guests[guest.number] = guest
+        self._selector.register(guest.number, selectors.EVENT_READ, lambda: self._hear(guest))
 
     def _hear(self, guest: _Guest) -> None:
         now = time.monotonic()
@@ -337,10 +338,12 @@ class NodeService:
             self._refuse(guest, "the node could not carry out a request; see its log", "request")
         if guest.channel.is_closed or (guest.session is not None and guest.session.has_left):
             self._leave(guest)
-        else:
-            if guest.session is not None and guest.is_client:
-                guest.session.send_copies()
-            guest.channel.flush()  # it waits for the answer: do not let it wait for the other rooms
+            return
+        if guest.session is not None and guest.is_client:
+            guest.session.send_copies()
+        guest.channel.flush()  # it waits for the answer: do not let it wait for the other rooms
+        if guest.channel.is_closed:
+            self._leave(guest)
 
     def _handle(self, session: Session, frame: Frame, now: float) -> None:
         try:
@@ -533,18 +536,18 @@ class NodeService:
         return None
 
     def _send(self, guest: _Guest) -> None:
+        if not guest.is_blocked:  # else `_hear` does it, once the socket takes more
+            guest.channel.flush()
         if guest.channel.is_closed:
             self._leave(guest)
             return
-        if not guest.is_blocked:  # else `_hear` does it, once the socket takes more
-            guest.channel.flush()
         if guest.channel.has_unsent != guest.is_blocked:
             guest.is_blocked = guest.channel.has_unsent
             events = selectors.EVENT_READ
             if guest.is_blocked:
                 events |= selectors.EVENT_WRITE
-            key = self._selector.get_key(guest.channel)
-            self._selector.modify(guest.channel, events, key.data)
+            key = self._selector.get_key(guest.number)
+            self._selector.modify(guest.number, events, key.data)
         if guest.channel.num_unsent_bytes > _MAX_UNSENT_BYTES:
             self._refuse(guest, "it does not read what the node sends", "request")
 
@@ -565,13 +568,15 @@ class NodeService:
                 self._refuse(guest, why, reason)
 
     def _leave(self, guest: _Guest) -> None:
-        """A connection has ended. Nothing else closes one: its number may be used again at once."""
+        """A connection has ended. Nothing else closes one: its number may be used again at once.
+
+        A channel may say before that it is closed: then its socket is still open.
+        """
         if guest.has_left:
             return
         guest.has_left = True
-        number = guest.channel.fileno()
-        del self._guests[number]
-        self._selector.unregister(number)
+        del self._guests[guest.number]
+        self._selector.unregister(guest.number)
         guest.channel.close()
         if guest.session is None:
             if guest.pid_file is not None:
@@ -584,8 +589,11 @@ class NodeService:
         for life in self._lives:
             if life.session.token in tokens:
                 life.session.has_left = True
+                self._leave_all_of(life.session)
+
+    def _leave_all_of(self, session: Session) -> None:
         for guest in list(self._guests.values()):
-            if guest.session is not None and guest.session.token in tokens:
+            if guest.session is session:
                 self._leave(guest)
 
     def _bury(self, now: float) -> None:
@@ -598,6 +606,7 @@ class NodeService:
             is_dead = not life.pid_files and life.closed is not None
             if session.has_left or (is_dead and now >= (life.closed or now) + patience):
                 self._lives.remove(life)
+                self._leave_all_of(session)
                 session.give_back()
                 for file in list(life.pid_files):
                     self._died(life, file)

@@ -305,8 +305,7 @@ class Session:
     # The end.
 
     def hang_up(self) -> None:
-        """The client is not listening any more. Its copies may still run."""
-        self.channel.close()
+        """The client's connection has ended. Its copies may still run."""
         self.room.switchboard.hang_up(self.port)
         for ticket in list(self._numbers):
             self.room.offloader.cancel(ticket)

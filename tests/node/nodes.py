@@ -24,6 +24,7 @@ from penstock.transfer.lanes import LaneSpec
 from penstock.transfer.seals import Seals
 from penstock.types import BlockKey, BlockSpec, Slot, Tier
 from penstock.units import MiB
+from tests.node.leftovers import at_end
 
 BLOCK_BYTES = 64 << 10
 BLOCK_TOKENS = 4
@@ -54,6 +55,7 @@ class Device:
         self.tiers = NodeTiers(
             path, channel, settings, self.spec, values, codecs, self._copies, name=name
         )
+        at_end(lambda: self.tiers.abandon(5.0))
 
     def _copies(
         self, host: HostArena, seals: Seals, codec: BlockCodec, notify: object

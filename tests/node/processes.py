@@ -19,6 +19,7 @@ from penstock.node.service import NodeService
 from penstock.node.wire import VERSION
 from penstock.types import Slot
 from penstock.units import MiB
+from tests.node.leftovers import at_end, end_process
 from tests.node.nodes import Device, content, num_files
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,9 @@ ROOT = Path(__file__).parents[2]
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.node.processes", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, **options)
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, **options)
+    at_end(lambda: end_process(process))
+    return process
 
 
 def start_node(path: Path, dram: int = 16 * MiB) -> subprocess.Popen[str]:
@@ -55,7 +58,7 @@ def start_client(path: Path, name: str, seed: int, manner: str = "") -> subproce
 
 
 def end_client(process: subprocess.Popen[str]) -> list[int]:
-    """Ask a client to end; returns its counts: operations, blocks loaded, re-attachments."""
+    """Ask a client to end; returns its counts: operations, blocks loaded, further sessions."""
     assert process.stdin is not None
     process.stdin.close()
     assert process.stdout is not None
@@ -66,11 +69,7 @@ def end_client(process: subprocess.Popen[str]) -> list[int]:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait(10)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+    end_process(process)
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def _run_client(path: str, name: str, seed: str, manner: str) -> None:
     num_operations = num_loaded = num_attached = 0
     os.set_blocking(0, False)
     files, mappings = num_files(), _num_mappings()
-    was_attached = True
+    token = tiers.place.token
     print("ready", flush=True)
     pins: list[Slot] = []
     while not _has_ended():
@@ -143,19 +142,22 @@ def _run_client(path: str, name: str, seed: str, manner: str) -> None:
             case _:
                 tiers.match(keys)
                 tiers.lookup(keys)
-        is_attached = tiers.is_attached
-        num_attached += is_attached and not was_attached
-        if not is_attached and pins:
+        num_attached += tiers.place.token != token
+        token = tiers.place.token
+        if not tiers.is_attached:
             tiers.unpin(pins)
             pins = []
-        was_attached = is_attached
-        if not is_attached:
             tiers.pause(0.02)
     tiers.unpin(pins)
     deadline = time.monotonic() + 60
     while not tiers.is_attached and time.monotonic() < deadline:
         tiers.step()
         tiers.pause(0.05)
+    num_attached += tiers.place.token != token
+    # It works at the end, however busy the machine was before.
+    while not num_loaded and time.monotonic() < deadline:
+        _wait(device, tiers.save(prompts[0], device.fill(prompts[0])))
+        num_loaded += device.load(prompts[0])
     tiers.check()
     assert num_files() <= files + 1, "descriptors leak"
     assert _num_mappings() <= mappings + 1, "mappings leak"

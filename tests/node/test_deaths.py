@@ -82,7 +82,6 @@ def test_a_node_is_killed_stopped_and_restarted(tmp_path: Path, num_kills: int) 
                 node.stdout.close()
         time.sleep(rng.random() * 0.3)
         node = start_node(path)
-    time.sleep(2.5)  # they attach again within a second or so
     counts = [end_client(client) for client in clients]
     assert all(attached > 0 for _, _, attached in counts)
     assert all(loaded > 0 for _, loaded, _ in counts)

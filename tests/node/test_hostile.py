@@ -22,6 +22,7 @@ from penstock.node.connection import connect, read_place, send_attach, wait_for_
 from penstock.node.wire import Frame, WireError, encode, pack_keys, pack_slots
 from penstock.types import BlockKey, Slot, Verdict
 from penstock.units import MiB
+from tests.node.leftovers import at_end, end_process
 from tests.node.nodes import BLOCK_BYTES, Device, namespace, node, num_files
 from tests.node.processes import ROOT, await_clients, describe, node_process
 
@@ -31,6 +32,7 @@ class Raw:
 
     def __init__(self, path: Path, model: str = "tiny", block_bytes: int = BLOCK_BYTES) -> None:
         self.channel = connect(path, 5.0)
+        at_end(self.channel.close)
         self.spec = namespace(model).block_spec(block_bytes)
         values = BlockValues((PartValues(block_bytes),))
         send_attach(self.channel, self.spec, values, name="raw", in_one=False, events=False)
@@ -299,15 +301,10 @@ def test_a_client_that_never_reads_is_not_served_for_ever(tmp_path: Path) -> Non
             hello._socket.sendall(request * 5_000_000)
         hello.close()
         assert living.tiers.match(living.keys(7, 10)).num_blocks == 10
-        (pid,) = _children()
+        pid = describe(path)["pid"]
         status = Path(f"/proc/{pid}/status").read_text()
         (resident,) = (int(row.split()[1]) for row in status.splitlines() if "VmRSS" in row)
         assert resident < 600 << 10, "kB: what was not read has been kept"
-
-
-def _children() -> list[int]:
-    text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    return [int(pid) for pid in text.split()]
 
 
 @pytest.mark.parametrize("num_thousands", [10, 1000], ids=["short", "long"])
@@ -354,6 +351,7 @@ def test_slots_of_a_client_that_lives_on_are_not_reused(tmp_path: Path) -> None:
         zombie = subprocess.Popen(
             [sys.executable, "-c", ZOMBIE, str(path)], cwd=ROOT, text=True, stdout=subprocess.PIPE
         )
+        at_end(lambda: end_process(zombie))
         assert zombie.stdout is not None
         held = {int(word) for word in zombie.stdout.readline().split()}
         assert held
@@ -367,9 +365,7 @@ def test_slots_of_a_client_that_lives_on_are_not_reused(tmp_path: Path) -> None:
             slots = living.tiers.pin(keys)
             assert held.isdisjoint(slots)
             living.tiers.unpin([slot for slot in slots if slot is not None])
-        zombie.kill()
-        zombie.wait()
-        zombie.stdout.close()
+        end_process(zombie)
         (model,) = await_clients(path, {"living"})["models"]
         keys = living.keys(99, model["blocks"])
         assert living.save(keys), "its slots are free now"

@@ -1,0 +1,170 @@
+"""A connection may end at any point of a node's step: it costs that client only."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.codecs.blocks import BlockValues, PartValues
+from penstock.config import Config, HostConfig
+from penstock.node import service as service_module
+from penstock.node.connection import connect, read_place, send_attach
+from penstock.node.service import NodeService
+from penstock.node.wire import Channel, Frame, pack_keys, pack_slots
+from penstock.types import BlockKey, Slot, Verdict
+from penstock.units import MiB
+from tests.node.nodes import BLOCK_BYTES, namespace, num_files
+
+KEYS = [BlockKey(bytes([n]) * 32) for n in range(64)]
+
+
+class Stepped:
+    """A node whose steps are made by the test, and whose clients "die" when the test says so."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = folder / "node.sock"
+        self.service = NodeService(Config(host=HostConfig(size_bytes=16 * MiB)), self.path)
+        self._pid_files: list[int] = []
+        self._clients: list[Client] = []
+        monkeypatch.setattr(service_module, "_pid_file_of", self._pid_file_of)
+
+    def _pid_file_of(self, connection: socket.socket) -> int:
+        self._pid_files.append(os.eventfd(0))
+        return os.dup(self._pid_files[-1])
+
+    def client(self, model: str = "tiny") -> Client:
+        number = len(self._pid_files)
+        client = Client(self, model)
+        client.pid_file = self._pid_files[number]
+        self._clients.append(client)
+        return client
+
+    def step(self) -> None:
+        self.service.step(0.0)
+
+    def clients(self) -> int:
+        num: int = self.service.describe()["num_clients"]
+        return num
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        for file in self._pid_files:
+            os.close(file)
+        assert self.service.close()
+
+
+class Client:
+    def __init__(self, node: Stepped, model: str) -> None:
+        self._node = node
+        self.pid_file = -1
+        self.channel: Channel = connect(node.path, 5.0)
+        spec = namespace(model).block_spec(BLOCK_BYTES)
+        values = BlockValues((PartValues(BLOCK_BYTES),))
+        send_attach(self.channel, spec, values, name="raw", in_one=False, events=True)
+        self.place = read_place(self.channel, self.hear("attached"))
+        os.close(self.place.file)
+        os.close(self.place.seals_file)
+
+    def send(self, kind: str, fields: dict[str, Any], *parts: bytes) -> None:
+        self.channel.send(kind, fields, *parts)
+        self.channel.flush()
+
+    def hear(self, kind: str) -> Frame:
+        """Let the node make steps until it has sent a frame of this kind."""
+        for _ in range(100):
+            self._node.step()
+            frames = self.channel.receive()
+            for place, frame in enumerate(frames):
+                if frame.kind == kind:
+                    self.channel.put_back(frames[place + 1 :])
+                    return frame
+        raise AssertionError(f"the node sent no {kind}")
+
+    def begin_save(self, key: BlockKey, ticket: int) -> int:
+        self.send("save", {"ticket": ticket}, pack_keys([key]), pack_slots([Slot(0)]))
+        return int(self.hear("transfer").fields["transfer"])
+
+    def end_save(self, transfer: int) -> None:
+        """All clients of the model are told of the block in the node's next step."""
+        self.send("report", {"transfer": transfer}, bytes([Verdict.OK]))
+
+    def stop_reading(self) -> None:
+        """What the node sends from now on fails; nothing that it could read says so."""
+        self.channel._socket.shutdown(socket.SHUT_RD)
+
+    def die(self) -> None:
+        os.eventfd_write(self.pid_file, 1)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+@contextmanager
+def stepped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepped]:
+    node = Stepped(folder, monkeypatch)
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+def test_a_client_dies_in_the_step_in_which_it_cannot_be_sent_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stepped(tmp_path, monkeypatch) as node:
+        living, victim = node.client(), node.client()
+        transfer = living.begin_save(KEYS[0], 1)
+        victim.stop_reading()
+        victim.die()
+        living.end_save(transfer)
+        node.step()
+        assert node.clients() == 1
+        node.step()
+        node.service.check()
+        living.send("match", {"call": 1}, pack_keys(KEYS[:1]))
+        assert living.hear("reply").fields["runs"], "the living client is served"
+
+
+def test_a_client_that_cannot_be_sent_to_leaves_but_keeps_its_slots_while_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stepped(tmp_path, monkeypatch) as node:
+        living, victim = node.client(), node.client()
+        victim.begin_save(KEYS[1], 1)
+        transfer = living.begin_save(KEYS[0], 1)
+        victim.stop_reading()
+        living.end_save(transfer)
+        node.step()
+        node.step()
+        with pytest.raises(BrokenPipeError):
+            victim.channel._socket.send(b"x")
+        assert node.clients() == 2, "its process may still copy"
+        victim.die()
+        node.step()
+        assert node.clients() == 1
+        node.service.check()
+
+
+def test_a_node_closes_with_guests_of_every_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attached, unknown, with a dead connection, and gone: no file stays open."""
+    files = num_files()
+    with stepped(tmp_path, monkeypatch) as node:
+        attached, dead, gone = node.client(), node.client(), node.client()
+        unknown = connect(node.path)
+        node.step()
+        transfer = attached.begin_save(KEYS[0], 1)
+        dead.stop_reading()
+        gone.close()
+        attached.end_save(transfer)
+        assert node.service.close()
+        unknown.close()
+    assert num_files() == files
