@@ -42,8 +42,10 @@ import signal, sys
 from pathlib import Path
 from penstock.config import Config, HostConfig
 from penstock.node.service import NodeService
-service = NodeService(Config(HostConfig(size_bytes=int(sys.argv[2]))), Path(sys.argv[1]))
+config = Config(HostConfig(size_bytes=int(sys.argv[2])))
+service = NodeService(config, Path(sys.argv[1]), prepare=True)
 signal.signal(signal.SIGTERM, lambda *_: service.stop())
+service.serve(lambda: not service.is_preparing)
 print("ready", flush=True)
 service.serve()
 service.close()

@@ -77,6 +77,7 @@ class NodeOpening:
                 {Tier.HOST: lane}, SystemClock(), max_queued=1 << 30, notify=notify
             )
 
+        codecs = self.codecs(values)
         return self._attached(
             lambda channel: NodeTiers(
                 self._path,
@@ -84,7 +85,7 @@ class NodeOpening:
                 self.settings,
                 spec,
                 values,
-                self.codecs(values),
+                codecs,
                 make_copies,
                 name=name,
                 in_one=device_mover is not None,
@@ -114,6 +115,7 @@ class NodeOpening:
             links.append(NodeLink(seals, num_workers))
             return links[0]
 
+        codecs = self.codecs(values)
         tiers = self._attached(
             lambda channel: DelegatedNodeTiers(
                 self._path,
@@ -121,7 +123,7 @@ class NodeOpening:
                 self.settings,
                 spec,
                 values,
-                self.codecs(values),
+                codecs,
                 make_copies,
                 name=name,
                 observers=observers,

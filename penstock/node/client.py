@@ -143,8 +143,10 @@ class NodeTiers:
         observers: Iterable[Observer] = (),
         remap: Callable[[Callable[[], None]], None] = lambda replace_memory: replace_memory(),
     ) -> None:
-        """Attach over `channel` (see `open_node`). Raises ConfigError, and NodeEnded before any copy
-        is made ready, if the node ends: then another may be tried.
+        """Attach over `channel` (see `open_node`). Raises ConfigError.
+
+        Raises NodeEnded if the node ends before it has answered. `make_copies` has not been called
+        then, so another node can be tried.
 
         `remap` is called to replace DRAM's memory by another node's, so that the copies can unpin
         the old and pin the new (see `Mover.remap`).
