@@ -218,14 +218,16 @@ class NodeRoom:
         self._shares.check()
 
     def close(self, timeout_seconds: float) -> bool:
-        closed = self.offloader.close(timeout_seconds)
-        self._release()
-        return closed
+        try:
+            return self.offloader.close(timeout_seconds)
+        finally:
+            self._release()
 
     def abandon(self, timeout_seconds: float) -> bool:
-        stopped = self.offloader.abandon(timeout_seconds)
-        self._release()
-        return stopped
+        try:
+            return self.offloader.abandon(timeout_seconds)
+        finally:
+            self._release()
 
     def _release(self) -> None:
         self._shares.remove(self.number)

@@ -315,12 +315,12 @@ class Session:
         if self.is_gone:
             return
         self.is_gone = True
+        self.room.num_sessions -= 1
         self.hang_up()
         self.room.switchboard.give_up(self.port)
         if self._pins and not self.room.is_broken:
             self.room.offloader.unpin(list(self._pins.elements()))
         self._pins.clear()
-        self.room.num_sessions -= 1
 
     def _is_open(self, lookup: LookupId) -> bool:
         return self.room.offloader.is_looking_up(lookup)

@@ -137,8 +137,11 @@ class Channel:
     def send(
         self, kind: str, fields: Mapping[str, Any], *parts: bytes, files: Iterable[int] = ()
     ) -> None:
-        """Queue a frame. Files are sent with the first byte that is still queued."""
-        self._files_to_send += files
+        """Queue a frame. Files are sent with the first byte that is still queued.
+
+        The caller may close its files at once: later, their numbers would be others'.
+        """
+        self._files_to_send += map(os.dup, files)
         self._unsent += encode(kind, fields, *parts)
 
     def send_encoded(self, frames: bytes) -> None:
@@ -152,7 +155,7 @@ class Channel:
                 if self._files_to_send:
                     chunk = bytes(self._unsent[:_READ_BYTES])
                     sent = socket.send_fds(self._socket, [chunk], self._files_to_send)
-                    self._files_to_send = []
+                    self._close_files_to_send()
                 else:
                     sent = self._socket.send(self._unsent)
             except (BlockingIOError, InterruptedError):
@@ -202,7 +205,13 @@ class Channel:
         for file in self.files:
             os.close(file)
         self.files = []
+        self._close_files_to_send()
         self._socket.close()
+
+    def _close_files_to_send(self) -> None:
+        for file in self._files_to_send:
+            os.close(file)
+        self._files_to_send = []
 
 
 def pack_keys(keys: Sequence[BlockKey]) -> bytes:

@@ -208,6 +208,6 @@ def test_workers_that_still_copy_keep_their_slots(models: Models, node: Node) ->
     assert vllm.engine.num_flying
     assert not vllm.side.close()
     vllm.movers[0].saves_gate.set()
-    (room,) = node.service._rooms.values()
+    (room,) = node.service._rooms
     assert room.num_sessions == 1  # the worker's process lives
     node.service.check()

@@ -130,6 +130,7 @@ def node(
         service.stop()
         thread.join(10)
         service.close()
+        assert not service.num_faults, "the node failed to serve somebody; see its log"
 
 
 def num_files() -> int:

@@ -100,6 +100,7 @@ def _run_node(path: str, dram: str) -> None:
     service.serve()
     service.check()
     assert service.close()
+    assert not service.num_faults, "the node failed to serve somebody; see its log"
 
 
 def _num_mappings() -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +15,12 @@ import pytest
 
 from penstock.codecs.blocks import BlockValues, PartValues
 from penstock.config import Config, HostConfig
-from penstock.node import service as service_module
+from penstock.errors import BookError
+from penstock.node import guests
 from penstock.node.connection import connect, read_place, send_attach
 from penstock.node.service import NodeService
-from penstock.node.wire import Channel, Frame, pack_keys, pack_slots
+from penstock.node.session import Session
+from penstock.node.wire import VERSION, Channel, Frame, pack_keys, pack_slots
 from penstock.types import BlockKey, Slot, Verdict
 from penstock.units import MiB
 from tests.node.nodes import BLOCK_BYTES, namespace, num_files
@@ -32,7 +36,8 @@ class Stepped:
         self.service = NodeService(Config(host=HostConfig(size_bytes=16 * MiB)), self.path)
         self._pid_files: list[int] = []
         self._clients: list[Client] = []
-        monkeypatch.setattr(service_module, "_pid_file_of", self._pid_file_of)
+        self.num_faults = 0  # that the test expects
+        monkeypatch.setattr(guests, "pid_file_of", self._pid_file_of)
 
     def _pid_file_of(self, connection: socket.socket) -> int:
         self._pid_files.append(os.eventfd(0))
@@ -58,6 +63,7 @@ class Stepped:
         for file in self._pid_files:
             os.close(file)
         assert self.service.close()
+        assert self.service.num_faults == self.num_faults
 
 
 class Client:
@@ -168,3 +174,167 @@ def test_a_node_closes_with_guests_of_every_kind(
         assert node.service.close()
         unknown.close()
     assert num_files() == files
+
+
+def fails(*_: object) -> None:
+    raise RuntimeError("a fault of the node")
+
+
+@pytest.mark.parametrize("where", ["_hear", "_send"])
+def test_a_fault_that_has_to_do_with_one_guest_costs_that_guest_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with stepped(tmp_path, monkeypatch) as node:
+        living, victim = node.client(), node.client()
+        (_, number) = node.service._guests._guests
+        right = getattr(guests.Guests, where)
+        monkeypatch.setattr(
+            guests.Guests,
+            where,
+            lambda self, guest: (fails if guest.number == number else right)(self, guest),
+        )
+        victim.send("match", {"call": 1}, pack_keys(KEYS[:1]))
+        node.step()
+        node.num_faults = 1
+        assert node.clients() == 2, "the victim's process may still copy"
+        with pytest.raises(BrokenPipeError):
+            victim.channel._socket.send(b"x")
+        victim.die()
+        node.step()
+        assert node.clients() == 1
+        living.send("match", {"call": 1}, pack_keys(KEYS[:1]))
+        assert living.hear("reply")
+
+
+def test_news_that_cannot_be_sent_cost_one_client_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stepped(tmp_path, monkeypatch) as node:
+        living, victim = node.client(), node.client()
+        room = next(iter(node.service._rooms))
+        session = node.service._guests.sessions_of(room)[1]
+        monkeypatch.setattr(session, "send_news", fails)
+        node.step()
+        node.num_faults = 1
+        with pytest.raises(BrokenPipeError):
+            victim.channel._socket.send(b"x")
+        living.send("match", {"call": 1}, pack_keys(KEYS[:1]))
+        assert living.hear("reply")
+
+
+@pytest.mark.parametrize("what", ["hang_up", "give_back"])
+def test_a_client_whose_end_breaks_the_books_costs_its_model_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def breaks(self: Session) -> None:
+        if self.room is room:
+            node.num_faults += 1
+            raise BookError("a fault of the node")
+        right(self)
+
+    with stepped(tmp_path, monkeypatch) as node:
+        living, neighbor, victim = node.client("other"), node.client(), node.client()
+        room = list(node.service._rooms)[1]
+        right = getattr(Session, what)
+        monkeypatch.setattr(Session, what, breaks)
+        victim.send("bye", {})
+        assert "attach again" in neighbor.hear("refused").fields["why"]
+        assert [each["model"] for each in node.service.describe()["models"]] == ["other"]
+        living.send("match", {"call": 1}, pack_keys(KEYS[:1]))
+        assert living.hear("reply")
+        again = node.client()
+        assert again.begin_save(KEYS[0], 1)
+
+
+def test_a_broken_model_waits_for_clients_that_may_still_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stepped(tmp_path, monkeypatch) as node:
+        client = node.client()
+        client.begin_save(KEYS[0], 1)
+        (room,) = node.service._rooms
+        free = node.service._rooms.free_bytes
+        node.service._break(room)
+        node.step()
+        assert node.service._rooms.free_bytes == free, "the client may still write there"
+        client.die()
+        node.step()
+        assert node.service._rooms.free_bytes > free
+
+
+def test_a_node_closes_with_a_broken_model_that_a_client_still_touches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stepped(tmp_path, monkeypatch) as node:
+        client = node.client()
+        client.begin_save(KEYS[0], 1)
+        (room,) = node.service._rooms
+        abandoned: list[float] = []
+        right = room.abandon
+        monkeypatch.setattr(room, "abandon", lambda s: bool(abandoned.append(s)) or right(s))
+        node.service._break(room)
+        node.step()
+        assert node.service.close()
+        assert len(abandoned) == 1
+
+
+def test_a_node_without_free_files_waits_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with stepped(tmp_path, monkeypatch) as node:
+        late = connect(node.path)
+        unused = os.dup(0)
+        os.close(unused)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
+        try:
+            with caplog.at_level(logging.WARNING):
+                for _ in range(3):
+                    node.step()
+                    assert node.service._selector.select(0) == [], "the loop would spin"
+                    node.service._guests.accept_again(float("inf"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        (record,) = caplog.records
+        assert "ulimit" in record.message
+        node.service._guests.accept_again(float("inf"))
+        late.send("hello", {"protocol": VERSION})
+        late.flush()
+        node.step()
+        node.step()
+        assert late.receive()
+        late.close()
+
+
+def test_memory_that_is_sent_late_is_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client does not read, so its socket is full when it attaches."""
+    with stepped(tmp_path, monkeypatch) as node:
+        channel = connect(node.path)
+        spec = namespace("tiny").block_spec(BLOCK_BYTES)
+        values = BlockValues((PartValues(BLOCK_BYTES),))
+        while not any(guest.is_blocked for guest in node.service._guests._guests.values()):
+            for _ in range(100):
+                channel.send("describe", {"protocol": VERSION})
+            channel.flush()
+            node.step()
+        send_attach(channel, spec, values, name="raw", in_one=False, events=False)
+        for _ in range(100):
+            channel.flush()
+            node.step()
+            if node.clients():
+                break
+        others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]  # take closed numbers
+        for _ in range(10_000):
+            node.step()
+            found = [frame for frame in channel.receive() if frame.kind == "attached"]
+            if found:
+                break
+        place = read_place(channel, found[0])
+        assert os.fstat(place.file).st_ino == os.fstat(node.service._memory.file).st_ino
+        (room,) = node.service._rooms
+        assert os.fstat(place.seals_file).st_ino == os.fstat(room.seals_file).st_ino
+        for file in (place.file, place.seals_file, *others):
+            os.close(file)
+        channel.close()
