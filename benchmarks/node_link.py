@@ -45,6 +45,7 @@ from penstock.node.service import NodeService
 host = HostConfig(size_bytes=int(sys.argv[2]), codec=sys.argv[3])
 service = NodeService(Config(host), Path(sys.argv[1]), prepare=True)
 signal.signal(signal.SIGTERM, lambda *_: service.stop())
+service.serve(lambda: not service.is_preparing)
 print("ready", flush=True)
 service.serve()
 service.close()

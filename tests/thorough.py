@@ -45,6 +45,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     ),
     "test_crash.py": ("*roomy*",),
     "engine/test_node_processes.py": ("*",),
+    "engine/test_node_kills.py": ("*",),
     "server/test_disaggregation.py": ("*redis*",),
     "node/test_deaths.py": ("*long*",),
     "node/test_hostile.py": ("*long*", "test_a_client_that_never_reads*"),

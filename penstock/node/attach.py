@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from penstock.build import Delegated
 from penstock.clock import SystemClock
@@ -12,7 +14,7 @@ from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.node.client import NodeTiers, open_node
-from penstock.node.connection import NodeSettings, socket_path
+from penstock.node.connection import NodeEnded, NodeSettings, socket_path
 from penstock.node.delegated import DelegatedNodeTiers, NodeLink
 from penstock.node.wire import Channel
 from penstock.stores.base import Arena
@@ -25,6 +27,8 @@ from penstock.transfer.seals import Seals
 from penstock.types import BlockSpec, Tier
 
 _AGAIN_SECONDS = 5.0  # to attach again, by a client that has work to do
+
+_Tiers = TypeVar("_Tiers", bound=NodeTiers)
 
 DeviceMover = Callable[[HostArena, Seals, BlockCodec], Mover]
 
@@ -73,18 +77,21 @@ class NodeOpening:
                 {Tier.HOST: lane}, SystemClock(), max_queued=1 << 30, notify=notify
             )
 
-        return NodeTiers(
-            self._path,
-            self._take_channel(),
-            self.settings,
-            spec,
-            values,
-            self.codecs(values),
-            make_copies,
-            name=name,
-            in_one=device_mover is not None,
-            observers=observers,
-            remap=lambda replace_memory: movers[0].remap(replace_memory),
+        codecs = self.codecs(values)
+        return self._attached(
+            lambda channel: NodeTiers(
+                self._path,
+                channel,
+                self.settings,
+                spec,
+                values,
+                codecs,
+                make_copies,
+                name=name,
+                in_one=device_mover is not None,
+                observers=observers,
+                remap=lambda replace_memory: movers[0].remap(replace_memory),
+            )
         )
 
     def attach_delegated(
@@ -108,16 +115,19 @@ class NodeOpening:
             links.append(NodeLink(seals, num_workers))
             return links[0]
 
-        tiers = DelegatedNodeTiers(
-            self._path,
-            self._take_channel(),
-            self.settings,
-            spec,
-            values,
-            self.codecs(values),
-            make_copies,
-            name=name,
-            observers=observers,
+        codecs = self.codecs(values)
+        tiers = self._attached(
+            lambda channel: DelegatedNodeTiers(
+                self._path,
+                channel,
+                self.settings,
+                spec,
+                values,
+                codecs,
+                make_copies,
+                name=name,
+                observers=observers,
+            )
         )
         return Delegated(tiers, links[0], tiers.handle, tiers)
 
@@ -127,10 +137,24 @@ class NodeOpening:
             self._channel.close()
             self._channel = None
 
-    def _take_channel(self) -> Channel:
+    def _attached(self, attach: Callable[[Channel], _Tiers]) -> _Tiers:
+        """Attach; if the node ends meanwhile, to the next one."""
+        wait_seconds = self._config.node.wait_seconds
+        if self._channel is None:
+            wait_seconds = min(_AGAIN_SECONDS, wait_seconds)
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            channel = self._take_channel(deadline)
+            try:
+                return attach(channel)
+            except NodeEnded as error:
+                if time.monotonic() >= deadline:
+                    raise ConfigError(f"the node at {self._path}: {error}") from None
+
+    def _take_channel(self, deadline: float) -> Channel:
         channel, self._channel = self._channel, None
         if channel is None or channel.is_closed:
-            wait_seconds = min(_AGAIN_SECONDS, self._config.node.wait_seconds)
+            wait_seconds = max(0.0, deadline - time.monotonic())
             channel, settings = open_node(self._path, wait_seconds)
             if settings.codecs != self.settings.codecs:
                 channel.close()

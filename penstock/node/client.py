@@ -45,6 +45,7 @@ from penstock.events import (
     tell,
 )
 from penstock.node.connection import (
+    NodeEnded,
     NodeSettings,
     Place,
     connect,
@@ -144,6 +145,9 @@ class NodeTiers:
         remap: Callable[[Callable[[], None]], None] = lambda replace_memory: replace_memory(),
     ) -> None:
         """Attach over `channel` (see `open_node`). Raises ConfigError.
+
+        Raises NodeEnded if the node ends before it has answered. `make_copies` has not been called
+        then, so another node can be tried.
 
         `remap` is called to replace DRAM's memory by another node's, so that the copies can unpin
         the old and pin the new (see `Mover.remap`).
@@ -590,6 +594,8 @@ class NodeTiers:
         except WireError as error:
             channel.close()
             os.close(self._wake_file)
+            if isinstance(error, NodeEnded):
+                raise
             raise ConfigError(f"the node at {self._path}: {error}") from None
 
     def _send_attach(self, channel: Channel) -> None:
@@ -1028,14 +1034,21 @@ class NodeTiers:
 
 
 def open_node(path: Path, wait_seconds: float = _START_SECONDS) -> tuple[Channel, NodeSettings]:
-    """Connect and ask for the settings, on which codecs and keys depend. Raises ConfigError."""
-    channel = find_node(path, wait_seconds)
-    try:
-        send_hello(channel)
-        return channel, read_settings(wait_for_frame(channel, _START_SECONDS))
-    except WireError as error:
-        channel.close()
-        raise ConfigError(f"the node at {path}: {error}") from None
+    """Connect and ask for the settings, on which codecs and keys depend. Raises ConfigError.
+
+    If a node ends before it has answered, wait for the next one, as for one that is not there yet.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        channel = find_node(path, max(0.0, deadline - time.monotonic()))
+        try:
+            send_hello(channel)
+            return channel, read_settings(wait_for_frame(channel, _START_SECONDS))
+        except WireError as error:
+            channel.close()
+            if not isinstance(error, NodeEnded) or time.monotonic() >= deadline:
+                raise ConfigError(f"the node at {path}: {error}") from None
+        time.sleep(0.1)
 
 
 def _map_seals(place: Place) -> mmap.mmap:

@@ -24,6 +24,10 @@ from penstock.types import BlockSpec, Tier
 SCHEME = "unix://"
 
 
+class NodeEnded(WireError):
+    """The connection has ended without a word: the node is gone, and may be back soon."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
     """What a client must know before it can describe its blocks."""
@@ -151,7 +155,7 @@ def read_place(channel: Channel, frame: Frame) -> Place:
 
 
 def wait_for_frame(channel: Channel, timeout_seconds: float) -> Frame:
-    """The next frame. Raises WireError if it does not come in time, or the connection ends."""
+    """The next frame. Raises WireError if it does not come in time, NodeEnded if it cannot come."""
     deadline = time.monotonic() + timeout_seconds
     waiter = poll()
     while True:
@@ -161,7 +165,7 @@ def wait_for_frame(channel: Channel, timeout_seconds: float) -> Frame:
             return frames[0]
         left = deadline - time.monotonic()
         if channel.is_closed:
-            raise WireError("the node has closed the connection")
+            raise NodeEnded("the node has closed the connection")
         if left <= 0:
             raise WireError(f"the node does not answer within {timeout_seconds:g} s")
         waiter.register(channel.fileno(), POLLIN | (POLLOUT if channel.has_unsent else 0))

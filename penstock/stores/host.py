@@ -32,6 +32,8 @@ _MPOL_BIND = 2
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_HUGE_PAGE = 2 << 20
 
 _here: WeakValueDictionary[str, HostArena] = WeakValueDictionary()  # arenas that are not shared
 
@@ -54,31 +56,29 @@ class HostMemory:
         self.num_bytes = num_bytes
         self.file = os.memfd_create("penstock-host", os.MFD_CLOEXEC)
         os.ftruncate(self.file, num_bytes)
-        self._map = mmap.mmap(self.file, num_bytes, flags=mmap.MAP_SHARED)
+        self._memory = _map_file(self.file, num_bytes)
+        self._address = _address_of(self._memory)
         self._huge_pages = huge_pages
-        _advise_huge_pages(self._map, wanted=huge_pages)
+        _advise_huge_pages(self._address, num_bytes, wanted=huge_pages)
         if numa_node is not None:
-            held = ctypes.c_char.from_buffer(self._map)
-            try:
-                _bind_to_node(ctypes.addressof(held), num_bytes, numa_node)
-            finally:
-                del held  # else it could not be unmapped
+            _bind_to_node(self._address, num_bytes, numa_node)
 
     def allocate(self, start: int, num_bytes: int) -> None:
         """Have the kernel allocate a part of it now. What is there stays. Raises OSError."""
-        held = ctypes.c_char.from_buffer(self._map, start)
-        try:
-            if self._huge_pages:
-                _advise(ctypes.addressof(held), num_bytes, _MADV_COLLAPSE)
-            failed = _advise(ctypes.addressof(held), num_bytes, _MADV_POPULATE_WRITE)
-        finally:
-            del held  # else it could not be unmapped
+        begin, end = self._address + start, self._address + start + num_bytes
+        if self._huge_pages:
+            # The kernel makes a huge page of small ones, of which one at least must be there. It
+            # does so whatever its setting shmem_enabled is, except for "deny".
+            for address in range(begin, end, _HUGE_PAGE):
+                _advise(address, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+            _advise(begin, num_bytes, _MADV_COLLAPSE)
+        failed = _advise(begin, num_bytes, _MADV_POPULATE_WRITE)
         if failed:
             raise OSError(failed, os.strerror(failed))
 
     def close(self) -> None:
         """Who has mapped it keeps it."""
-        self._map.close()
+        self._memory.release()
         os.close(self.file)
 
 
@@ -108,16 +108,16 @@ class HostArena:
         if shared:
             file = os.memfd_create("penstock-host")
             os.ftruncate(file, mapped_bytes)
-            self._map = mmap.mmap(file, mapped_bytes, flags=mmap.MAP_SHARED)
+            self._take(_map_file(file, mapped_bytes))
             path = f"/proc/{os.getpid()}/fd/{file}"
             finalize(self, os.close, file)
         else:
-            self._map = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._take(memoryview(mmap.mmap(-1, mapped_bytes, flags=flags)))
             path = f"here:{id(self):x}"
             _here[path] = self
         self.handle = ArenaHandle(path, self.num_slots, self.block_bytes, self.stride_bytes)
-        _advise_huge_pages(self._map, wanted=huge_pages)
-        self._take(self._map)
+        _advise_huge_pages(self.address, mapped_bytes, wanted=huge_pages)
         if numa_node is not None:
             _bind_to_node(self.address, self.num_bytes, numa_node)
 
@@ -135,10 +135,9 @@ class HostArena:
         mapped_bytes = arena.num_bytes + arena.num_slots * KEY_BYTES
         file = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            arena._map = mmap.mmap(file, mapped_bytes, flags=mmap.MAP_SHARED)
+            arena._take(_map_file(file, mapped_bytes))
         finally:
             os.close(file)  # the mapping keeps the memory
-        arena._take(arena._map)
         return arena
 
     @classmethod
@@ -151,24 +150,12 @@ class HostArena:
         arena.num_bytes = arena.num_slots * arena.stride_bytes
         path = f"/proc/{os.getpid()}/fd/{file}"
         arena.handle = ArenaHandle(path, arena.num_slots, arena.block_bytes, arena.stride_bytes)
-        arena._map = mmap.mmap(file, arena.num_bytes, flags=mmap.MAP_SHARED)
-        arena._take(arena._map)
+        arena._take(_map_file(file, arena.num_bytes))
         return arena
 
     def replace_memory(self, file: int) -> None:
         """Map another file of the same size in place of this arena's. Addresses stay valid."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        address = libc.mmap(
-            ctypes.c_void_p(self.address),
-            ctypes.c_size_t(round_up(self.num_bytes, PAGE_BYTES)),
-            ctypes.c_int(mmap.PROT_READ | mmap.PROT_WRITE),
-            ctypes.c_int(mmap.MAP_SHARED | _MAP_FIXED),
-            ctypes.c_int(file),
-            ctypes.c_long(0),
-        )
-        if address != self.address:
-            raise OSError(ctypes.get_errno(), "DRAM could not be mapped again")
+        _map_file_at(self.address, file, round_up(self.num_bytes, PAGE_BYTES))
 
     @property
     def buffer(self) -> memoryview:
@@ -184,26 +171,84 @@ class HostArena:
         """Move slots to huge pages: shared memory is not on them by default, and GPUs need them."""
         page = mmap.PAGESIZE
         start = first * self.stride_bytes // page * page
-        try:
-            self._map.madvise(_MADV_COLLAPSE, start, count * self.stride_bytes)
-        except OSError as error:  # an old kernel, or memory is too fragmented
-            log.debug("huge pages are not available for part of DRAM: %s", error)
+        # Refused by an old kernel, or if memory is too fragmented.
+        if failed := _advise(self.address + start, count * self.stride_bytes, _MADV_COLLAPSE):
+            reason = os.strerror(failed)
+            log.debug("huge pages are not available for part of DRAM: %s", reason)
 
     def view(self, slot: Slot) -> memoryview:
         start = slot * self.stride_bytes
         return self._memory[start : start + self.stride_bytes]
 
-    def _take(self, mapping: mmap.mmap) -> None:
-        self._memory = memoryview(mapping)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    def _take(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.address = _address_of(memory)
 
 
-def _advise_huge_pages(mapping: mmap.mmap, *, wanted: bool) -> None:
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _map_file(file: int, num_bytes: int) -> memoryview:
+    """Map a file in memory at a multiple of a huge page, because it can only then be on huge pages.
+
+    Python's mmap cannot choose an address, and the kernel aligns such files only if its setting
+    shmem_enabled puts them on huge pages by itself. Unmapped once no view is left.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    reserved_bytes = round_up(num_bytes, mmap.PAGESIZE) + _HUGE_PAGE
+    reserved = libc.mmap(
+        None,
+        ctypes.c_size_t(reserved_bytes),
+        ctypes.c_int(0),  # no access
+        ctypes.c_int(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+        ctypes.c_int(-1),
+        ctypes.c_long(0),
+    )
+    if reserved == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), "no addresses are left for DRAM")
+    start = round_up(reserved, _HUGE_PAGE)
+    end = start + round_up(num_bytes, mmap.PAGESIZE)
+    try:
+        _map_file_at(start, file, num_bytes)
+    except OSError:
+        _unmap(reserved, reserved_bytes)
+        raise
+    _unmap(reserved, start - reserved)
+    _unmap(end, reserved + reserved_bytes - end)
+    mapped = (ctypes.c_char * num_bytes).from_address(start)
+    # Not at exit: other threads may still copy.
+    finalize(mapped, _unmap, start, num_bytes).atexit = False
+    return memoryview(mapped).cast("B")
+
+
+def _map_file_at(address: int, file: int, num_bytes: int) -> None:
+    """In place of what is mapped there. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    found = libc.mmap(
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(num_bytes),
+        ctypes.c_int(mmap.PROT_READ | mmap.PROT_WRITE),
+        ctypes.c_int(mmap.MAP_SHARED | _MAP_FIXED),
+        ctypes.c_int(file),
+        ctypes.c_long(0),
+    )
+    if found != address:
+        raise OSError(ctypes.get_errno(), "DRAM could not be mapped")
+
+
+def _unmap(address: int, num_bytes: int) -> None:
+    if num_bytes:
+        ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes))
+
+
+def _advise_huge_pages(address: int, num_bytes: int, *, wanted: bool) -> None:
     if wanted and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            log.info("huge pages are not available for DRAM: %s", error)
+        failed = _advise(address, num_bytes, mmap.MADV_HUGEPAGE)
+        if failed:
+            log.info("huge pages are not available for DRAM: %s", os.strerror(failed))
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> int:

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,9 @@ class Child:
 
 
 class NodeChild(Child):
-    def __init__(self, socket_path: Path, **settings: Any) -> None:
-        self._process = _start("node", str(socket_path), json.dumps(settings))
+    def __init__(self, socket_path: Path, errors: Path | None = None, **settings: Any) -> None:
+        """`errors` is a file to which its stderr is appended."""
+        self._process = _start("node", str(socket_path), json.dumps(settings), errors=errors)
         super().__init__(self._process.pid, self._process.stdout, self._process.stdin)
         self.wait_until_ready()
 
@@ -83,15 +84,17 @@ class NodeChild(Child):
 class Engines:
     """Makes engines as processes: forks of one that has imported everything."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, errors: Path | None = None) -> None:
+        """`errors` is a file to which the stderr of all engines is appended."""
         self._path = folder / "engines.sock"
-        self._process = _start("engines", str(self._path), "{}")
+        self._process = _start("engines", str(self._path), "{}", errors=errors)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == '"ready"\n'
 
     def make(self, node: Path | str, **settings: Any) -> Child:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(str(self._path))
+        connection.settimeout(300)  # an engine that hangs fails its test
         with connection:
             reader, writer = connection.makefile("r"), connection.makefile("w")
         child = Child(0, reader, writer)
@@ -106,7 +109,7 @@ class Engines:
         self._process.wait(30)
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
+def _start(*arguments: str, errors: Path | None = None) -> subprocess.Popen[str]:
     root = HERE.parent.parent
     paths = [str(root.parent), str(root), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -115,13 +118,15 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",  # a process with more threads cannot be forked
         "TOKENIZERS_PARALLELISM": "false",
     }
-    return subprocess.Popen(
-        [sys.executable, str(HERE), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    with ExitStack() as stack:
+        return subprocess.Popen(
+            [sys.executable, str(HERE), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if errors is None else stack.enter_context(errors.open("a")),
+            text=True,
+            env=environment,
+        )
 
 
 def tokenizer() -> Any:
@@ -173,6 +178,8 @@ def run_requests(engine: Any, prompts: list[list[int]], **options: Any) -> list[
                 "tokens": list(request.output_ids),
                 "logprobs": logprobs[request.id],
                 "cached": request.num_cached_tokens,
+                "loaded": request.num_loaded_tokens,
+                "preemptions": request.num_preemptions,
                 "finish": request.finish_reason,
                 "max_cold": max_cold,
                 "failed": failed,
@@ -245,6 +252,9 @@ def serve_engine(model: Any) -> None:
                 assert engine.offloader.num_pinned == 0
                 assert engine.pool.num_available == engine.pool.num_blocks
                 answer("sound")
+            case "empty":
+                assert engine.offloader is not None
+                answer(engine.offloader.empty_host())
             case "close":
                 engine.close()
                 answer("closed")

@@ -51,7 +51,7 @@ def test_replaced_memory_has_the_same_addresses_and_none_of_the_old_contents() -
 def test_memory_that_cannot_be_mapped_is_an_error() -> None:
     memory = HostMemory(SIZE, huge_pages=False, numa_node=None)
     arena = HostArena.over(memory.file, SPEC, SIZE)
-    with open(os.devnull, "rb") as wrong, pytest.raises(OSError, match="mapped again"):
+    with open(os.devnull, "rb") as wrong, pytest.raises(OSError, match="could not be mapped"):
         arena.replace_memory(wrong.fileno())
     memory.close()
 

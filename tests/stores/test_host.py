@@ -22,7 +22,7 @@ from tools import ODD_BLOCK_BYTES, TIMEOUT_SECONDS, content, key_of, keys_of, sp
 from penstock.errors import ConfigError
 from penstock.stores import host
 from penstock.stores.base import Arena
-from penstock.stores.host import ArenaHandle, HostArena
+from penstock.stores.host import ArenaHandle, HostArena, HostMemory
 from penstock.transfer.seals import Seals
 from penstock.types import PAGE_BYTES, Slot, Verdict
 
@@ -137,6 +137,58 @@ def test_a_machine_without_huge_pages_is_served_all_the_same(
     assert [bytes(arena.view(Slot(slot))) for slot in range(4)] == [content(k, 8192) for k in keys]
     refusals = [record for record in caplog.records if "huge pages" in record.getMessage()]
     assert len(refusals) == (2 if refused == "by the kernel" else 1)
+
+
+def test_shared_memory_lies_where_huge_pages_fit() -> None:
+    """The kernel puts a file on huge pages only if address and offset are aligned alike."""
+    memory = HostMemory(6 * MiB, huge_pages=True, numa_node=None)
+    arena = HostArena(spec(), 3 * MiB, shared=True)
+    for each in (HostArena.over(memory.file, spec(), 6 * MiB), arena, HostArena.open(arena.handle)):
+        assert each.address % (2 * MiB) == 0
+    memory.close()
+
+
+def test_allocated_memory_is_on_huge_pages() -> None:
+    memory = HostMemory(8 * MiB, huge_pages=True, numa_node=None)
+    memory.allocate(0, 2 * MiB)
+    if not pmd_mapped(memory):
+        pytest.skip("the kernel has no huge pages for shared memory (Linux 6.1, not denied)")
+    arena = HostArena.over(memory.file, spec(), 8 * MiB)
+    arena.buffer[2 * MiB] = 7
+    memory.allocate(2 * MiB, 6 * MiB)
+    assert pmd_mapped(memory) == 8 * MiB
+    assert arena.buffer[2 * MiB] == 7
+    assert bytes(arena.buffer[4 * MiB :]) == bytes(4 * MiB)
+    memory.close()
+
+
+def pmd_mapped(memory: HostMemory) -> int:
+    """How many bytes of its own mapping are on huge pages."""
+    start = f"{memory._address:x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    while not next(lines).startswith(start):
+        pass
+    return int(next(line.split()[1] for line in lines if line.startswith("ShmemPmdMapped"))) << 10
+
+
+def test_memory_is_unmapped_with_its_last_view() -> None:
+    memory = HostMemory(4 * MiB, huge_pages=False, numa_node=None)
+    arena = HostArena.over(memory.file, spec(), 4 * MiB)
+    view = arena.view(Slot(0))
+    inode = str(os.fstat(memory.file).st_ino)
+    memory.close()
+    del arena
+    gc.collect()
+    view[0] = 1  # still there
+    assert num_mappings(inode) == 1
+    del view
+    gc.collect()
+    assert num_mappings(inode) == 0
+
+
+def num_mappings(inode: str) -> int:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(line.split()[4] == inode for line in lines)
 
 
 # Shared with other processes.
