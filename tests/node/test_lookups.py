@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.node.node_process import NodeProcess, wait_until
-from tests.node.nodes import Device
 
 from penstock.types import LookupId
 from servers import is_skipped
 from servers.redis_server import WHY_NOT, RedisServer
+from tests.node.node_process import NodeProcess, wait_until
+from tests.node.nodes import Device
 
 pytestmark = pytest.mark.skipif(is_skipped(WHY_NOT), reason=str(WHY_NOT))
 
