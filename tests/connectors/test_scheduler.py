@@ -451,6 +451,19 @@ def test_what_has_come_of_an_awaited_prompt_is_loaded_at_once(models: Models) ->
     vllm.flush()
 
 
+def test_what_a_prefiller_left_is_loaded_and_the_rest_computed(models: Models) -> None:
+    vllm = models()
+    ask(vllm, PROMPT[:12])
+    vllm.clock.freeze()
+    waiting = vllm.add(PROMPT, 1)
+    waiting.kv_transfer_params = AWAITS
+    assert vllm.side.lookup(waiting, 0) is None
+    vllm.clock.advance(6)
+    assert vllm.side.lookup(waiting, 0) == 12
+    vllm.flush()
+    assert loaded(vllm, waiting) == {"host": 12}
+
+
 def test_the_answer_of_a_prefiller_is_for_the_decoder(models: Models) -> None:
     vllm = models()
     request = Request("prefill", PROMPT, 1)
