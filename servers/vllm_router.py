@@ -9,8 +9,12 @@ from pathlib import Path
 
 from servers import ServerProcess, free_port
 
-_BESIDE = Path(sys.executable).with_name("vllm-router")
-EXECUTABLE = str(_BESIDE) if _BESIDE.exists() else shutil.which("vllm-router")
+# Beside this Python; or in the environment of `make`, for tests that run in vLLM's own.
+_PLACES = (
+    Path(sys.executable).with_name("vllm-router"),
+    Path(__file__).parent.parent / ".venv" / "bin" / "vllm-router",
+)
+EXECUTABLE = next((str(path) for path in _PLACES if path.exists()), shutil.which("vllm-router"))
 WHY_NOT = None if EXECUTABLE else "vllm-router is not installed: pip install '.[dev]'"
 
 

@@ -1,4 +1,4 @@
-"""A node as a process of its own: `python node_process.py SOCKET FOLDER`.
+"""A node as a process of its own: `python node_process.py SOCKET FOLDER [REMOTE]`.
 
 It answers lines: "check" with the error of its books, or an empty one, and "describe".
 """
@@ -14,14 +14,15 @@ from typing import Any
 
 
 class NodeProcess:
-    def __init__(self, path: Path, disk: Path) -> None:
-        self.path, self._disk = path, disk
+    def __init__(self, path: Path, disk: Path, remote: str | None = None) -> None:
+        self.path = path
+        self._arguments = [str(path), str(disk), *([remote] if remote else [])]
         self.url = f"unix://{path}"
         self.start()
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self.path), str(self._disk)],
+            [sys.executable, __file__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -55,8 +56,8 @@ class NodeProcess:
         return json.loads(self._process.stdout.readline())
 
 
-def _serve(path: Path, disk: Path) -> None:
-    from penstock.config import Config, DiskConfig, HostConfig
+def _serve(path: Path, disk: Path, remote: str | None = None) -> None:
+    from penstock.config import Config, DiskConfig, HostConfig, RemoteConfig
     from penstock.errors import BookError
     from penstock.node.service import NodeService
     from penstock.units import MiB
@@ -64,6 +65,7 @@ def _serve(path: Path, disk: Path) -> None:
     config = Config(
         host=HostConfig(size_bytes=256 * MiB),
         disk=DiskConfig(path=str(disk), size_bytes=512 * MiB),
+        remote=RemoteConfig(url=remote),
     )
     service = NodeService(config, path)
     while True:
@@ -85,4 +87,4 @@ def _serve(path: Path, disk: Path) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]), Path(sys.argv[2]))
+    _serve(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -259,9 +259,7 @@ class NodeTiers:
         reply = self._call("lookup", {}, pack_keys(keys))
         if reply is None or reply.fields["lookup"] is None:
             return None
-        lookup = LookupId(int(reply.fields["lookup"]))
-        self._lookups.add(lookup)
-        return lookup
+        return LookupId(int(reply.fields["lookup"]))
 
     def is_looking_up(self, lookup_id: LookupId) -> bool:
         return lookup_id in self._lookups
@@ -779,6 +777,8 @@ class NodeTiers:
         match frame.kind:
             case "reply":
                 call = int(fields["call"])
+                if fields.get("lookup") is not None:  # its end may be the very next frame
+                    self._lookups.add(LookupId(int(fields["lookup"])))
                 if call in self._late_pins:
                     self._late_pins.discard(call)
                     late = [slot for slot in unpack_slots(parts[0]) if slot is not None]
@@ -1000,7 +1000,8 @@ class NodeTiers:
 
     def _check_node(self, now: float) -> None:
         """Notice that a node hangs while something is under way, even if nothing is asked."""
-        if not self._tickets or self._channel is None or self._hangs_since is not None:
+        is_waiting = bool(self._tickets or self._lookups)
+        if not is_waiting or self._channel is None or self._hangs_since is not None:
             return
         if self._probe is not None:
             if now - self._probe > _ANSWER_SECONDS:
@@ -1020,6 +1021,7 @@ class NodeTiers:
             # Saves have no deadline, but their blocks are needed.
             for number in list(self._tickets):
                 self._end_here(number, Verdict.EXPIRED)
+            self._lookups.clear()
         for number, ticket in list(self._tickets.items()):
             if ticket.deadline is not None and now >= ticket.deadline and ticket.ends_as is None:
                 self._send("cancel", {"ticket": number})

@@ -425,6 +425,22 @@ def test_a_prompt_that_another_vllm_computes_is_waited_for(models: Models) -> No
     vllm.flush()
 
 
+def test_what_a_decoder_learns_from_the_ends_of_prompts_does_not_make_it_wait(
+    models: Models,
+) -> None:
+    vllm = models()
+    vllm.clock.freeze()
+    vllm.side._chooser.costs.observe([(3, 0)], 60.0)  # the first step, on a busy machine
+    waiting = vllm.add(PROMPT, 1)
+    waiting.kv_transfer_params = AWAITS
+    assert vllm.side.lookup(waiting, 0) is None
+    vllm.clock.advance(4)
+    assert vllm.side.lookup(waiting, 0) is None
+    vllm.clock.advance(2)
+    assert vllm.side.lookup(waiting, 0) == 0
+    vllm.flush()
+
+
 def test_what_has_come_of_an_awaited_prompt_is_loaded_at_once(models: Models) -> None:
     vllm = models()
     ask(vllm)
@@ -433,6 +449,19 @@ def test_what_has_come_of_an_awaited_prompt_is_loaded_at_once(models: Models) ->
     waiting.kv_transfer_params = AWAITS
     assert vllm.side.lookup(waiting, 0) == 20
     vllm.flush()
+
+
+def test_what_a_prefiller_left_is_loaded_and_the_rest_computed(models: Models) -> None:
+    vllm = models()
+    ask(vllm, PROMPT[:12])
+    vllm.clock.freeze()
+    waiting = vllm.add(PROMPT, 1)
+    waiting.kv_transfer_params = AWAITS
+    assert vllm.side.lookup(waiting, 0) is None
+    vllm.clock.advance(6)
+    assert vllm.side.lookup(waiting, 0) == 12
+    vllm.flush()
+    assert loaded(vllm, waiting) == {"host": 12}
 
 
 def test_the_answer_of_a_prefiller_is_for_the_decoder(models: Models) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from penstock.costs.patience import prefill_patience
 
 _ASK_SECONDS = 0.02  # between two questions to a remote tier
+# vLLM's routers ask the decoder when the prompt is computed. What is missing then is on its way.
+_MAX_SECONDS = 5.0
 
 HANDED_OVER = {"do_remote_prefill": True, "do_remote_decode": False}
 """What a prefiller's answer tells the decoder, in the fields that vLLM's routers pass on."""
@@ -31,7 +33,7 @@ class Awaiting:
             self.num_tokens, self.since = num_tokens, now
 
     def is_over(self, now: float, compute_seconds: float | None) -> bool:
-        return now - self.since > prefill_patience(compute_seconds)
+        return now - self.since > prefill_patience(compute_seconds, _MAX_SECONDS)
 
     def asks_again(self, now: float) -> bool:
         """Whether it is time to ask the remote tier."""
