@@ -17,10 +17,11 @@ import argparse
 import json
 import math
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -81,6 +82,10 @@ class Quality:
     @property
     def mean_same_tokens(self) -> float:
         return sum(self.num_same_tokens) / max(1, len(self.num_same_tokens))
+
+
+# What the results of several processes are added up from: numbers and lists.
+SUMMED = [each.name for each in fields(Quality) if each.name not in ("codec", "ratio")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +351,10 @@ def _parse() -> argparse.Namespace:
         action="store_true",
         help="compute each codec alone, not all in a batch (slower; always on a CPU)",
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that share the prompts, and the device"
+    )
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # of a job: I/N
     parser.add_argument("--json", action="store_true", help="JSON with each prompt's results")
     options = parser.parse_args()
     names = options.codecs.split(",")
@@ -357,9 +366,40 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-@torch.inference_mode()
+def measure_in_jobs(num_jobs: int) -> tuple[dict[str, Any], list[Quality]]:
+    """The sums of several processes, each with a part of the prompts."""
+    command = [sys.executable, "-m", "benchmarks.codec_quality", *sys.argv[1:], "--json"]
+    jobs = [
+        subprocess.Popen([*command, "--part", f"{part}/{num_jobs}"], stdout=subprocess.PIPE)
+        for part in range(num_jobs)
+    ]
+    answers = [json.loads(job.communicate()[0] or "null") for job in jobs]
+    if None in answers:
+        raise SystemExit("a job has failed, see above")
+    about, results = {}, []
+    for answer in answers:
+        rows = answer.pop("results")
+        about = about or answer
+        for place, row in enumerate(rows):
+            del row["perplexity"], row["mean_kl"]
+            if place == len(results):
+                results.append(Quality(row["codec"], row["ratio"]))
+            for name in SUMMED:
+                setattr(results[place], name, getattr(results[place], name) + row[name])
+    return about, results
+
+
 def main() -> None:
     options = _parse()
+    if options.jobs > 1 and options.part is None:
+        about, results = measure_in_jobs(options.jobs)
+    else:
+        about, results = measure(options)
+    show(options, about, results)
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Quality]]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder = options.model or _embedded_model()
@@ -406,6 +446,8 @@ def main() -> None:
         *(lambda p=p: read_text(reader, p.tokens, p.continuation) for p in prompts),
         *(lambda n=n: read_needle(reader, n.tokens, n.fact, tokenizer) for n in needles),
     ]
+    part, num_parts = map(int, (options.part or "0/1").split("/"))
+    work = work[part::num_parts]
     for number, step in enumerate(work, 1):
         step()
         now = time.monotonic()
@@ -414,7 +456,10 @@ def main() -> None:
             kl = ", ".join(f"{each.codec} {each.mean_kl:.2g}" for each in qualities.values())
             _say(f"{number} of {len(work)}, {now - started:.0f} s; mean KL: {kl}")
 
-    results = list(qualities.values())
+    return about, list(qualities.values())
+
+
+def show(options: argparse.Namespace, about: dict[str, Any], results: list[Quality]) -> None:
     for each in results:
         if each.num_not_kept:
             _say(f"{each.codec}: {each.num_not_kept} of {each.num_blocks} blocks did not fit")
@@ -426,15 +471,20 @@ def main() -> None:
         print(json.dumps({**about, "results": rows}))
     else:
         lengths = about["prompt_tokens"]
-        if isinstance(lengths, list) and lengths:
+        if lengths:
             print(
-                f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens and "
-                f"{len(needles)} needles; {about['model']}, computed in {about['dtype']} with "
-                f"KV in bfloat16, {about['device']}, "
+                f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens and "
+                f"{len(about['needle_tokens'])} needles; {about['model']}, computed in "
+                f"{about['dtype']} with KV in bfloat16, {about['device']}, "
                 f"torch {torch.__version__}, Python {about['python']}, digest {about['digest']}\n"
             )
         print(table(results))
-    if LOSSLESS in qualities and not is_like_raw(qualities[LOSSLESS], qualities[RAW]):
+    qualities = {each.codec: each for each in results}
+    if (
+        options.part is None
+        and LOSSLESS in qualities
+        and not is_like_raw(qualities[LOSSLESS], qualities[RAW])
+    ):
         if qualities[LOSSLESS].num_changed:
             _say("lossless changed KV: expected the same bits; this is a bug")
         else:

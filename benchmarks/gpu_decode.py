@@ -107,10 +107,12 @@ class Bench:
         """The same blocks for every share of cold blocks; only their location differs."""
         num = -(-context // BLOCK_TOKENS)
         limit = min(self.pool.tensor.shape[0], self.host.num_slots)
+        self._order = random.Random(seed).sample(range(limit - batch), limit - batch)
         made = []
         for row in range(batch):
             rng = random.Random(f"{seed}-{row}")
-            blocks = [rng.randrange(limit - batch) for _ in range(num - 1)]
+            first = row * num  # as if each sequence had its own, as long as there are enough
+            blocks = [self._order[(first + i) % len(self._order)] for i in range(num - 1)]
             is_cold = set(rng.sample(range(num - 1), min(num - 1, int(cold * num))))
             places = [~block if i in is_cold else block for i, block in enumerate(blocks)]
             places.append(limit - 1 - row)  # written to: belongs to one sequence and is never cold

@@ -34,7 +34,10 @@ _BUFFER_BYTES = 64 << 20  # per wave and layer, at most
 _MIN_BUFFER_BYTES = 1 << 20
 _POOL_SHARE = 32  # all buffers together take at most 1/32 of the pool's size
 _NUM_STREAMS = 2  # used in turn: one buffer fills while the last bytes of another arrive
-_NUM_PROGRAMS = 12  # enough to saturate a PCIe Gen5 link, and few enough to leave SMs free
+# Enough programs to saturate a PCIe Gen5 link, and few enough to leave SMs free. With more, packed
+# blocks came more slowly.
+_NUM_PROGRAMS = 12
+_NUM_PACKED_PROGRAMS = 8
 _NUM_UNPACKING = 264  # programs that unpack, for a short time
 
 
@@ -220,7 +223,7 @@ class Fetcher:
             unit.wave,
             packed.packed_at(self._form, offset) - PACKED_MARK,
             arrival.view(torch.int64),
-            _NUM_PROGRAMS,
+            _NUM_PACKED_PROGRAMS,
             is_first=is_first,
         )
         packed.unpack_layer(

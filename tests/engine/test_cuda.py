@@ -581,12 +581,16 @@ def test_dram_of_a_node_that_is_back_is_pinned_again(loaded: LoadedModel, tmp_pa
     rng = random.Random(1)
     questions = [[rng.randrange(1, VOCABULARY) for _ in range(300)] for _ in range(3)]
     try:
+        computed = [each["tokens"] for each in run_requests(engine, questions)]
+        idle(engine)
+        engine.pool.distrust()
+        # In bfloat16 a loaded prompt may be continued differently than a computed one.
         wanted = [each["tokens"] for each in run_requests(engine, questions)]
         for _ in range(2):
             idle(engine)
             engine.pool.distrust()
             node.stop()
-            assert [each["tokens"] for each in run_requests(engine, questions)] == wanted
+            assert [each["tokens"] for each in run_requests(engine, questions)] == computed
             node.start()
             until_attached(engine)
             engine.pool.distrust()
