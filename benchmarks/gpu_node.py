@@ -31,6 +31,10 @@ from penstock.engine.parts import EngineConfig
 from penstock.units import MiB
 
 
+BATCH = 16
+ANSWER_TOKENS = 4_000  # more than are decoded while it is measured
+
+
 @contextmanager
 def engine_of(scale: Scale, tiers: Config, pool_tokens: int, max_num_seqs: int) -> Iterator[Engine]:
     step_tokens = 128 if scale.tiny else 4096
@@ -89,9 +93,9 @@ def ttft(scale: Scale, rounds: int) -> None:
 
 def _step_times(engine: Engine, scale: Scale, seconds: float, *, prefills: bool) -> list[float]:
     """The ms between tokens of a decoding batch. `prefills`: prompts are computed in between."""
-    batch, context = 16, scale.tokens(2_048)
-    params = SamplingParams(temperature=0.0, max_tokens=10**6, ignore_eos=True)
-    requests = [engine.add(f"d{n}", prompt_of(context, n), params) for n in range(batch)]
+    context = scale.tokens(2_048)
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    requests = [engine.add(f"d{n}", prompt_of(context, n), params) for n in range(BATCH)]
     while any(len(request.output_ids) < 8 for request in requests):
         engine.step()
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -117,7 +121,7 @@ def _step_times(engine: Engine, scale: Scale, seconds: float, *, prefills: bool)
 
 
 def roles(scale: Scale, seconds: float) -> None:
-    room = scale.tokens(16 * 8_192) + scale.tokens(40_000)
+    room = BATCH * (scale.tokens(2_048) + ANSWER_TOKENS + BLOCK_TOKENS) + scale.tokens(40_000)
     size = max(64 * MiB, 4 * scale.tokens(40_000) * scale.token_bytes)
     options = ["--tiny"] if scale.tiny else []
     with (
