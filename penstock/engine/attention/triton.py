@@ -82,6 +82,7 @@ def _attend_parts(
         head = work % KV_HEADS
         sequence = tl.load(item_sequences + item)
         part = tl.load(item_parts + item)
+        place = tl.load(first_items + sequence) + part  # of the result, wherever the wave has it
         begin = part * PART
         end = tl.minimum(begin + PART, tl.load(lengths + sequence))
         places = table + tl.load(starts + sequence)
@@ -114,8 +115,7 @@ def _attend_parts(
             values = values * shrink[:, None]
             values += tl.dot(weights.to(kind), v, input_precision=PRECISION)
             most = new_most
-        at = tl.load(first_items + sequence) + part  # wherever the wave has it
-        at = at * (KV_HEADS * GROUP) + head * GROUP + members
+        at = place * (KV_HEADS * GROUP) + head * GROUP + members
         tl.store(sums + at[:, None] * DIM + dims[None, :], values, mask=mask)
         tl.store(largest + at, most, mask=is_member)
         tl.store(totals + at, total, mask=is_member)
