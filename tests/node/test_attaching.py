@@ -89,6 +89,7 @@ def test_a_node_that_ends_at_any_word_is_waited_for(tmp_path: Path) -> None:
     server.join(10)
     service.close()
     assert done
+    assert not service.num_faults, "the node failed to serve somebody; see its log"
 
 
 def test_a_node_that_does_not_come_back_is_a_sentence(tmp_path: Path) -> None:
