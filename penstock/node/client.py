@@ -96,6 +96,7 @@ class NodeTiers(NodeBooks):
         line = Line(path, settings, self._exchange)
         super().__init__(line, codecs, spec.block_tokens, observers)
         self._closed = False
+        self._dones: list[Done] = []  # for the next `step`
         self._handshake = Handshake(
             self._line, spec, values, name=name or f"process {os.getpid()}", in_one=in_one
         )
@@ -258,13 +259,7 @@ class NodeTiers(NodeBooks):
     def step(self) -> list[Done]:
         """Exchange news with the node, and return what has ended. Never blocks."""
         self._advance()
-        dones = self._tickets.take_dones()
-        self._tell(
-            TicketDone(
-                done.direction, len(done.keys), done.verdicts.count(Verdict.OK), done.seconds
-            )
-            for done in dones
-        )
+        dones, self._dones = self._dones, []
         return dones
 
     def wait(self, tickets: Collection[TicketId], timeout_seconds: float = 60.0) -> list[Done]:
@@ -315,8 +310,8 @@ class NodeTiers(NodeBooks):
             if time.monotonic() >= end:
                 return False
             self.pause(0.01)
-            self.step()
-        self._tickets.take_dones()
+            self._advance()
+        self._dones = []
         self._pins.remove_all()
         return True
 
@@ -380,9 +375,17 @@ class NodeTiers(NodeBooks):
         for ticket in self._tickets.end_overdue(now):
             self._line.send("cancel", {"ticket": ticket})
         if not self._line.is_open and not self._closed:
-            self._handshake.try_again(
-                self._memory, lambda: not self._pins and not self._tickets.is_copying
+            is_unused = not self._pins and not self._tickets.is_copying
+            if self._handshake.try_again(self._memory, is_unused=is_unused):
+                self._tell_quarantine()
+        dones = self._tickets.take_dones()
+        self._dones += dones
+        self._tell(
+            TicketDone(
+                done.direction, len(done.keys), done.verdicts.count(Verdict.OK), done.seconds
             )
+            for done in dones
+        )
 
     def _exchange(self) -> None:
         """Take what has arrived, from the node and from copies, without waiting."""

@@ -210,6 +210,7 @@ class ClientTickets:
         verdicts = unpack_verdicts(parts[0])
         if len(verdicts) != len(ticket.keys):
             raise WireError("a ticket ended with another number of blocks")
+        sources, seconds = unpack_tiers(parts[1]), float(fields["seconds"])
         if pins:
             found = self._pins.enter(ticket.keys, pins)
             pairs = zip(verdicts, pins, found, strict=True)
@@ -223,8 +224,8 @@ class ClientTickets:
             ticket.direction,
             ticket.keys,
             verdicts,
-            unpack_tiers(parts[1]),
-            float(fields["seconds"]),
+            sources,
+            seconds,
             pins,
         )
         self._end_if_over(number, ticket)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.codecs.blocks import BlockValues
@@ -87,22 +87,21 @@ class Handshake:
         """A session has no connection any more. The next node to be attached to is told."""
         self._ended_tokens.append(token)
 
-    def try_again(self, memory: ClientMemory, is_unused: Callable[[], bool]) -> None:
-        """Attach to a node that is back, if the memory of the last one is not used any more."""
+    def try_again(self, memory: ClientMemory, *, is_unused: bool) -> bool:
+        """Attach to a node that is back, if the memory of the last one is not used any more.
+
+        Never waits: call it again and again. Returns True if this client is attached now.
+        """
         now = time.monotonic()
         if self.channel is not None:
-            self._go_on(self.channel, memory, now)
-            return
-        if now < self._next_try:
-            return
-        self._next_try = now + _RETRY_SECONDS
-        if not is_unused():
-            return
-        try:
-            self.channel = connect(self._line.path)
-        except OSError:
-            return
-        send_hello(self.channel)
+            return self._go_on(self.channel, memory, now)
+        if now >= self._next_try:
+            self._next_try = now + _RETRY_SECONDS
+            if is_unused:
+                with suppress(OSError):
+                    self.channel = connect(self._line.path)
+                    send_hello(self.channel)
+        return False
 
     def stop(self) -> None:
         if self.channel is not None:
@@ -126,7 +125,7 @@ class Handshake:
             ended=[*self._ended_tokens, *self._told_tokens],
         )
 
-    def _go_on(self, channel: Channel, memory: ClientMemory, now: float) -> None:
+    def _go_on(self, channel: Channel, memory: ClientMemory, now: float) -> bool:
         try:
             channel.flush()
             frames = channel.receive()
@@ -140,13 +139,14 @@ class Handshake:
                     self.channel = None
                     self._line.use(channel)
                     log.info("attached to the node at %s again", self._line.path)
-                    return
+                    return True
             if channel.is_closed:
-                raise WireError("the node has closed the connection")
+                self.stop()  # the node has ended meanwhile, and may be back soon
         except (PenstockError, OSError) as error:
             self.stop()
             self._next_try = now + _REFUSED_RETRY_SECONDS
             self._line.warn(f"the node at {self._line.path} is not used: {error}")
+        return False
 
     def _compare(self, settings: NodeSettings) -> None:
         if settings.codecs != self._line.settings.codecs:

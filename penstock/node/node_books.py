@@ -47,6 +47,7 @@ class NodeBooks:
         self._rates: dict[Tier, LinkRate] = {}
         self._num_blocks = self._num_retained = 0
         self._is_prefetching = self._is_quarantined = False
+        self._must_tell_quarantine = False  # found by this client, and no node has said it knows
         self._lookups: set[LookupId] = set()  # that are open
         self._in_host: set[BlockKey] = set()  # blocks that are known to be in HOST
 
@@ -182,9 +183,13 @@ class NodeBooks:
             "retain_seconds": retain_seconds,
             "name": pack_text(name),
         }
-        num_blocks = self._count("prefetch", fields, keys)
-        self._is_prefetching |= bool(num_blocks)
-        return num_blocks
+
+        def read(reply: Frame) -> int:
+            num_blocks = int(reply.fields["num"])
+            self._is_prefetching |= bool(num_blocks)
+            return num_blocks
+
+        return self._line.call("prefetch", fields, pack_keys(keys), read=read) or 0
 
     def keep_together(self, keys: Sequence[BlockKey]) -> None:
         self._line.send("keep_together", {}, pack_keys(keys))
@@ -194,8 +199,14 @@ class NodeBooks:
 
     def quarantine(self) -> None:
         """Stop using stored KV, on this node and for all of its clients with this model."""
-        self._is_quarantined = True
-        self._line.send("quarantine", {})
+        self._is_quarantined = self._must_tell_quarantine = True
+        self._tell_quarantine()
+
+    def _tell_quarantine(self) -> None:
+        """Again and again, if the node hangs or is gone: wrong KV may be in its lower tiers."""
+        if self._must_tell_quarantine:
+            self._line.queue("quarantine", {})
+            self._line.flush()
 
     def empty_host(self) -> int:
         return self._count("empty_host", {})
@@ -212,7 +223,8 @@ class NodeBooks:
         self._num_blocks = int(fields["num_blocks"])
         self._num_retained = int(fields["num_retained"])
         self._is_prefetching = bool(fields["is_prefetching"])
-        self._is_quarantined |= bool(fields["is_quarantined"])
+        if fields["is_quarantined"]:
+            self._is_quarantined, self._must_tell_quarantine = True, False
         self._rates = {
             Tier(int(tier)): LinkRate(rate, latency, math.inf if most is None else most)
             for tier, (rate, latency, most) in fields["rates"].items()
