@@ -203,7 +203,7 @@ class NodeBooks:
         self._tell_quarantine()
 
     def _tell_quarantine(self) -> None:
-        """Again and again, if the node hangs or is gone: wrong KV may be in its lower tiers."""
+        """Also to a node that hangs or comes next: wrong KV may be in its lower tiers."""
         if self._must_tell_quarantine:
             self._line.queue("quarantine", {})
             self._line.flush()
