@@ -1,6 +1,6 @@
 """A node as a process of its own: `python node_process.py SOCKET FOLDER [REMOTE]`.
 
-It answers lines: "check" with the error of its books, or an empty one, and "describe".
+It answers lines: "check" with what is wrong with it, or an empty line, and "describe".
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ class NodeProcess:
             text=True,
         )
         assert self._ask("describe")["models"] == []
+
+    def end(self) -> None:
+        """At the end of a test: it was sound until then."""
+        self.check()
+        self.kill()
 
     def kill(self) -> None:
         self._process.kill()
@@ -79,7 +84,8 @@ def _serve(path: Path, disk: Path, remote: str | None = None) -> None:
             case "check":
                 try:
                     service.check()
-                    print(json.dumps(""), flush=True)
+                    faults = "it failed to serve somebody; see its log" * bool(service.num_faults)
+                    print(json.dumps(faults), flush=True)
                 except BookError as error:
                     print(json.dumps(str(error)), flush=True)
             case _:

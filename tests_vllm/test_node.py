@@ -30,7 +30,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     folder = tmp_path_factory.mktemp("node")
     node = NodeProcess(folder / "node.sock", folder / "kv")
     yield node
-    node.kill()
+    node.end()
 
 
 Start = Callable[..., Vllm]
@@ -161,8 +161,7 @@ def test_two_workers_join_the_node(
     node.kill()
     node.start()
     assert ask_until_loaded(pair, prompt) == hit  # both map the new memory
-    node.check()
-    node.kill()
+    node.end()
 
 
 def test_one_is_killed_while_it_saves(

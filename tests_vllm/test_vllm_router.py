@@ -65,6 +65,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     ]
     try:
         yield Fleet(node, *[server.wait_ready() for server in made])
+        node.check()
     finally:
         for server in made:
             server.kill()

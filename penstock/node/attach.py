@@ -13,9 +13,10 @@ from penstock.codecs.blocks import BlockValues, TierCodecs
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.events import Observer
-from penstock.node.client import NodeTiers, open_node
+from penstock.node.client import NodeTiers
 from penstock.node.connection import NodeEnded, NodeSettings, socket_path
 from penstock.node.delegated import DelegatedNodeTiers, NodeLink
+from penstock.node.handshake import open_node
 from penstock.node.wire import Channel
 from penstock.stores.base import Arena
 from penstock.stores.host import HostArena

@@ -46,7 +46,7 @@ class DelegatedNodeTiers(NodeTiers):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._unsynced: list[TicketId] = []  # saves since the last `sync`
-        super().__init__(*args, in_one=True, **options)
+        super().__init__(*args, in_one=True, accepts=self._is_in_time, **options)
 
     @property
     def handle(self) -> ArenaHandle:
@@ -56,12 +56,12 @@ class DelegatedNodeTiers(NodeTiers):
         """
         place = self.place
         return ArenaHandle(
-            str(self._path), place.num_slots, place.block_bytes, place.stride_bytes, place.token
+            str(self._line.path),
+            place.num_slots,
+            place.block_bytes,
+            place.stride_bytes,
+            place.token,
         )
-
-    @property
-    def has_session(self) -> bool:
-        return self._channel is not None
 
     def save(self, *args: Any, **options: Any) -> TicketId:
         ticket = super().save(*args, **options)
@@ -76,41 +76,34 @@ class DelegatedNodeTiers(NodeTiers):
         """
         if not self._unsynced:
             return
-        reply = self._call("sync", {})
-        for number in self._unsynced:
-            ticket = self._tickets.get(number)
-            if reply is None and ticket is not None and not ticket.flying and ticket.done is None:
-                self._end_here(number, Verdict.EXPIRED)
+        if not self._line.call("sync", {}, read=lambda reply: True):
+            self._tickets.end_uncopied(self._unsynced, Verdict.EXPIRED)
         self._unsynced = []
 
     def let_go(self, timeout_seconds: float) -> bool:
         """End what workers were not sent, and remove all pins."""
         if self._closed:
             return True
-        for number in list(self._tickets):
-            self.cancel(number)
-        self._pump()
-        self.unpin(list(self._pins.elements()))
-        return not self._ticket_of
+        self._cancel_all()
+        self._exchange()
+        self._pins.remove_all()
+        return not self._tickets.is_copying
 
     def close(self, timeout_seconds: float = 30.0) -> bool:
         """Leave. If workers still copy, the node waits until they have ended."""
         if self._closed:
             return True
         self._copies.close(timeout_seconds)
-        self._pump()
-        return self._leave(timeout_seconds, ended=not self._ticket_of)
+        self._exchange()
+        return self._leave(timeout_seconds, ended=not self._tickets.is_copying)
 
     def abandon(self, timeout_seconds: float) -> bool:
         """Hang up. The node gives back everything once all processes of this client have ended."""
         self._closed = True
-        self._drop_channel()
-        if self._joining is not None:
-            self._joining.close()
-            self._joining = None
+        self._hang_up()
         return True
 
-    def _accepts(self, transfer: Transfer) -> bool:
+    def _is_in_time(self, transfer: Transfer) -> bool:
         return transfer.direction is Direction.LOAD or transfer.ticket in self._unsynced
 
 

@@ -31,7 +31,7 @@ def say_goodbye(channel: Channel, timeout_seconds: float) -> bool:
             break
         waiter.poll(max(1, int(left * 1000)))
         channel.flush()
-    return not channel.has_unsent
+    return not channel.has_unsent and not channel.is_deaf
 
 
 def keep_for_later(path: Path, tokens: Sequence[str]) -> None:

@@ -251,7 +251,9 @@ class Guests:
     def _send(self, guest: Guest) -> None:
         if not guest.is_blocked:  # else `_hear` does it, once the socket takes more
             guest.channel.flush()
-        if guest.channel.is_closed:
+        if guest.channel.is_deaf:
+            self._hear(guest)  # its last words: a goodbye, perhaps
+        if guest.channel.is_deaf or guest.channel.is_closed:
             self._leave(guest)
             return
         if guest.channel.has_unsent != guest.is_blocked:

@@ -229,6 +229,7 @@ class Session:
             retain_seconds=_seconds(fields.get("retain_seconds")),
             name=unpack_text(fields.get("name", "")),
         )
+        self._last_state = b""  # the client must hear of the end, however soon it comes
         self._reply(frame, {"num": num_blocks})
 
     def _on_keep_together(self, frame: Frame, now: float) -> None:

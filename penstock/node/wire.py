@@ -122,6 +122,7 @@ class Channel:
         self._unread: list[Frame] = []
         self.files: list[int] = []  # received; whoever takes one closes it
         self.is_closed = False
+        self.is_deaf = False  # the other side takes nothing more; its last words can still be read
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -149,7 +150,9 @@ class Channel:
         self._unsent += frames
 
     def flush(self) -> None:
-        """Send as much as the socket takes now."""
+        """Send as much as the socket takes now. Sets `is_deaf` if it takes nothing any more."""
+        if self.is_deaf:
+            self._unsent.clear()
         while self._unsent and not self.is_closed:
             try:
                 if self._files_to_send:
@@ -161,7 +164,9 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                self.is_closed = True
+                self.is_deaf = True
+                self._unsent.clear()
+                self._close_files_to_send()
                 return
             del self._unsent[:sent]
 

@@ -27,6 +27,7 @@ from penstock.node.delegated import DelegatedNodeTiers, join
 from penstock.node.service import NodeService
 from penstock.types import Tier
 from penstock.units import MiB
+from tests.node.nodes import be_patient
 
 
 class Node:
@@ -50,10 +51,15 @@ class Node:
         self.service.stop()
         self._thread.join(10)
         self.service.close()
+        assert not self.service.num_faults, "the node failed to serve somebody; see its log"
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+def node(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Node]:
+    if "hanging" not in request.node.name:  # else it hangs after the seconds of production
+        be_patient(monkeypatch)
     monkeypatch.setattr(lookups, "_ENOUGH_BYTES", 4 * PART_BYTES)
     node = Node(tmp_path / "node.sock")
     yield node
@@ -170,7 +176,9 @@ def test_routers_are_told_when_the_node_is_gone(models: Models, node: Node) -> N
     node.start()
 
 
-def test_a_save_is_ordered_in_time_or_not_at_all(models: Models, node: Node) -> None:
+def test_a_save_at_a_hanging_node_is_ordered_in_time_or_not_at_all(
+    models: Models, node: Node
+) -> None:
     """A node that hangs asks for copies when their blocks hold something else already."""
     vllm = models()
     release = threading.Event()

@@ -72,7 +72,7 @@ class NodeChild(Child):
         self.wait_until_ready()
 
     def stop(self) -> int:
-        """Its exit status is 0 if its books add up at the end."""
+        """Its exit status is 0 if its books add up at the end, and it has failed nobody."""
         self._process.terminate()
         return self._process.wait(60)
 
@@ -273,6 +273,7 @@ def serve_node(path: str, settings: dict[str, Any]) -> None:
     service.serve()
     service.check()
     service.close()
+    assert not service.num_faults, "the node failed to serve somebody; see its log"
 
 
 def answer(value: Any) -> None:

@@ -28,6 +28,7 @@ from penstock.hints import Hint
 from penstock.keys import KeyChain
 from penstock.node.service import NodeService
 from penstock.types import Tier
+from tests.node.nodes import be_patient
 
 COLD = ResidencyConfig(prefix_tokens=16, tail_tokens=16)
 HOT = ResidencyConfig(cold=False)
@@ -56,10 +57,12 @@ class Node:
         self._thread.join(10)
         self.service.check()
         self.service.close()
+        assert not self.service.num_faults, "the node failed to serve somebody; see its log"
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    be_patient(monkeypatch)
     made = Node(tmp_path / "node.sock", disk=tmp_path / "disk")
     yield made
     made.stop()

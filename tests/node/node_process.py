@@ -82,6 +82,7 @@ class NodeProcess:
             _, stderr = self.process.communicate(timeout=TIMEOUT_SECONDS)
         finally:
             self.process.kill()
+        assert "Traceback" not in stderr, f"the node failed to serve somebody:\n{stderr}"
         return self.process.returncode, stderr
 
 

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from penstock.clock import SystemClock
 from penstock.codecs.base import BlockCodec
 from penstock.codecs.blocks import BlockValues, PartValues, TierCodecs
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.config.settings import NodeConfig
 from penstock.keys import Namespace, chain
-from penstock.node.client import NodeTiers, open_node
+from penstock.node import line
+from penstock.node.client import NodeTiers
+from penstock.node.handshake import open_node
 from penstock.node.service import NodeService
 from penstock.stores.host import HostArena
 from penstock.transfer.engine import TransferEngine
@@ -32,6 +36,11 @@ BLOCK_TOKENS = 4
 
 def namespace(model: str = "tiny") -> Namespace:
     return Namespace(model, f"{model}-weights", "bfloat16", "test", BLOCK_TOKENS)
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a node that takes a second to answer does not hang."""
+    monkeypatch.setattr(line, "ANSWER_SECONDS", 60.0)
 
 
 class Device:

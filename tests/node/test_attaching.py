@@ -12,13 +12,15 @@ import pytest
 from penstock.codecs.blocks import BlockValues, PartValues
 from penstock.config import Config, HostConfig, NodeConfig
 from penstock.errors import ConfigError
+from penstock.node import handshake
 from penstock.node.attach import NodeOpening
 from penstock.node.service import NodeService
 from penstock.node.wire import Channel
 from penstock.stores.host import HostArena
 from penstock.types import BlockSpec, Tier
 from penstock.units import MiB
-from tests.node.nodes import BLOCK_BYTES, BLOCK_TOKENS, namespace
+from tests.node.node_process import wait_until
+from tests.node.nodes import BLOCK_BYTES, BLOCK_TOKENS, Device, namespace, node
 
 CONFIG = Config(HostConfig(size_bytes=16 * MiB))
 SETTINGS = {
@@ -53,6 +55,10 @@ class Dying:
                 time.sleep(0.005)
             channel.close()
         self._listener.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
 
     def wait(self) -> None:
         self._thread.join(20)
@@ -89,6 +95,7 @@ def test_a_node_that_ends_at_any_word_is_waited_for(tmp_path: Path) -> None:
     server.join(10)
     service.close()
     assert done
+    assert not service.num_faults, "the node failed to serve somebody; see its log"
 
 
 def test_a_node_that_does_not_come_back_is_a_sentence(tmp_path: Path) -> None:
@@ -96,3 +103,42 @@ def test_a_node_that_does_not_come_back_is_a_sentence(tmp_path: Path) -> None:
     Dying(path, 2)
     with pytest.raises(ConfigError, match="no node is listening"):
         attach(path, 0.5)
+
+
+def test_a_client_that_attaches_again_while_the_node_ends_tries_again_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a node that refuses it is left alone for long."""
+    monkeypatch.setattr(handshake, "_REFUSED_RETRY_SECONDS", 1e9)
+    path = tmp_path / "node.sock"
+    with node(tmp_path):
+        device = Device(path)
+    dying = Dying(path, 0, 1, 2)
+    wait_until(lambda: not _attached(device) and not dying.is_running, "it tries three times")
+    dying.wait()
+    with node(tmp_path):
+        wait_until(lambda: _attached(device), "it attaches again")
+        assert device.save(device.keys(1, 4))
+        assert device.tiers.close()
+
+
+def test_a_quarantine_reaches_the_node_that_comes_next(tmp_path: Path) -> None:
+    path, disk = tmp_path / "node.sock", tmp_path / "disk"
+    with node(tmp_path, disk=disk):
+        device = Device(path)
+    device.tiers.step()
+    assert not device.tiers.is_attached
+    device.tiers.quarantine()  # the node has written wrong KV to its disk before
+    with node(tmp_path, disk=disk):
+        other = Device(path)
+        assert not other.tiers.is_quarantined
+        wait_until(lambda: _attached(device), "it attaches again")
+        wait_until(lambda: not _attached(other) or other.tiers.is_quarantined, "it is told")
+        assert other.tiers.is_quarantined
+    with node(tmp_path, disk=disk):
+        assert Device(path).tiers.is_quarantined, "also after a restart"
+
+
+def _attached(device: Device) -> bool:
+    device.tiers.step()
+    return device.tiers.is_attached

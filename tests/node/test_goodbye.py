@@ -9,8 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.node.nodes import Device
 from tests.node.processes import await_clients, describe, node_process, start_node
+
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @contextmanager
@@ -25,7 +29,7 @@ def hanging(path: Path) -> Iterator[None]:
 
 def fill_socket(device: Device) -> None:
     """Until the node's side takes no more."""
-    channel = device.tiers._channel
+    channel = device.tiers._line._channel
     assert channel is not None
     while not channel.has_unsent:
         channel.send("used", {"tenant": ""}, bytes(32 * 1000))

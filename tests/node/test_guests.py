@@ -158,6 +158,21 @@ def test_a_client_that_cannot_be_sent_to_leaves_but_keeps_its_slots_while_it_liv
         node.service.check()
 
 
+def test_a_goodbye_is_heard_though_the_client_cannot_be_sent_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that has said goodbye reads no more news. Its process lives on."""
+    with stepped(tmp_path, monkeypatch) as node:
+        client = node.client()
+        (session,) = (life.session for life in node.service._guests._lives)
+        session.channel.send("event", {})  # between the node's looking and its sending
+        client.send("bye", {})
+        client.stop_reading()
+        node.service._guests.send()
+        node.step()
+        assert node.clients() == 0
+
+
 def test_a_node_closes_with_guests_of_every_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

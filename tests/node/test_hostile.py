@@ -18,7 +18,6 @@ import pytest
 
 from penstock.codecs.blocks import BlockValues, PartValues
 from penstock.config.settings import NodeConfig
-from penstock.node import client
 from penstock.node.connection import connect, read_place, send_attach, wait_for_frame
 from penstock.node.wire import Frame, WireError, encode, pack_keys, pack_slots
 from penstock.types import BlockKey, Slot, Verdict
@@ -26,12 +25,6 @@ from penstock.units import MiB
 from tests.node.leftovers import at_end, end_process
 from tests.node.nodes import BLOCK_BYTES, Device, namespace, node, num_files
 from tests.node.processes import ROOT, await_clients, describe, node_process
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, a node that takes a second to answer does not hang."""
-    monkeypatch.setattr(client, "_ANSWER_SECONDS", 60.0)
 
 
 class Raw:

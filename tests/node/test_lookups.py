@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.node.wire import Channel
 from penstock.types import LookupId
 from servers import is_skipped
 from servers.redis_server import WHY_NOT, RedisServer
@@ -45,19 +46,21 @@ def device(node: NodeProcess) -> Iterator[Device]:
 def test_a_lookup_whose_end_comes_with_its_answer(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pause = device.tiers.pause
+    line = device.tiers._line
+    pause = line.pause
 
-    def oversleep(timeout_seconds: float) -> None:
+    def oversleep(timeout_seconds: float, instead: Channel | None = None) -> None:
         """As on a busy machine: the store has answered before this process runs again."""
         time.sleep(0.5)
-        pause(timeout_seconds)
+        pause(timeout_seconds, instead)
 
-    monkeypatch.setattr(device.tiers, "pause", oversleep)
+    monkeypatch.setattr(line, "pause", oversleep)
     for prompt in range(4):  # the store may be slow to answer the first
         assert device.tiers.lookup(device.keys(prompt, 4)) is not None
     wait_until(lambda: not _is_moving(device), "all have ended")
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_node_that_hangs_while_it_looks_up(
     device: Device, node: NodeProcess, redis: RedisServer
 ) -> None:

@@ -234,3 +234,21 @@ def test_a_sender_without_pause_does_not_keep_the_receiver() -> None:
     """`receive` returns although there is always more to read."""
     endless: Any = Endless()
     assert Channel(endless).receive()
+
+
+def test_last_words_are_heard_though_nothing_more_can_be_sent() -> None:
+    """A client says goodbye and closes, while the node sends it news that it has not read."""
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    ours.send("news", {})
+    ours.flush()
+    theirs.send("bye", {})
+    theirs.flush()
+    theirs.close()  # with news unread, so that the next thing sent is an error
+    ours.send("news", {})
+    ours.flush()
+    assert ours.is_deaf
+    assert not ours.has_unsent
+    assert [frame.kind for frame in ours.receive()] == ["bye"]
+    ours.receive()
+    assert ours.is_closed
+    ours.close()
