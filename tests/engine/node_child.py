@@ -274,10 +274,10 @@ def serve_engine(model: Any, node: str, settings: dict[str, Any]) -> None:
                 answer(run_requests(engine, fields.pop("prompts"), after_step=trap, **fields))
             case "settle":  # saves have ended; the device forgets, so that tiers are asked
                 assert engine.offloader is not None
-                assert engine.offloader.drain(30)
+                settled = engine.offloader.drain(60)
                 engine.step()
                 engine.pool.distrust()
-                answer("settled")
+                answer("settled" if settled else "still moving")
             case "step":
                 engine.step()
                 answer(bool(getattr(engine.offloader, "is_available", False)))
@@ -312,7 +312,8 @@ class Trap:
     """Called after each step of an engine, to let something happen at the worst moment.
 
     "reading": killed while it reads DRAM in place. "copying": killed while it loads or saves.
-    "cut": its connection to the node ends while it reads DRAM in place.
+    "cut": its connection to the node ends while it reads DRAM in place. It says so, and goes on
+    once it is told to.
     """
 
     def __init__(self, engine: Any, node: str, kind: str) -> None:
@@ -329,6 +330,8 @@ class Trap:
             case "cut" if self._engine.offloader.num_pinned:
                 self._kind = ""
                 cut_connections(self._node)
+                answer("cut")
+                sys.stdin.readline()
 
 
 def cut_connections(path: str) -> None:

@@ -181,8 +181,8 @@ class Fleet:
 
     def _ask_at(self, seat: Seat, job: Job) -> None:
         trap, engine = seat.trap, self._engine(seat)
-        answers = self.ask(engine, *job, trap=trap)
-        if trap == "cut" and any(answer["max_cold"] for answer in answers):
+        was_cut = self.ask(engine, *job, trap=trap)
+        if was_cut:
             self._count("cut", 1)
             seat.trap = ""
 
@@ -225,14 +225,13 @@ class Fleet:
             seat.was_killed = False
         self._count("retried", 1)
 
-    def ask(
-        self, engine: Child, kind: str, chosen: tuple[int, ...], trap: str = ""
-    ) -> list[dict[str, Any]]:
+    def ask(self, engine: Child, kind: str, chosen: tuple[int, ...], trap: str = "") -> bool:
+        """Whether the engine lost its connection, because of a trap, while it answered."""
         if kind == "check":
             assert engine.ask("check") == "sound"
             self._count("checks", 1)
-            return []
-        found: list[dict[str, Any]] = engine.ask(
+            return False
+        found = engine.ask(
             "run",
             prompts=[self.prompts[number] for number in chosen],
             max_tokens=MAX_TOKENS,
@@ -240,9 +239,24 @@ class Fleet:
             at_once=1 if kind == "alone" else len(chosen),
             trap=trap,
         )
+        was_cut = found == "cut"
+        if was_cut:
+            self._write_all_of_dram()
+            found = engine.ask("go on")
         for number, answer in zip(chosen, found, strict=True):
             self._compare(kind, number, answer)
-        return found
+        return was_cut
+
+    def _write_all_of_dram(self) -> None:
+        """Other blocks take all slots that are not pinned."""
+        rng = random.Random(1)
+        prompts = [[rng.randrange(1, VOCABULARY) for _ in range(481)] for _ in range(6)]
+        engine = self._maker.engine(self.path, num_blocks=64)
+        engine.wait_until_ready()
+        engine.ask("empty")
+        engine.ask("run", prompts=prompts, max_tokens=1, tenant="another")
+        assert engine.ask("check") == "sound"
+        engine.kill()
 
     def _compare(self, kind: str, number: int, answer: dict[str, Any]) -> None:
         wanted = self.wanted[number]
@@ -356,7 +370,7 @@ def nothing_is_left(fleet: Fleet, engines: list[Child]) -> None:
     An engine that has not attached again to a node that was started a moment ago is no client.
     """
     for engine in engines:
-        engine.ask("settle")
+        assert engine.ask("settle") == "settled", "a copy of the dead is left"
         assert engine.ask("check") == "sound"
     end = time.monotonic() + STUCK_SECONDS
     while True:
@@ -378,7 +392,7 @@ def every_block_is_right(fleet: Fleet, engines: list[Child]) -> None:
     for first, engine in enumerate(engines):
         kind = "batch" if fleet.seats[first].cold else "alone"
         fleet.ask(engine, kind, tuple(range(first, len(fleet.prompts), len(engines))))
-        engine.ask("settle")
+        assert engine.ask("settle") == "settled", "a copy of the dead is left"
         assert engine.ask("check") == "sound"
 
 
