@@ -77,7 +77,7 @@ class Seat:
 
     def set_trap(self, kind: str) -> bool:
         with self.lock:
-            if self.trap or (kind != "copying" and not self.cold):
+            if self.trap or self.was_killed or (kind != "copying" and not self.cold):
                 return False
             self.trap = kind
             return True
