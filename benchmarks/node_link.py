@@ -2,10 +2,12 @@
 
     python -m benchmarks --only node
 
-Rounds of both alternate. `match` and `load` are the calls alone: a load is begun, and its `Done`
-awaited. A first token is that of the embedded engine with SmolLM2-135M, for a prompt whose complete
-blocks are in DRAM and not on the device. Times are medians, in ms; the fastest round of each is in
-the row's name, because other work on a machine moves medians more than minima.
+Rounds of both alternate. Copies of one block compare memory that processes share, on small and on
+huge pages, with memory of one process alone. `match` and `load` are the calls alone: a load is
+begun, and its `Done` awaited. A first token is that of the embedded engine with SmolLM2-135M, for a
+prompt whose complete blocks are in DRAM and not on the device. Times are medians, in ms; the
+fastest round of each is in the row's name, because other work on a machine moves medians more than
+minima.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +32,7 @@ from penstock.config import Config, HostConfig, NodeConfig
 from penstock.costs.choose import LoadChoice
 from penstock.keys import Namespace, chain
 from penstock.node.attach import NodeOpening
+from penstock.stores.host import HostArena, HostMemory
 from penstock.tiers import Tiers
 from penstock.types import Slot
 from penstock.units import GiB, MiB
@@ -36,6 +40,7 @@ from penstock.units import GiB, MiB
 _NUM_BLOCKS = (1, 16, 64, 256)
 _PROMPTS = (256, 1024, 2048)
 _ROUNDS = 41
+_COPY_ROUNDS = 2000
 
 _SERVE = """
 import signal, sys
@@ -53,6 +58,7 @@ service.close()
 
 
 def run(folder: Path) -> Iterator[Row]:
+    yield from _copies()
     yield from _calls()
     yield from _first_tokens()
 
@@ -70,6 +76,38 @@ def serving_node(size_bytes: int, codec: str = "auto") -> Iterator[Config]:
                 yield Config(node=NodeConfig(url=f"unix://{path}"))
             finally:
                 os.kill(process.pid, signal.SIGTERM)
+
+
+def _copies() -> Iterator[Row]:
+    """Copies of one block at a time, in random order over more than a cache holds."""
+    num_blocks = 64
+    spec = block_spec(BLOCK_SIZES["1.4 MiB"])
+    own = filled_arena(spec, num_blocks)
+    arenas = {"own": own}
+    memories = []
+    for pages in ("small", "huge"):
+        num_bytes = -(-own.num_bytes // (2 * MiB)) * 2 * MiB
+        memory = HostMemory(num_bytes, huge_pages=pages == "huge", numa_node=None)
+        memory.allocate(0, num_bytes)
+        arenas[pages] = HostArena.over(memory.file, spec, num_bytes)
+        arenas[pages].buffer[: own.num_bytes] = own.buffer
+        memories.append(memory)
+    target = memoryview(bytearray(spec.block_bytes))
+    times: dict[str, list[float]] = {name: [] for name in arenas}
+    rng = random.Random(1)
+    for _ in range(_COPY_ROUNDS):
+        for name in rng.sample(sorted(arenas), len(arenas)):
+            block = arenas[name].view(Slot(rng.randrange(num_blocks)))
+            seconds = seconds_of(partial(target.__setitem__, slice(None), block))
+            times[name].append(1e3 * seconds)
+    limit = median(times["own"])
+    for pages in ("small", "huge"):
+        ours = median(times[pages])
+        fastest = f"fastest {min(times[pages]):.3g} against {min(times['own']):.3g}"
+        name = f"copy one block of 1.4 MiB, shared memory on {pages} pages ({fastest})"
+        yield Row(name, ours, "ms", limit, "in process", "", limit / ours)
+    for memory in memories:
+        memory.close()
 
 
 def _calls() -> Iterator[Row]:

