@@ -30,7 +30,6 @@ from penstock.engine.params import SamplingParams
 from penstock.engine.parts import EngineConfig
 from penstock.units import MiB
 
-
 BATCH = 16
 ANSWER_TOKENS = 4_000  # more than are decoded while it is measured
 
