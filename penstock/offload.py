@@ -321,6 +321,10 @@ class Offloader:
         """Whether `pin` would find the block."""
         return self._stack.host.is_ready(key)
 
+    def are_in_host(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether all of these blocks are."""
+        return self._stack.host.are_ready(keys)
+
     def unpin(self, slots: Sequence[Slot]) -> None:
         """Remove one pin from each slot."""
         self._stack.pins.unpin(slots)

@@ -103,6 +103,11 @@ class Ledger:
         slot = self._slot_of.get(key)
         return slot is not None and self._state[slot] == _READY
 
+    def are_ready(self, keys: Sequence[BlockKey]) -> bool:
+        slots = [slot for slot in map(self._slot_of.get, keys) if slot is not None]
+        states = bytes(map(self._state.__getitem__, slots))
+        return len(slots) == len(keys) and states.count(_READY) == len(slots)
+
     def is_filling(self, key: BlockKey) -> bool:
         slot = self._slot_of.get(key)
         return slot is not None and self._state[slot] == _FILLING

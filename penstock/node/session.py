@@ -103,9 +103,10 @@ class Session:
             self._send_done(number, _dropped(number, keys))
             return
         fields = frame.fields
-        if not num_pins and all(map(self.room.offloader.is_in_host, keys)):
+        if not num_pins and self.room.offloader.are_in_host(keys):
             self._hits.add(number)
-        self._make_room(keys, now, load=True)
+        else:
+            self._make_room(keys, now, load=True)
         with self.room.switchboard.on_behalf_of(self.port):
             ticket = self.room.offloader.load(
                 keys,

@@ -132,6 +132,16 @@ def test_a_broken_contract_changes_nothing(wrong: object) -> None:
     assert len(book.held) == 2
 
 
+def test_all_of_several_blocks_are_ready() -> None:
+    book = ledger()
+    assert book.are_ready([])
+    fill(book, A)
+    book.claim([B])
+    assert book.are_ready([A])
+    assert not book.are_ready([A, B]), "B is being filled"
+    assert not book.are_ready([A, C]), "C is not there"
+
+
 def test_after_a_restart_slots_become_known_one_by_one() -> None:
     book = Ledger(3, LRU(3), recovering=True)
     assert book.claim([A]) is None
