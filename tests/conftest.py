@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from thorough import mark_thorough
+from thorough import mark_long_tests
 from tools import Rig
 
 # Where there is no GPU its kernels run in Triton's interpreter. Triton must know before it is
@@ -49,7 +49,7 @@ _LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_thorough(items)
+    mark_long_tests(items)
     items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 

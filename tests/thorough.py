@@ -1,4 +1,4 @@
-"""Tests that `make test` leaves to `make test-all`, because they take long.
+"""Tests that `make test` leaves to `make test-thorough` or `make test-soak`: they take long.
 
 `make test` runs the whole of the pure core and one real pass through each real part. Here are the
 other passes: more models, more ways to fail, longer soaks. Patterns are matched against a test's
@@ -45,9 +45,8 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     ),
     "test_crash.py": ("*roomy*",),
     "engine/test_node_processes.py": ("*",),
-    "engine/test_node_kills.py": ("*",),
+    "engine/test_node_kills.py": ("*short*",),
     "server/test_disaggregation.py": ("*redis*",),
-    "node/test_deaths.py": ("*long*",),
     "node/test_hostile.py": ("*long*", "test_a_client_that_never_reads*"),
     # Every model architecture in Triton's interpreter; Llama is in `make test`.
     "engine/test_runner.py": (
@@ -119,18 +118,25 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     "remote/test_packs.py": ("*",),
 }
 
+# A hundred kills each. Shorter variants of them are above, or in `make test`.
+SOAKS: dict[str, tuple[str, ...]] = {
+    "engine/test_node_kills.py": ("*long*",),
+    "node/test_deaths.py": ("*long*",),
+}
 
-def mark_thorough(items: Sequence[pytest.Item]) -> None:
-    """Mark these tests, so that `-m "not thorough"` leaves them out."""
-    unmatched = {(file, p) for file in _files(items) for p in THOROUGH.get(file, ())}
-    for item in items:
-        file = _file(item)
-        for pattern in THOROUGH.get(file, ()):
-            if fnmatchcase(item.name, pattern):
-                item.add_marker(pytest.mark.thorough)
-                unmatched.discard((file, pattern))
-    if unmatched:
-        raise pytest.UsageError(f"tests/thorough.py names no test: {sorted(unmatched)}")
+
+def mark_long_tests(items: Sequence[pytest.Item]) -> None:
+    """Mark these tests, so that `-m` can leave them out."""
+    for mark, tests in ((pytest.mark.thorough, THOROUGH), (pytest.mark.soak, SOAKS)):
+        unmatched = {(file, p) for file in _files(items) for p in tests.get(file, ())}
+        for item in items:
+            file = _file(item)
+            for pattern in tests.get(file, ()):
+                if fnmatchcase(item.name, pattern):
+                    item.add_marker(mark)
+                    unmatched.discard((file, pattern))
+        if unmatched:
+            raise pytest.UsageError(f"tests/thorough.py names no test: {sorted(unmatched)}")
 
 
 def _file(item: pytest.Item) -> str:
