@@ -73,13 +73,14 @@ class FetchChoice:
         seen = [_Seen(table, table.num_moves, table.num_releases) for table in tables]
         self.is_steady = self._all_hold(seen)
         ahead = self._ahead if self.is_steady else []
-        if seen == self._seen and all(map(_is_longer, places, self._chosen.tables)):
+        if seen == self._seen and all(map(_has_grown_on_device, places, self._chosen.tables)):
             self._grow(places, addresses)
             num_there = [len(wave) for wave in ahead]
         else:
             self._chosen, num_there = self._choose_again(places, ahead, addresses)
         self._seen, self._ahead = seen, []
         chosen = self._chosen
+        self.is_steady &= bool(chosen.waves)  # without any, the step does not tell what to fetch
         num_there += [0] * (len(chosen.waves) - len(num_there))
         num_sources = [len(wave) for wave in chosen.waves]
         fetches = Fetches(chosen.sources, num_sources, num_there, chosen.span_waves)
@@ -96,7 +97,7 @@ class FetchChoice:
         self.is_steady = False
 
     def _grow(self, places: Sequence[Places], addresses: Addresses) -> None:
-        """Add the sequences' new blocks, which are always on the device."""
+        """Add the sequences' new blocks, which are on the device."""
         chosen = self._chosen
         for index, mine in enumerate(places):
             known = len(chosen.tables[index])
@@ -190,5 +191,9 @@ def _divide(cold: Places, firsts: NDArray[np.intp], limit: int) -> Places:
     return waves
 
 
-def _is_longer(one: Places, other: Places) -> bool:
-    return len(one) >= len(other)
+def _has_grown_on_device(places: Places, known: Places) -> bool:
+    """Whether a sequence is read as far as before, and what is new is on the device.
+
+    A cold block may be new though nothing has moved: before, the sequence was read only in part.
+    """
+    return len(places) >= len(known) and bool((places[len(known) :] >= 0).all())

@@ -185,7 +185,9 @@ class TritonRunner:
         if on_gpu:
             num_processors = _cuda.get_device_properties(self._device).multi_processor_count
         num_programs = num_processors * _PROGRAMS_PER_PROCESSOR
-        room = PartRoom.make(self._max_parts, loaded.num_heads, loaded.head_dim, self._device)
+        # Rows that fill up a graph's batch have a part each.
+        num_parts = self._max_parts + max_num_seqs
+        room = PartRoom.make(num_parts, loaded.num_heads, loaded.head_dim, self._device)
         self._decode = _Decode(self._shape, self._plan, room, num_programs)
         self._fused = None
         if can_fuse(loaded.model):

@@ -197,6 +197,24 @@ def test_who_reads_less_of_a_sequence_than_before_reads_it_anew() -> None:
     assert (pins(chosen), num_there(chosen)) == ([5], 0)
 
 
+def test_who_reads_more_of_a_sequence_than_before_fetches_what_is_cold_there() -> None:
+    table = table_of(~5, 7, ~3)
+    choice = FetchChoice(8, 1)
+    choice.choose([table], [table.places[:1]], ADDRESSES)
+    chosen = choose(choice, table)  # nothing has moved, but a cold block was not read before
+    assert sorted(pins(chosen)) == [3, 5]
+    assert (chosen.table < 0).tolist() == [True, False, True]
+
+
+def test_nothing_is_brought_for_the_next_step_after_one_that_reads_nothing_cold() -> None:
+    table = table_of(7, ~5)
+    choice = FetchChoice(8, 1)
+    for _ in range(2):
+        chosen = choice.choose([table], [table.places[:1]], ADDRESSES)
+        assert not chosen.fetches.num_sources
+        assert not choice.is_steady
+
+
 def test_a_step_that_fetches_nothing_ends_it() -> None:
     table = table_of(~5)
     choice = steady(table)

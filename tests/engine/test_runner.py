@@ -172,6 +172,27 @@ def test_cold_blocks_are_fetched_once_for_all_who_read_them(
     assert torch.equal(runner.run([sequences[0].chunk(32, 33)]), alone)
 
 
+def test_rows_that_fill_up_a_batch_have_room_for_their_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_interpreter()
+    from penstock.engine import triton_runner
+    from penstock.engine.runner import PackedRow
+
+    monkeypatch.setattr(triton_runner, "_MAX_PARTS", 3)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(MODELS["llama"]).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="float32")
+    shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
+    pool = DevicePool(4, *shape, torch.float32)
+    runner = triton_runner.TritonRunner(loaded, pool, BLOCK_TOKENS, max_num_seqs=8)
+    chunks = [Sequence([5, 6, 7], [block]).chunk(2, 3) for block in range(3)]
+    runner.fill(PackedRow.of(chunks, BLOCK_TOKENS), 8)  # three parts, as many as are allowed
+    runner._plan.send()
+    last = runner._plan.first_items[:8].max()
+    assert last < len(runner._decode._room.sums)
+
+
 @pytest.mark.parametrize("room_blocks", [2, 100])
 def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
     room_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -67,7 +67,7 @@ def wave_blocks(waves, wave, IS_FIRST: tl.constexpr):  # noqa: N803
     return begin, tl.load(described + 1), tl.load(described)
 
 
-@triton.jit(do_not_specialize=["wave"])
+@triton.jit(do_not_specialize=["wave"], do_not_specialize_on_alignment=["waves"])
 def _unpack_layer(
     arrived,  # bytes: [blocks, PACKED_LAYER]
     waves,

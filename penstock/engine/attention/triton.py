@@ -197,7 +197,8 @@ def _store_tokens(
         tl.store(keys + BLOCK_TOKENS * KV_HEADS * DIM, narrow(v, FP8), mask=mask)
 
 
-@triton.jit(do_not_specialize=["wave"])
+# Blocks that are fetched ahead have a list of their own, which may be aligned otherwise.
+@triton.jit(do_not_specialize=["wave"], do_not_specialize_on_alignment=["sources", "waves"])
 def _fetch_layer(
     sources,  # addresses of blocks, wave after wave
     waves,
