@@ -11,7 +11,7 @@ VLLM       ?= 0.32.0
 VLLM_VENV  := .venv-vllm-$(VLLM)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help environments demo demo-core demo-dashboard test test-thorough test-soak test-all test-vllm lint types unit bench docs docs-serve clean
+.PHONY: help environments demo demo-core demo-dashboard test test-thorough test-soak test-all test-vllm test-vllm-soak lint types unit bench docs docs-serve clean
 
 help:
 	@echo "make demo    a real model: first tokens recomputed, from DRAM, from disk; sessions; a restart"
@@ -83,7 +83,11 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	TEST_MODEL="$$($(BIN)/python tests_vllm/model_folder.py)" PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/named \
-		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile tests_vllm
+		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile -m "not soak" tests_vllm
+
+test-vllm-soak: $(STAMP) $(VLLM_STAMP)
+	TEST_MODEL="$$($(BIN)/python tests_vllm/model_folder.py)" PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/named \
+		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini -n 0 -m soak tests_vllm
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

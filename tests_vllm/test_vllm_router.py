@@ -35,7 +35,10 @@ from servers.vllm_router import WHY_NOT as NO_ROUTER
 from servers.vllm_router import VllmRouter
 
 WHY_NOT = NO_REDIS or NO_ROUTER
-pytestmark = pytest.mark.skipif(is_skipped(WHY_NOT), reason=str(WHY_NOT))
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(is_skipped(WHY_NOT), reason=str(WHY_NOT)),
+]
 
 LETTER = "The letter was long, and every line of it spoke of water, of mills and of their wheels. "
 CHECK_OFTEN = (
