@@ -88,7 +88,6 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "test_the_name*",
         "test_a_server_that_dies*",
     ),
-    "server/test_router_agreement.py": ("*",),
     "server/test_sharing.py": ("*",),
     "server/test_bodies.py": ("*",),
     "server/test_engine_faults.py": ("test_the_process_ends*",),
@@ -118,8 +117,10 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     "remote/test_packs.py": ("*",),
 }
 
-# A hundred kills each. Shorter variants of them are above, or in `make test`.
+# A hundred kills each, of which shorter variants are above or in `make test`; and several servers
+# at once.
 SOAKS: dict[str, tuple[str, ...]] = {
+    "server/test_router_agreement.py": ("*",),
     "engine/test_node_kills.py": ("*long*",),
     "node/test_deaths.py": ("*long*",),
 }
