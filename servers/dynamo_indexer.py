@@ -28,8 +28,7 @@ class DynamoIndexer(ServerProcess):
         self._block_tokens = block_tokens
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self.port), *options]
-        self.log = folder / "log"
-        super().__init__(command, [self.port], self.log)
+        super().__init__(command, [self.port], folder / "log")
         self.start()
 
     def register(self, worker: int, endpoint: str, replay_endpoint: str | None = None) -> None:

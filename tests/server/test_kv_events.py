@@ -52,7 +52,7 @@ def await_tiers(
 
     wait_until(
         lambda: found() == expected,
-        f"worker {worker} should have {expected}, has {found()}\n{indexer.log.read_text()}",
+        f"worker {worker} should have {expected}, has {found()}\n{indexer.log}",
     )
 
 
