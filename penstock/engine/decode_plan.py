@@ -18,6 +18,11 @@ from penstock.engine.table import Places
 NO_FETCHES = Fetches(np.zeros(0, np.int64), (), (), ())
 
 
+def span_blocks(part_tokens: int, block_tokens: int) -> int:
+    """The fewest blocks that begin and end with a part: a wave has all of them, or none."""
+    return math.lcm(part_tokens, block_tokens) // block_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class PartRoom:
     """Scratch memory for the parts of all sequences of a step."""
@@ -64,7 +69,7 @@ class DecodePlan:
         self.max_fetched = max_fetched
         self._part_tokens = part_tokens
         self._block_tokens = block_tokens
-        self._span_tokens = math.lcm(part_tokens, block_tokens)
+        self.span_blocks = span_blocks(part_tokens, block_tokens)
         # A sequence's last part may be short and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
         sizes = [1, 1, 1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
@@ -89,11 +94,6 @@ class DecodePlan:
         self.lengths, self.starts, self.first_items = sent[7:10]
         self.item_sequences, self.item_parts, self.table, self.fetched = sent[10:14]
         self.waves = sent[14]
-
-    @property
-    def span_blocks(self) -> int:
-        """The fewest blocks that begin and end with a part: a wave has all of them, or none."""
-        return self._span_tokens // self._block_tokens
 
     @property
     def num_waves(self) -> int:
@@ -152,7 +152,7 @@ class DecodePlan:
     def _waves_of(self, sequences: Places, parts: Places, span_waves: Sequence[Places]) -> Places:
         """The wave of each part. Sequences without cold blocks may be missing in `span_waves`."""
         begins = np.cumsum([0, *map(len, span_waves)])
-        spans = parts * self._part_tokens // self._span_tokens
+        spans = parts * self._part_tokens // (self.span_blocks * self._block_tokens)
         is_known = sequences < len(span_waves)
         flat = np.concatenate(span_waves)
         waves = np.zeros(len(parts), np.int64)

@@ -166,8 +166,3 @@ class Addresses:
         if not self.host_address:
             return resident
         return np.where(places >= 0, resident, self.host_address + ~places * self.host_stride)
-
-
-def are_packed(addresses: Places) -> NDArray[np.bool_]:
-    """Which addresses are those of packed blocks. False for the numbers of fetched blocks."""
-    return np.asarray((addresses > 0) & (addresses & PACKED_MARK != 0))

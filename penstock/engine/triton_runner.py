@@ -6,7 +6,6 @@ Steps with chunks of prompts run kernel by kernel.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from penstock.engine import fp8
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.cuda_graphs import CudaGraphs
-from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom
+from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, span_blocks
 from penstock.engine.fetch_choice import Fetches
 from penstock.engine.fetching import Fetcher, num_fetched_at_once
 from penstock.engine.fused import FusedDecoder, can_fuse
@@ -174,7 +173,7 @@ class TritonRunner:
                 self._shape.layer_bytes,
                 pool.num_slots * pool.block_bytes,
                 host.num_slots,
-                math.lcm(kernels.PART_TOKENS, block_tokens) // block_tokens,
+                span_blocks(kernels.PART_TOKENS, block_tokens),
             )
         self._plan = DecodePlan(
             max_num_seqs, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched

@@ -200,7 +200,7 @@ def test_a_node_that_dies_hangs_or_restarts_fails_no_request(stage: Stage) -> No
     until_attached(engines)
 
     start()
-    assert node.stop() == 0  # as for an upgrade: it writes what is pending, and leaves
+    assert node.stop()  # as for an upgrade: it writes what is pending, and leaves
     node = stage.node()
     finish()
     until_attached(engines)
