@@ -18,7 +18,8 @@ class Announcer:
 
     def completes(self, request: Request, indices: Iterable[int]) -> None:
         """These blocks of a request are about to be named in the pool."""
-        self._held.name(self._sequence(request), indices)
+        sequence = self._sequence(request)
+        self._held.name(sequence, [index for index in indices if index < len(sequence.keys)])
 
     def arrived(self, request: Request) -> None:
         """Its blocks may be in a tier since before a restart, when their tokens were forgotten."""
@@ -38,4 +39,7 @@ class Announcer:
             self._held.emptied(tier)
 
     def _sequence(self, request: Request) -> NamedSequence:
-        return NamedSequence(request.chain.keys, request.tokens, self._block_tokens, request.tenant)
+        keys = request.chain.keys
+        if request.segments:  # later blocks are not those of the same tokens in a plain prompt
+            keys = keys[: request.segments[0].start // self._block_tokens]
+        return NamedSequence(keys, request.tokens, self._block_tokens, request.tenant)

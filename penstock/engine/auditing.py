@@ -28,7 +28,12 @@ class EngineAudits:
         return self._auditor.is_busy
 
     def choosing(self, request: Request, choose: Choose) -> Choose:
-        """Wrap `choose`: if the request is audited, nothing is loaded for it."""
+        """Wrap `choose`: if the request is audited, nothing is loaded for it.
+
+        Prompts with segments are not audited: what is computed without them differs.
+        """
+        if request.segments:
+            return choose
 
         def choose_or_audit(match: Match, num_past: int) -> LoadChoice:
             choice = choose(match, num_past)

@@ -52,6 +52,13 @@ class BlockPool:
         self.hold(slots)
         return slots
 
+    def num_leading(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks `share` would hold."""
+        for number, key in enumerate(keys):
+            if key not in self._slot_of:
+                return number
+        return len(keys)
+
     def take(self, count: int) -> list[Slot] | None:
         """Hold `count` empty blocks, evicting idle ones. If None, nothing has changed."""
         if count > self.num_available:

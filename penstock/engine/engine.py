@@ -24,6 +24,8 @@ import torch
 
 from penstock.config import Config
 from penstock.engine.admission import Busy, NoRoom, TooLong
+from penstock.engine.anywhere.segments import find_segments
+from penstock.engine.anywhere.turning import Turner
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
 from penstock.engine.faults import MAX_FAULTS_IN_A_ROW, MAX_REQUEUES, EngineFault, EngineLost
@@ -108,6 +110,7 @@ class Engine(EngineParts):
         # Ids outside the vocabulary are never sampled, so they need not be suppressed.
         self._eos_ids = tuple(i for i in loaded.eos_token_ids if 0 <= i < loaded.vocab_size)
         self._story = Story(self._block_bytes, self.block_tokens, observers, self._link_bytes)
+        self._turner: Turner | None = None  # once a prompt has segments
         self._arrived: list[Done] = []  # while a step was computed
         self._unread: list[Progress] = []  # of the last step
         self._moves_again = 0.0
@@ -141,8 +144,10 @@ class Engine(EngineParts):
         tenant: str = "",
         index: int = 0,
         origin: Origin = NO_ORIGIN,
+        segments: Sequence[tuple[int, int]] = (),
     ) -> Request:
-        """Queue a request.
+        """Queue a request. `segments`: parts of the prompt, as the tokens at which each begins and
+        ends, whose KV may be used wherever they stand (docs/anywhere.md).
 
         Raises ConfigError or TooLong if it can never be served, Busy if the queue is full,
         EngineFault if the engine failed, and EngineLost if it could not recover.
@@ -157,17 +162,22 @@ class Engine(EngineParts):
             raise
         min_new = min(params.min_tokens, max_new)
         params = replace(params, max_tokens=max_new, min_tokens=min_new)
+        namespace = replace(self.namespace, tenant=tenant)
+        found = find_segments(prompt_ids, segments, params.mending, namespace)
+        if found:
+            self._prepare_turner()
         request = Request(
             request_id,
             prompt_ids,
             params,
-            KeyChain(replace(self.namespace, tenant=tenant)),
+            KeyChain(namespace),
             priority=priority,
             tenant=tenant,
             origin=origin,
             max_total_tokens=len(prompt_ids) + max_new,
             arrival=time.monotonic(),
             sequence=next(self._sequence),
+            segments=found,
         )
         live = _Live(
             request,
@@ -251,12 +261,15 @@ class Engine(EngineParts):
         self._end_stuck()
         if not chunks:
             self._catch_up(meanwhile)
+            if self._place_segments():
+                self.runner.wait()  # before the next step frees what was copied
             if self.offloader is not None and self.scheduler.has_work:
                 self.offloader.pause(0.002)  # leave the CPU to the loads
             return []
         if not self.runner.only_queues:
             self._catch_up(meanwhile)
         started = time.monotonic()
+        self._place_segments()
         logits = self.runner.run(chunks, self._keep_moving)
         # On a GPU the step is only queued: update the books while it runs. Saves are queued after
         # it.
@@ -272,6 +285,19 @@ class Engine(EngineParts):
         self._story.stepped(chunks, seconds, link)
         self._unread = [self._take(*each) for each in zip(lives, finish(), strict=True)]
         return self._unread
+
+    def _prepare_turner(self) -> None:
+        """Find out how the model's keys are turned. Raises ConfigError if they cannot be."""
+        if self._turner is None:
+            self._turner = Turner(self.loaded)
+
+    def _place_segments(self) -> bool:
+        """Copy segments that have arrived. False if there are none."""
+        placings = self.scheduler.take_placings()
+        if placings:
+            assert self._turner is not None
+            self._turner.place(self.device.tensor, placings)
+        return bool(placings)
 
     def close(self) -> None:
         try:
@@ -431,7 +457,7 @@ class Engine(EngineParts):
         )
 
     def _fail_requests_of_step(self, fault: EngineFault) -> int:
-        computed = {chunk.request.id: chunk.request for chunk in self._chunks}
+        computed = {c.request.id: c.request for c in self._chunks if not c.request.is_fill}
         self._chunks = ()
         for live in self._live.values():
             live.num_requeues += 1

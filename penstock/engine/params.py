@@ -117,6 +117,47 @@ class KvResidency:
         return cls(**value)
 
 
+MENDING_MODES = ("link", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Mending:
+    """Which tokens of a reused segment are computed where they stand. See docs/anywhere.md.
+
+    "link": the first `link_tokens` of each segment. "none": none, for comparison.
+    """
+
+    mode: str = "link"
+    link_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if self.mode not in MENDING_MODES:
+            raise _refuse("kv_mending.mode", self.mode, f"one of {', '.join(MENDING_MODES)}")
+        expected = "an integer from 1 to 4096"
+        _whole("kv_mending.link_tokens", self.link_tokens, 1, 4096, expected)
+
+    @property
+    def num_mended_tokens(self) -> int:
+        """At the start of each segment."""
+        return self.link_tokens if self.mode == "link" else 0
+
+    @property
+    def words(self) -> str:
+        """For keys: equal if the same tokens are mended."""
+        return f"link {self.num_mended_tokens}"
+
+    @classmethod
+    def of(cls, value: object) -> Mending:
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        names = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping) or not set(value) <= set(names):
+            raise _refuse("kv_mending", value, f"a mapping with any of {', '.join(names)}")
+        return cls(**value)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are sampled, and when generation stops.
@@ -147,6 +188,7 @@ class SamplingParams:
     # Another server computes the prompt's KV: take it from the tiers as it comes, and compute only
     # what does not come. See docs/disaggregation.md.
     awaits_prefill: bool = False
+    kv_mending: Mending | Mapping[str, object] | None = None  # of segments: docs/anywhere.md
 
     def __post_init__(self) -> None:
         self._check_whole_numbers()
@@ -171,6 +213,7 @@ class SamplingParams:
         self._set("logit_bias", _biases(self.logit_bias))
         self._set("kv_residency", KvResidency.of(self.kv_residency))
         self._set("kv_hints", Hints.of(self.kv_hints))
+        self._set("kv_mending", Mending.of(self.kv_mending))
 
     @property
     def greedy(self) -> bool:
@@ -204,6 +247,11 @@ class SamplingParams:
     def hints(self) -> Hints:
         """`kv_hints`, never None."""
         return Hints.of(self.kv_hints)
+
+    @property
+    def mending(self) -> Mending:
+        """`kv_mending`, never None."""
+        return Mending.of(self.kv_mending)
 
     @property
     def named_token_ids(self) -> Mapping[str, tuple[int, ...]]:

@@ -6,12 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+from penstock.engine.anywhere.segments import Segment, extend_chain
 from penstock.engine.fairness import QueuePlace
 from penstock.engine.params import SamplingParams
 from penstock.engine.table import BlockTable
 from penstock.events import Stage
 from penstock.keys import KeyChain
-from penstock.types import NO_ORIGIN, LookupId, Origin, Slot, TicketId, Tier, Verdict
+from penstock.types import NO_ORIGIN, BlockKey, LookupId, Origin, Slot, TicketId, Tier, Verdict
 
 
 class RequestPhase(Enum):
@@ -36,6 +37,8 @@ class Request:
     place: QueuePlace = field(default_factory=QueuePlace)
     charged_place: QueuePlace = field(default_factory=QueuePlace)
     sequence: int = 0  # order of arrival: the older request wins ties
+    segments: tuple[Segment, ...] = ()  # whose KV may come from elsewhere (see `anywhere`)
+    is_fill: bool = False  # computes one segment for others, and generates nothing
 
     phase: RequestPhase = RequestPhase.WAITING
     tokens: list[int] = field(init=False)  # prompt and output
@@ -50,10 +53,14 @@ class Request:
     has_stopped_waiting: bool = False  # for KV that another server computes
     two_ended_end: int = 0  # where its two-ended load ends, in blocks (see `two_ended_loads`)
     lookup: LookupId | None = None  # in the remote tier
+    fills: set[BlockKey] = field(default_factory=set)  # segments that are computed before it starts
+    has_filled: bool = False  # whether its missing segments have been computed
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # of the prompt: found or loaded when it first started
     num_loaded_tokens: int = 0
+    num_reused_tokens: int = 0  # of its segments, whose KV was placed
+    num_mended_tokens: int = 0  # of the same segments, computed where they stand
     num_lossy_tokens: int = 0  # whose KV a lossy codec may have changed (see `lossy`)
     # Numbers of blocks, until it is first preempted: matched in a tier, received from it, and lost.
     matched: Counter[Tier] = field(default_factory=Counter)
@@ -73,7 +80,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
-        self.chain.extend(self.prompt_ids)
+        extend_chain(self.chain, self.prompt_ids, self.segments)
 
     @property
     def output_ids(self) -> list[int]:
@@ -96,6 +103,7 @@ class Request:
         self.into, self.resting = [], []
         self.num_computed = self.num_present = self.num_named = 0
         self.ticket = self.lookup = None
+        self.fills, self.has_filled = set(), False
         self.two_ended_end = self.num_stalls = 0
 
     def append(self, token_id: int) -> None:

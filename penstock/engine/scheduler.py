@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission
 from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
 from penstock.engine.announcer import Announcer
+from penstock.engine.anywhere.fills import Fills
+from penstock.engine.anywhere.loads import SegmentLoads
+from penstock.engine.anywhere.turning import Placing
 from penstock.engine.auditing import EngineAudits
 from penstock.engine.awaited_prefills import AwaitedPrefills, ComputeSeconds
 from penstock.engine.blocks import BlockPool, CompletedBlocks
@@ -53,7 +56,8 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        return self.start + self.num_tokens == len(self.request.tokens)
+        is_last = self.start + self.num_tokens == len(self.request.tokens)
+        return is_last and not self.request.is_fill
 
 
 class _Refusal(NamedTuple):
@@ -103,6 +107,14 @@ class Scheduler:
             pool, tiers, block_tokens, max(block_tokens, max_num_batched_tokens // 4), announcer
         )
         self._awaited = AwaitedPrefills(pool, tiers, block_tokens, compute_seconds, announcer)
+        self._segments = SegmentLoads(
+            pool,
+            tiers,
+            block_tokens,
+            self.placement.take,
+            lambda match, num_past: self._choose(match, num_past),
+        )
+        self._fills = Fills(lambda segment: self._segments.num_missing(segment) > 0)
         self._cold_reads = cold_reads
         self._rotation = rotation or Rotation(None)
         self._audits = audits
@@ -119,7 +131,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that have not started."""
-        return sum(not request.num_preemptions for request in self._waiting)
+        return sum(not (each.num_preemptions or each.is_fill) for each in self._waiting)
 
     @property
     def num_loading(self) -> int:
@@ -158,6 +170,8 @@ class Scheduler:
 
         Blocks that a load still writes to are freed when the load ends.
         """
+        for fill in self._fills.leave(request):
+            self._end_fill(fill)
         if request.phase is RequestPhase.LOADING:
             assert self._tiers is not None
             assert request.ticket is not None
@@ -177,6 +191,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         chunks: list[Chunk] = []
         preempted = False
+        self._segments.release_read()
         self._end_turn()
         self.placement.balance()
         for request in self._two_ended_loads:
@@ -192,9 +207,10 @@ class Scheduler:
                 continue  # preempted for a more urgent one
             if self._awaited.holds(request):
                 continue
-            num_tokens = min(request.num_uncomputed, budget)
-            num_tokens = self._two_ended_loads.end_of_chunk(request, num_tokens)
-            while not self._make_room(request, request.num_computed + num_tokens):
+            spans = self._spans(request, budget, self._max_num_seqs - len(chunks))
+            if not spans:
+                continue  # it waits for a segment
+            while not self._make_room(request, spans[-1][1]):
                 if self._gets_room_soon(request) or self._stalls(request):
                     break
                 victim = max(self._running, key=lambda r: r.order)
@@ -206,20 +222,38 @@ class Scheduler:
                     break
             else:
                 request.num_stalls = 0
-                chunks.append(_chunk(request, num_tokens))
-                budget -= num_tokens
+                if request.segments:
+                    self._segments.place_up_to(request, spans[-1][1])
+                chunks += [_chunk(request, *span) for span in spans]
+                budget -= sum(end - start for start, end in spans)
         while budget and not preempted and self._has_seat:
             waiting = self._next_waiting()
             if waiting is None or (chunks and self._is_hopeless(waiting)):
                 break
             if not self._admit(waiting, budget):
                 break
-            if waiting.phase is RequestPhase.RUNNING and not self._awaited.holds(waiting):
-                num_tokens = min(waiting.num_uncomputed, budget)
-                num_tokens = self._two_ended_loads.end_of_chunk(waiting, num_tokens)
-                chunks.append(_chunk(waiting, num_tokens))
-                budget -= num_tokens
+            if waiting.phase is RequestPhase.RUNNING and not self._is_held(waiting):
+                (span,) = self._spans(waiting, budget, 1)
+                chunks.append(_chunk(waiting, *span))
+                budget -= span[1] - span[0]
         return chunks
+
+    def take_placings(self) -> list[Placing]:
+        """KV that must be copied before the chunks are computed. It is held until the next step."""
+        return self._segments.take_placings()
+
+    def _spans(self, request: Request, budget: int, max_spans: int) -> list[tuple[int, int]]:
+        """The positions to compute next, as starts and ends. None if it waits for a segment."""
+        if request.segments:
+            spans = self._segments.spans(request, budget)
+            return [span for span, _ in zip(spans, range(max(1, max_spans)), strict=False)]
+        num_tokens = min(request.num_uncomputed, budget)
+        num_tokens = self._two_ended_loads.end_of_chunk(request, num_tokens)
+        return [(request.num_computed, request.num_computed + num_tokens)]
+
+    def _is_held(self, request: Request) -> bool:
+        """Whether a request that starts computes nothing in this step."""
+        return bool(request.segments) or self._awaited.holds(request)
 
     def computed(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' KV is on the device: name and save the blocks that are now complete."""
@@ -228,7 +262,10 @@ class Scheduler:
             request = chunk.request
             if request.phase is not RequestPhase.RUNNING:
                 continue
-            request.num_computed = request.num_present = chunk.start + chunk.num_tokens
+            request.num_computed = chunk.start + chunk.num_tokens
+            if request.segments:
+                request.num_computed = self._segments.skip(request)
+            request.num_present = request.num_computed
             again = min(request.num_computed, request.max_computed) - chunk.start
             request.num_recomputed_tokens += max(0, again)
             request.max_computed = max(request.max_computed, request.num_computed)
@@ -246,12 +283,24 @@ class Scheduler:
             if self._audits is not None:
                 blocks = blocks.without(self._audits.keeps_from_tiers)
             self.placement.save(blocks.keys, blocks.slots, tenant=tenant, parents=blocks.parents)
+        for request in {chunk.request: None for chunk in chunks}:
+            has_ended = request.num_computed == len(request.tokens)
+            if request.is_fill and has_ended and request.phase is RequestPhase.RUNNING:
+                self._end_fill(request)
+
+    def _end_fill(self, fill: Request) -> None:
+        """A segment is computed, or is not needed any more."""
+        self._fills.ended(fill)
+        self._admission.end(fill.id, self._clock())
+        self.remove(fill)
 
     def settle(self, done: Done) -> Request | None:
         """Finish a load or a save. Returns the request that was waiting for the load, if any."""
         if self._audits is not None and self._audits.settle(done):
             return None
         if self.placement.settle(done) or self._two_ended_loads.settle(done):
+            return None
+        if self._segments.settle(done):
             return None
         if (came := self._awaited.settle(done, self._clock())) is not None:
             self._take_awaited(*came, done)
@@ -320,7 +369,11 @@ class Scheduler:
         Their blocks that do not fit HOST's codec cannot leave the device.
         """
         stuck, self._stuck = self._stuck, {}
-        return [request for request in stuck if request.phase is RequestPhase.WAITING]
+        waiting = [request for request in stuck if request.phase is RequestPhase.WAITING]
+        for request in waiting:
+            if request.is_fill:  # those who wait for it compute its segment themselves
+                self._end_fill(request)
+        return [request for request in waiting if not request.is_fill]
 
     def take_entered(self) -> list[tuple[Request, RequestPhase]]:
         """The requests that have entered a phase since the last call, in order."""
@@ -339,6 +392,7 @@ class Scheduler:
         """Whether no load or save is under way: only running requests can free blocks."""
         is_auditing = self._audits is not None and self._audits.is_moving
         is_moving = self.placement.is_moving or len(self._two_ended_loads) or is_auditing
+        is_moving = is_moving or len(self._segments)
         return not (self._loading or is_moving or len(self._awaited))
 
     @property
@@ -356,13 +410,24 @@ class Scheduler:
 
     def _next_waiting(self) -> Request | None:
         """The most urgent waiting request whose lookup in the remote tier has ended."""
-        for request in self._waiting:
+        for request in list(self._waiting):
             if request.lookup is not None and self._tiers is not None:
                 if self._tiers.is_looking_up(request.lookup):
                     continue
                 request.lookup = None
+            if request.segments and self._waits_for_fills(request):
+                continue
             return request
         return None
+
+    def _waits_for_fills(self, request: Request) -> bool:
+        """Whether segments of a waiting request are computed first."""
+        if not request.has_filled:
+            for fill in self._fills.start(request, self._clock()):
+                # As urgent as the request. Its work is not charged again: it is part of the prompt.
+                fill.place = fill.charged_place = replace(request.place)
+                self._enqueue(fill)
+        return bool(request.fills)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         need = -(-num_tokens // self._block_tokens) - len(request.table)
@@ -450,7 +515,7 @@ class Scheduler:
             num_tokens = min(request.num_uncomputed, budget)
             end = request.num_computed + self._two_ended_loads.end_of_chunk(request, num_tokens)
             num_first = max(0, -(-end // self._block_tokens) - num_shared)
-            if self._awaited.holds(request):
+            if self._is_held(request):
                 num_first = 0
             request.table.extend(plan.first_slots[:num_first])
             self._pool.release(plan.first_slots[num_first:])
@@ -463,7 +528,9 @@ class Scheduler:
         self._rotation.begin(request, self._clock())
         end, request.two_ended_end = request.two_ended_end, 0
         self._awaited.begin(request, self._clock())
-        if end > num_there:
+        if request.segments:
+            self._segments.begin(request)
+        elif end > num_there:
             self._two_ended_loads.begin(request, num_there, end)
 
     def _take_awaited(self, request: Request, num_arrived: int, done: Done) -> None:
@@ -560,6 +627,7 @@ class Scheduler:
     def _drop_blocks(self, request: Request) -> None:
         self._two_ended_loads.leave(request)
         self._awaited.leave(request)
+        self._segments.leave(request)
         if self._audits is not None:
             self._audits.left(request)
         self.placement.drop(request)
@@ -571,6 +639,5 @@ def _all_of_it(match: Match, num_past: int) -> LoadChoice:
     return LoadChoice(match.num_blocks)
 
 
-def _chunk(request: Request, num_tokens: int) -> Chunk:
-    start = request.num_computed
-    return Chunk(request, start, num_tokens, request.num_present - start)
+def _chunk(request: Request, start: int, end: int) -> Chunk:
+    return Chunk(request, start, end - start, max(0, request.num_present - start))

@@ -1,0 +1,88 @@
+"""Segments of a prompt whose KV may be used wherever they stand. Pure.
+
+A segment's KV is that of a prompt of its own: computed from position 0, with nothing before it. So
+its blocks have the keys of such a prompt, and one that begins a prompt is an ordinary prefix. Its
+tokens after the last complete block, and those that are mended, are computed where they stand.
+
+The KV of a prompt with segments differs from that of the same tokens without. So from the first
+segment on, the keys of the prompt's own blocks also depend on the segments and how they are mended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.engine.params import Mending
+from penstock.errors import ConfigError
+from penstock.keys import KeyChain, Namespace
+from penstock.types import BlockKey
+
+MIN_REUSED_TOKENS = 64  # shorter segments are computed: finding and placing them gains nothing
+MAX_SEGMENTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a prompt, and which of its tokens are reused."""
+
+    start: int  # its place in the prompt, in tokens
+    end: int
+    keys: tuple[BlockKey, ...]  # of its complete blocks
+    tokens: tuple[int, ...]  # of its complete blocks
+    reused: range  # positions in the prompt whose KV is not computed
+    name: bytes  # of the segment in the keys of the prompt's own blocks
+    namespace: Namespace
+
+
+def find_segments(
+    prompt_ids: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+    mending: Mending,
+    namespace: Namespace,
+) -> tuple[Segment, ...]:
+    """The segments that are worth reusing, in order. `bounds`: where each begins and ends.
+
+    A segment at the start of the prompt is an ordinary prefix, and not among them. Raises
+    ConfigError if the bounds are not in order within the prompt.
+    """
+    _check(bounds, len(prompt_ids))
+    size = namespace.block_tokens
+    found = []
+    for start, end in bounds:
+        # The prompt's last token is always computed, because sampling needs its logits.
+        num_blocks = (min(end, len(prompt_ids) - 1) - start) // size
+        reused = range(start + mending.num_mended_tokens, start + num_blocks * size)
+        if not start or len(reused) < MIN_REUSED_TOKENS:
+            continue
+        tokens = tuple(prompt_ids[start : start + num_blocks * size])
+        keys = tuple(KeyChain(namespace, tokens).keys)
+        name = f"segment {start} {end} {mending.words}".encode()
+        found.append(Segment(start, end, keys, tokens, reused, name, namespace))
+    return tuple(found)
+
+
+def extend_chain(chain: KeyChain, prompt_ids: Sequence[int], segments: Sequence[Segment]) -> None:
+    """Append a prompt to an empty chain: the keys of the prompt's own blocks."""
+    at = 0
+    for segment in segments:
+        chain.extend(prompt_ids[at : segment.start])
+        chain.mix(segment.name)
+        at = segment.start
+    chain.extend(prompt_ids[at:])
+
+
+def _check(bounds: Sequence[tuple[int, int]], num_tokens: int) -> None:
+    if len(bounds) > MAX_SEGMENTS:
+        raise ConfigError(
+            f"the prompt has {len(bounds)} segments that may be reused anywhere; expected at most "
+            f"{MAX_SEGMENTS}. Join short ones."
+        )
+    before = 0
+    for start, end in bounds:
+        if not before <= start <= end <= num_tokens:
+            raise ConfigError(
+                f"a segment has the tokens {start} to {end} of {num_tokens}, after one that ends "
+                f"at {before}; expected segments in order, within the prompt, that do not overlap."
+            )
+        before = end

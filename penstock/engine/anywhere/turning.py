@@ -1,0 +1,187 @@
+"""Turns keys to other positions: rotary embeddings rotate pairs of values by angle x position.
+
+A key at position p, turned by n positions, is the key at position p + n. Which values form pairs,
+and by which angles they rotate, is found by running the model itself on single tokens: a token
+without a context has the same keys at all positions, except for their rotation. So every kind of
+rotary embedding is either reproduced, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.engine import fp8
+from penstock.engine.attention.torch import AttentionStep, SequenceSpan
+from penstock.engine.models import LoadedModel
+from penstock.errors import ConfigError
+
+_FROM = 3  # the position whose keys are turned
+_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest key
+_TOKENS_AT_ONCE = 512  # turned keys are float32: they take several times the memory of the KV
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Copy KV of tokens from blocks of a segment to blocks of a prompt, turned by `turn` positions.
+
+    All arrays have one number for each token: block and place within it.
+    """
+
+    source_slots: NDArray[np.int64]
+    source_offsets: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    turn: int
+
+
+class _Rotation:
+    """One way to rotate the first values of a head."""
+
+    def __init__(self, frequencies: Tensor, *, is_interleaved: bool) -> None:
+        self._frequencies = frequencies.double().cpu()
+        self._is_interleaved = is_interleaved
+
+    def __call__(self, keys: Tensor, turn: int) -> Tensor:
+        """Keys [..., head_dim] in float32."""
+        size = 2 * len(self._frequencies)
+        angles = self._frequencies * turn
+        cosines, sines = (f(angles).to(keys.device, torch.float32) for f in (torch.cos, torch.sin))
+        turned, rest = keys[..., :size], keys[..., size:]
+        if self._is_interleaved:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+        else:
+            first, second = turned.chunk(2, -1)
+        pairs = (first * cosines - second * sines, second * cosines + first * sines)
+        if self._is_interleaved:
+            turned = torch.stack(pairs, -1).flatten(-2)
+        else:
+            turned = torch.cat(pairs, -1)
+        return torch.cat((turned, rest), -1)
+
+
+def _unchanged(keys: Tensor, turn: int) -> Tensor:
+    """Of layers without rotary embeddings."""
+    return keys
+
+
+class Turner:
+    """Places KV in a pool, [blocks, layers, 2, block_tokens, kv_heads, head_dim]."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        """Raises ConfigError if the model's keys cannot be turned."""
+        last = loaded.max_tokens - 1
+        turns = sorted({1, min(37, last - _FROM), last - _FROM})
+        before, *after = _keys_at(loaded, [_FROM, *(_FROM + turn for turn in turns)])
+        candidates = list(_candidates(loaded.model, loaded.head_dim))
+        self._rotations = [
+            _choose(
+                *(candidates, layer, before[layer], [keys[layer] for keys in after], turns),
+                loaded.dtype,
+            )
+            for layer in range(loaded.num_layers)
+        ]
+
+    def turn(self, keys: Tensor, layer: int, turn: int) -> Tensor:
+        """Keys [..., kv_heads, head_dim], turned by `turn` positions in float32."""
+        return self._rotations[layer](keys.float(), turn) if turn else keys.float()
+
+    @torch.inference_mode()
+    def place(self, pool: Tensor, placings: Sequence[Placing]) -> None:
+        rounds = pool.dtype is fp8.DTYPE
+        # Torch cannot index e4m3 on all devices, but it can index bytes.
+        values = pool.view(torch.uint8) if rounds else pool
+        for placing in placings:
+            for start in range(0, len(placing.slots), _TOKENS_AT_ONCE):
+                part = slice(start, start + _TOKENS_AT_ONCE)
+                source = _index(placing.source_slots[part], placing.source_offsets[part], pool)
+                target = _index(placing.slots[part], placing.offsets[part], pool)
+                for layer in range(pool.shape[1]):
+                    mine = values[:, layer]
+                    mine[target[0], 1, target[1]] = mine[source[0], 1, source[1]]
+                    keys = mine[source[0], 0, source[1]]
+                    if placing.turn:
+                        plain = keys.view(fp8.DTYPE) if rounds else keys
+                        turned = self.turn(plain, layer, placing.turn)
+                        keys = fp8.narrow(turned) if rounds else turned.to(keys.dtype)
+                    mine[target[0], 0, target[1]] = keys
+
+
+class _Captured:
+    """Takes the keys of a step instead of storing them (see `attention.torch.KvMemory`)."""
+
+    rounds = False
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.keys.append(keys.float())
+
+    def history(self, layer: int, blocks: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError("a single token has no history")
+
+
+@torch.inference_mode()
+def _keys_at(loaded: LoadedModel, positions: Sequence[int]) -> list[list[Tensor]]:
+    """The keys of one token, alone at each of these positions, in each layer."""
+    captured = _Captured()
+    # One after the other, so that all are computed alike, to the bit.
+    found = []
+    for position in positions:
+        captured.keys = []
+        loaded.model(
+            input_ids=torch.tensor([[1]], device=loaded.device),
+            position_ids=torch.tensor([[position]], device=loaded.device),
+            use_cache=False,
+            logits_to_keep=1,
+            penstock=AttentionStep(captured, [SequenceSpan(0, 1, 0, None)]),
+        )
+        found.append(captured.keys)
+    return found
+
+
+def _candidates(model: Any, head_dim: int) -> Iterator[Any]:
+    yield _unchanged
+    for module in model.modules():
+        frequencies = getattr(module, "inv_freq", None)
+        if isinstance(frequencies, Tensor) and 0 < 2 * frequencies.numel() <= head_dim:
+            for is_interleaved in (False, True):
+                yield _Rotation(frequencies.flatten(), is_interleaved=is_interleaved)
+
+
+def _choose(
+    candidates: Sequence[Any],
+    layer: int,
+    before: Tensor,
+    after: Sequence[Tensor],
+    turns: Sequence[int],
+    dtype: torch.dtype,
+) -> Any:
+    """The first rotation that gives the keys which the model computes."""
+    largest = max(float(keys.abs().max()) for keys in after)
+    limit = _MAX_ERROR[dtype] * largest
+    for rotation in candidates:
+        errors = [
+            float((rotation(before, turn) - keys).abs().max())
+            for turn, keys in zip(turns, after, strict=True)
+        ]
+        if max(errors) <= limit:
+            return rotation
+    raise ConfigError(
+        f"the keys of layer {layer} cannot be turned to other positions: the model's position "
+        "embeddings are not plain rotary ones, so segments cannot be reused anywhere. Send the "
+        "prompt without segments."
+    )
+
+
+def _index(slots: NDArray[np.int64], offsets: NDArray[np.int64], pool: Tensor) -> list[Tensor]:
+    return [
+        torch.from_numpy(np.ascontiguousarray(each)).to(pool.device) for each in (slots, offsets)
+    ]
