@@ -24,6 +24,8 @@ import torch
 
 from penstock.config import Config
 from penstock.engine.admission import Busy, NoRoom, TooLong
+from penstock.engine.anywhere.blending import choose_mended
+from penstock.engine.anywhere.loads import Look
 from penstock.engine.anywhere.segments import find_segments
 from penstock.engine.anywhere.turning import Turner
 from penstock.engine.census import Sighting, take_census
@@ -293,11 +295,27 @@ class Engine(EngineParts):
 
     def _place_segments(self) -> bool:
         """Copy segments that have arrived. False if there are none."""
-        placings = self.scheduler.take_placings()
+        placings, looks = self.scheduler.take_placings()
         if placings:
             assert self._turner is not None
             self._turner.place(self.device.tensor, placings)
+        for look in looks:
+            self._choose_mended(look)
         return bool(placings)
+
+    def _choose_mended(self, look: Look) -> None:
+        request, mending = look.request, look.request.params.mending
+        start, stop = request.num_computed, look.reused[-1].stop
+        size = self._config.max_num_batched_tokens
+        changes = [
+            self.runner.key_changes(Chunk(request, first, min(size, stop - first)))
+            for first in range(start, stop, size)
+        ]
+        chosen = choose_mended(torch.cat(changes), start, look.reused, mending.blend_share)
+        request.mended = chosen
+        if not request.num_preemptions:
+            request.num_reused_tokens -= len(chosen)
+            request.num_mended_tokens += len(chosen)
 
     def close(self) -> None:
         try:

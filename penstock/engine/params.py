@@ -117,34 +117,44 @@ class KvResidency:
         return cls(**value)
 
 
-MENDING_MODES = ("link", "none")
+MENDING_MODES = ("link", "blend", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Mending:
     """Which tokens of a reused segment are computed where they stand. See docs/anywhere.md.
 
-    "link": the first `link_tokens` of each segment. "none": none, for comparison.
+    "link": the first `link_tokens` of each segment. "blend": the share `blend_share` of its tokens
+    whose KV changes most. "none": none, for comparison.
     """
 
     mode: str = "link"
     link_tokens: int = 32
+    blend_share: float = 0.15
 
     def __post_init__(self) -> None:
         if self.mode not in MENDING_MODES:
             raise _refuse("kv_mending.mode", self.mode, f"one of {', '.join(MENDING_MODES)}")
         expected = "an integer from 1 to 4096"
         _whole("kv_mending.link_tokens", self.link_tokens, 1, 4096, expected)
+        tiny = math.nextafter(0.0, 1.0)
+        expected = "a number above 0 and up to 1"
+        share = _number("kv_mending.blend_share", self.blend_share, tiny, 1.0, expected)
+        object.__setattr__(self, "blend_share", share)  # the dataclass is frozen
 
     @property
-    def num_mended_tokens(self) -> int:
-        """At the start of each segment."""
+    def is_blend(self) -> bool:
+        return self.mode == "blend"
+
+    @property
+    def num_first_tokens(self) -> int:
+        """How many tokens at the start of each segment are computed."""
         return self.link_tokens if self.mode == "link" else 0
 
     @property
     def words(self) -> str:
         """For keys: equal if the same tokens are mended."""
-        return f"link {self.num_mended_tokens}"
+        return f"blend {self.blend_share!r}" if self.is_blend else f"link {self.num_first_tokens}"
 
     @classmethod
     def of(cls, value: object) -> Mending:

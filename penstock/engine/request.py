@@ -9,7 +9,7 @@ from enum import Enum
 from penstock.engine.anywhere.segments import Segment, extend_chain
 from penstock.engine.fairness import QueuePlace
 from penstock.engine.params import SamplingParams
-from penstock.engine.table import BlockTable
+from penstock.engine.table import BlockTable, Places
 from penstock.events import Stage
 from penstock.keys import KeyChain
 from penstock.types import NO_ORIGIN, BlockKey, LookupId, Origin, Slot, TicketId, Tier, Verdict
@@ -55,6 +55,7 @@ class Request:
     lookup: LookupId | None = None  # in the remote tier
     fills: set[BlockKey] = field(default_factory=set)  # segments that are computed before it starts
     has_filled: bool = False  # whether its missing segments have been computed
+    mended: Places | None = None  # positions that "blend" computes, once they are chosen
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # of the prompt: found or loaded when it first started

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine import fp8
+from penstock.engine.anywhere.blending import key_changes
 from penstock.engine.attention.torch import AttentionStep, DecodeKernel, SequenceSpan, register
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.scheduler import Chunk
@@ -33,6 +34,13 @@ class Runner(Protocol):
         Logits are float32 [n, vocab], in the order of the chunks. A long step calls
         `between_layers` from time to time. On a GPU the step is only queued, so that the caller
         can do other work while it runs.
+        """
+        ...
+
+    def key_changes(self, chunk: Chunk) -> Tensor:
+        """By how much the keys of each token change where it stands (see `anywhere.blending`).
+
+        The chunk's KV is stored. In the first layer it is written again.
         """
         ...
 
@@ -84,13 +92,16 @@ class PackedRow:
                 num_singles += 1
                 last = num_singles - 1
             else:
-                end = chunk.start + chunk.num_tokens
                 longer.append((len(token_ids), chunk))
-                mine = np.arange(chunk.start, end)
+                mine = chunk.positions
+                if mine is None:
+                    mine = np.arange(chunk.start, chunk.end)
+                    token_ids += chunk.request.tokens[chunk.start : chunk.end]
+                else:
+                    token_ids += [chunk.request.tokens[position] for position in mine.tolist()]
                 positions.append(mine)
                 places.append(chunk.request.table.places[mine // block_tokens])
                 is_written.append(mine >= chunk.start + chunk.num_present)
-                token_ids += chunk.request.tokens[chunk.start : end]
                 last = len(token_ids) - 1
             if chunk.samples:
                 sampled.append(last)
@@ -107,7 +118,13 @@ class PackedRow:
 
 def places_of(chunk: Chunk, block_tokens: int) -> Places:
     """The places of the blocks that a chunk reads and writes."""
-    return chunk.request.table.places[: -(-(chunk.start + chunk.num_tokens) // block_tokens)]
+    return chunk.request.table.places[: -(-chunk.end // block_tokens)]
+
+
+def span_of(begin: int, chunk: Chunk, blocks: Any, device: torch.device) -> SequenceSpan:
+    """`blocks` as the step's memory takes them."""
+    positions = None if chunk.positions is None else _indices(chunk.positions, device)
+    return SequenceSpan(begin, chunk.num_tokens, chunk.start, blocks, positions)
 
 
 class TorchMemory:
@@ -191,9 +208,7 @@ class TorchRunner:
         step = AttentionStep(
             TorchMemory(self._pool.tensor, self._host, row, self._block_tokens),
             [
-                SequenceSpan(
-                    begin, chunk.num_tokens, chunk.start, places_of(chunk, self._block_tokens)
-                )
+                span_of(begin, chunk, places_of(chunk, self._block_tokens), device)
                 for begin, chunk in spans
             ],
             self._decode_batch(singles),
@@ -210,6 +225,18 @@ class TorchRunner:
         )
         logits: Tensor = output.logits[0, : len(row.sampled)].float()
         return logits
+
+    @torch.inference_mode()
+    def key_changes(self, chunk: Chunk) -> Tensor:
+        device = self._pool.tensor.device
+        row = PackedRow.of([chunk], self._block_tokens)
+        return key_changes(
+            self._model,
+            torch.tensor(row.token_ids, device=device),
+            _indices(row.positions, device),
+            TorchMemory(self._pool.tensor, self._host, row, self._block_tokens),
+            span_of(0, chunk, places_of(chunk, self._block_tokens), device),
+        )
 
     def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
         """Return at once: the step ended when `run` returned."""

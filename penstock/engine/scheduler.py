@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.costs.choose import LoadChoice
@@ -20,7 +20,7 @@ from penstock.engine.admission import Admission
 from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
 from penstock.engine.announcer import Announcer
 from penstock.engine.anywhere.fills import Fills
-from penstock.engine.anywhere.loads import SegmentLoads
+from penstock.engine.anywhere.loads import Look, SegmentLoads
 from penstock.engine.anywhere.turning import Placing
 from penstock.engine.auditing import EngineAudits
 from penstock.engine.awaited_prefills import AwaitedPrefills, ComputeSeconds
@@ -31,6 +31,7 @@ from penstock.engine.placement import Placement
 from penstock.engine.request import Request, RequestPhase
 from penstock.engine.residency import ColdReadBudget, ResidencyPolicy
 from penstock.engine.rotation import Rotation
+from penstock.engine.table import Places
 from penstock.engine.tiers import EngineTiers
 from penstock.engine.two_ended_loads import TwoEndedLoads
 from penstock.errors import PenstockError
@@ -45,6 +46,8 @@ _RETRY_SECONDS = 0.02  # until a request that found no room is tried again
 class Chunk:
     """Compute `num_tokens` of a request from `start` on. After its last token, one is sampled.
 
+    They are consecutive, unless tokens between them were placed (see `anywhere`).
+
     If a whole prompt was found, its last token is still computed, for its logits. Its KV is
     present and may be shared, so it is not written again.
     """
@@ -53,11 +56,19 @@ class Chunk:
     start: int
     num_tokens: int
     num_present: int = 0  # how many of them, from the first, have their KV on the device
+    # Of its tokens, in order; None if they are consecutive.
+    positions: Places | None = field(default=None, compare=False)
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        if self.positions is None:
+            return self.start + self.num_tokens
+        return int(self.positions[-1]) + 1
 
     @property
     def samples(self) -> bool:
-        is_last = self.start + self.num_tokens == len(self.request.tokens)
-        return is_last and not self.request.is_fill
+        return self.end == len(self.request.tokens) and not self.request.is_fill
 
 
 class _Refusal(NamedTuple):
@@ -207,10 +218,17 @@ class Scheduler:
                 continue  # preempted for a more urgent one
             if self._awaited.holds(request):
                 continue
-            spans = self._spans(request, budget, self._max_num_seqs - len(chunks))
-            if not spans:
-                continue  # it waits for a segment
-            while not self._make_room(request, spans[-1][1]):
+            num_tokens = min(request.num_uncomputed, budget)
+            work = None
+            if request.segments:
+                work = self._segments.next_work(request, num_tokens)
+                if work is None:
+                    continue  # it waits for its segments
+                end = work.end
+            else:
+                num_tokens = self._two_ended_loads.end_of_chunk(request, num_tokens)
+                end = request.num_computed + num_tokens
+            while not self._make_room(request, end):
                 if self._gets_room_soon(request) or self._stalls(request):
                     break
                 victim = max(self._running, key=lambda r: r.order)
@@ -222,10 +240,15 @@ class Scheduler:
                     break
             else:
                 request.num_stalls = 0
-                if request.segments:
-                    self._segments.place_up_to(request, spans[-1][1])
-                chunks += [_chunk(request, *span) for span in spans]
-                budget -= sum(end - start for start, end in spans)
+                if work is None:
+                    chunks.append(_chunk(request, num_tokens))
+                else:
+                    num_tokens = len(work.positions)
+                    if work.places:
+                        self._segments.place(request)
+                    if num_tokens:
+                        chunks.append(_scattered_chunk(request, work.positions))
+                budget -= num_tokens
         while budget and not preempted and self._has_seat:
             waiting = self._next_waiting()
             if waiting is None or (chunks and self._is_hopeless(waiting)):
@@ -233,23 +256,19 @@ class Scheduler:
             if not self._admit(waiting, budget):
                 break
             if waiting.phase is RequestPhase.RUNNING and not self._is_held(waiting):
-                (span,) = self._spans(waiting, budget, 1)
-                chunks.append(_chunk(waiting, *span))
-                budget -= span[1] - span[0]
+                num_tokens = min(waiting.num_uncomputed, budget)
+                num_tokens = self._two_ended_loads.end_of_chunk(waiting, num_tokens)
+                chunks.append(_chunk(waiting, num_tokens))
+                budget -= num_tokens
         return chunks
 
-    def take_placings(self) -> list[Placing]:
-        """KV that must be copied before the chunks are computed. It is held until the next step."""
-        return self._segments.take_placings()
+    def take_placings(self) -> tuple[list[Placing], list[Look]]:
+        """What must be done before the chunks are computed.
 
-    def _spans(self, request: Request, budget: int, max_spans: int) -> list[tuple[int, int]]:
-        """The positions to compute next, as starts and ends. None if it waits for a segment."""
-        if request.segments:
-            spans = self._segments.spans(request, budget)
-            return [span for span, _ in zip(spans, range(max(1, max_spans)), strict=False)]
-        num_tokens = min(request.num_uncomputed, budget)
-        num_tokens = self._two_ended_loads.end_of_chunk(request, num_tokens)
-        return [(request.num_computed, request.num_computed + num_tokens)]
+        First KV is copied, whose sources are held until the next step. Then the tokens to mend are
+        chosen (see `blending`).
+        """
+        return self._segments.take_placings()
 
     def _is_held(self, request: Request) -> bool:
         """Whether a request that starts computes nothing in this step."""
@@ -262,7 +281,7 @@ class Scheduler:
             request = chunk.request
             if request.phase is not RequestPhase.RUNNING:
                 continue
-            request.num_computed = chunk.start + chunk.num_tokens
+            request.num_computed = chunk.end
             if request.segments:
                 request.num_computed = self._segments.skip(request)
             request.num_present = request.num_computed
@@ -639,5 +658,13 @@ def _all_of_it(match: Match, num_past: int) -> LoadChoice:
     return LoadChoice(match.num_blocks)
 
 
-def _chunk(request: Request, start: int, end: int) -> Chunk:
-    return Chunk(request, start, end - start, max(0, request.num_present - start))
+def _chunk(request: Request, num_tokens: int) -> Chunk:
+    start = request.num_computed
+    return Chunk(request, start, num_tokens, request.num_present - start)
+
+
+def _scattered_chunk(request: Request, positions: Places) -> Chunk:
+    start, num_tokens = int(positions[0]), len(positions)
+    num_present = max(0, request.num_present - start)
+    is_consecutive = positions[-1] - start == num_tokens - 1
+    return Chunk(request, start, num_tokens, num_present, None if is_consecutive else positions)

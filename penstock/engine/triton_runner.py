@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine import fp8
+from penstock.engine.anywhere.blending import key_changes
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.cuda_graphs import CudaGraphs
@@ -27,7 +28,7 @@ from penstock.engine.fetching import Fetcher, num_fetched_at_once
 from penstock.engine.fused import FusedDecoder, can_fuse
 from penstock.engine.mailbox import Mailbox
 from penstock.engine.models import LoadedModel
-from penstock.engine.runner import PackedRow, places_of
+from penstock.engine.runner import PackedRow, places_of, span_of
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import Addresses, Places
 from penstock.stores.device import DevicePool
@@ -235,6 +236,16 @@ class TritonRunner:
         self._is_long = bool(row.longer) or any(c.request.table.num_cold for c in row.singles)
         return logits
 
+    @torch.inference_mode()
+    def key_changes(self, chunk: Chunk) -> Tensor:
+        row = PackedRow.of([chunk], self._shape.block_tokens)
+        ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
+        table = self._addresses.of(places_of(chunk, self._shape.block_tokens))
+        blocks = torch.from_numpy(table).to(self._device)
+        span = span_of(0, chunk, blocks, self._device)
+        # Not the fused pass: it writes each layer's keys before they could be compared.
+        return key_changes(self._model, ids, positions, _Memory(self._shape, addresses), span)
+
     def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
         if self._device.type != "cuda":
             return
@@ -379,7 +390,7 @@ class TritonRunner:
         for begin, chunk in row.longer:
             table = self._addresses.of(places_of(chunk, self._shape.block_tokens))
             blocks = torch.from_numpy(table).to(self._device)
-            spans.append(SequenceSpan(begin, chunk.num_tokens, chunk.start, blocks))
+            spans.append(span_of(begin, chunk, blocks, self._device))
         return spans
 
 

@@ -3,12 +3,15 @@
 A segment's blocks are shared if the device has them, and loaded if not. When all of them are there,
 its reused tokens are copied to the request's own blocks (see `turning`); afterwards the request
 needs the segment's blocks no more. A segment that cannot be had is computed like any other part of
-the prompt. Requests compute from left to right: they skip what is placed, and wait for what comes.
+the prompt.
+
+A request computes what stands before its first segment. When all of its segments have arrived, they
+are placed, and it computes the rest. To blend, the tokens to mend are chosen before (`blending`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,8 +23,11 @@ from penstock.engine.anywhere.segments import Segment
 from penstock.engine.anywhere.turning import Placing
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
+from penstock.engine.table import Places
 from penstock.engine.tiers import EngineTiers
 from penstock.types import Done, Slot, TicketId, Verdict
+
+_NOTHING: Places = np.zeros(0, np.int64)
 
 Take = Callable[[int, Request], list[Slot] | None]
 """Holds so many device blocks for a request; None if there is no room."""
@@ -51,6 +57,21 @@ class _Queued(NamedTuple):
     placing: Placing
 
 
+class Work(NamedTuple):
+    """What a request does in the next step."""
+
+    positions: Places  # that it computes; maybe none
+    end: int  # it needs room for so many of its tokens before
+    places: bool = False  # whether its segments are placed first
+
+
+class Look(NamedTuple):
+    """Choose the tokens to mend in these parts of a prompt: `Request.mended`."""
+
+    request: Request
+    reused: list[range]
+
+
 class SegmentLoads:
     def __init__(
         self,
@@ -68,6 +89,7 @@ class SegmentLoads:
         self._reuses: dict[str, _Reuse] = {}  # by request
         self._tickets: dict[TicketId, _Coming] = {}
         self._queued: list[_Queued] = []  # to be copied before the next step
+        self._looks: list[Look] = []
         self._read: list[Slot] = []  # held for copies that were handed out
 
     def __len__(self) -> int:
@@ -114,57 +136,68 @@ class SegmentLoads:
             request.num_loaded_tokens += len(loaded) * self._block_tokens
         return True
 
-    def spans(self, request: Request, budget: int) -> Iterator[tuple[int, int]]:
-        """The next positions to compute: starts and ends, at most `budget` tokens in all.
-
-        Segments that have arrived count as placed. Nothing if the request waits for one.
-        """
+    def next_work(self, request: Request, budget: int) -> Work | None:
+        """What a running request does next. None if it waits for its segments."""
         reuse = self._reuses[request.id]
-        skipped = list(reuse.placed)
-        stop = len(request.tokens)
-        for coming in reuse.coming:
-            if coming.ticket is not None:
-                stop = coming.segment.reused.start
-                break
-            skipped.append(coming.segment.reused)
-        at = request.num_computed
-        for each in [*skipped, range(stop, stop)]:
-            end = min(each.start, at + budget, stop)
-            if at < end:
-                yield at, end
-                budget -= end - at
-            if not budget:
-                return
-            at = max(at, each.stop)
+        if not reuse.coming:
+            rest = range(request.num_computed, len(request.tokens))
+            found = self._computed(request, rest, reuse.placed)[:budget]
+            return Work(found, int(found[-1]) + 1)
+        first, last = reuse.coming[0].segment.reused, reuse.coming[-1].segment.reused
+        if request.num_computed < first.start:
+            end = min(first.start, request.num_computed + budget)
+            return Work(np.arange(request.num_computed, end, dtype=np.int64), end)
+        if any(coming.ticket is not None for coming in reuse.coming):
+            return None
+        if _must_choose(request):
+            return Work(_NOTHING, last.stop, places=True)
+        rest = range(request.num_computed, len(request.tokens))
+        placed = [*reuse.placed, *(coming.segment.reused for coming in reuse.coming)]
+        found = self._computed(request, rest, placed)[:budget]
+        return Work(found, max(last.stop, int(found[-1]) + 1), places=True)
 
-    def place_up_to(self, request: Request, end: int) -> None:
-        """Copy the segments that end here or before. The request has room for them."""
+    def place(self, request: Request) -> None:
+        """Copy all segments of a request. They have arrived, and it has room for them."""
         reuse = self._reuses[request.id]
-        while reuse.coming and reuse.coming[0].ticket is None:
-            coming = reuse.coming[0]
-            if coming.segment.reused.start >= end:
-                return
-            del reuse.coming[0]
-            self._queued.append(_Queued(request, self._placing(request, coming)))
-            self._read += coming.slots
-            reuse.placed.append(coming.segment.reused)
-            segment = coming.segment
+        coming, reuse.coming = reuse.coming, []
+        parts = []
+        for each in coming:
+            placing = self._placing(request, each)
+            self._queued.append(_Queued(request, placing))
+            self._read += each.slots
+            reuse.placed.append(each.segment.reused)
+            parts.append(
+                range(each.segment.reused.stop - len(placing.slots), each.segment.reused.stop)
+            )
             if not request.num_preemptions:
-                request.num_reused_tokens += len(segment.reused)
-                request.num_mended_tokens += segment.reused.start - segment.start
+                request.num_reused_tokens += len(placing.slots)
+                request.num_mended_tokens += each.segment.reused.start - each.segment.start
+        if _must_choose(request):
+            self._looks.append(Look(request, parts))
 
     def skip(self, request: Request) -> int:
         """The first position that is not computed or placed."""
-        at = request.num_computed
-        for each in self._reuses[request.id].placed:
-            if each.start <= at:
-                at = max(at, each.stop)
-        return at
+        rest = range(request.num_computed, len(request.tokens))
+        found = self._computed(request, rest, self._reuses[request.id].placed)
+        return int(found[0]) if len(found) else len(request.tokens)
 
-    def take_placings(self) -> list[Placing]:
-        """What is to be copied before the next step is computed."""
+    @staticmethod
+    def _computed(request: Request, positions: range, placed: list[range]) -> Places:
+        """Those of `positions` that must be computed, because they are not placed, or mended."""
+        if not placed or placed[-1].stop <= positions.start:
+            return np.arange(positions.start, positions.stop, dtype=np.int64)
+        is_computed = np.ones(max(positions.stop, placed[-1].stop), np.bool_)
+        for part in placed:
+            is_computed[part.start : part.stop] = False
+        if request.mended is not None:
+            is_computed[request.mended] = True
+        return np.flatnonzero(is_computed[positions.start : positions.stop]) + positions.start
+
+    def take_placings(self) -> tuple[list[Placing], list[Look]]:
+        """What is to be copied and then chosen, before the next step is computed."""
         queued, self._queued = self._queued, []
-        return [each.placing for each in queued]
+        looks, self._looks = self._looks, []
+        return [each.placing for each in queued], looks
 
     def release_read(self) -> None:
         """The copies that were handed out have ended."""
@@ -177,6 +210,7 @@ class SegmentLoads:
         if reuse is None:
             return
         self._queued = [each for each in self._queued if each.request is not request]
+        self._looks = [each for each in self._looks if each.request is not request]
         for coming in reuse.coming:
             if coming.ticket is None:
                 self._pool.release(coming.slots)
@@ -233,3 +267,7 @@ class SegmentLoads:
             positions % size,
             segment.start,
         )
+
+
+def _must_choose(request: Request) -> bool:
+    return request.params.mending.is_blend and request.mended is None

@@ -52,7 +52,7 @@ def find_segments(
     for start, end in bounds:
         # The prompt's last token is always computed, because sampling needs its logits.
         num_blocks = (min(end, len(prompt_ids) - 1) - start) // size
-        reused = range(start + mending.num_mended_tokens, start + num_blocks * size)
+        reused = range(start + mending.num_first_tokens, start + num_blocks * size)
         if not start or len(reused) < MIN_REUSED_TOKENS:
             continue
         tokens = tuple(prompt_ids[start : start + num_blocks * size])

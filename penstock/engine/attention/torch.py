@@ -23,6 +23,7 @@ _LONG_PAST = 1024  # tokens from which two passes are faster than one with a mas
 # cuDNN takes 60 ms to plan each new shape, so it is used only for large inputs of few lengths.
 _CUDNN_TOKENS = 1024
 _CUDNN_PAIRS = 1 << 24  # pairs of a new token and a token before it
+_SCATTERED_ROWS = 256  # attended at a time: each has a mask over all tokens
 _without_cudnn: set[torch.device] = set()  # devices where cuDNN's attention failed
 
 
@@ -32,8 +33,9 @@ class SequenceSpan:
 
     begin: int  # offset in the row
     num_new: int
-    num_past: int  # earlier tokens, whose KV is stored
+    num_past: int  # tokens before its first new one, whose KV is stored
     blocks: Any  # the sequence's blocks in order, in the form that the step's `KvMemory` takes
+    positions: Tensor | None = None  # of its new tokens; None if they are consecutive
 
 
 class DecodeKernel(Protocol):
@@ -111,6 +113,10 @@ def attend(
         new = slice(span.begin, span.begin + span.num_new)
         # If KV is rounded, a chunk attends to its own keys as they are stored, as later chunks do:
         # otherwise answers would depend on how a prompt is split.
+        if span.positions is not None:
+            k, v = step.memory.history(layer, span.blocks)
+            out[new] = _attend_scattered(query[new], k, v, span.positions, scale)
+            continue
         if span.num_past or step.memory.rounds:
             num_tokens = span.num_past + span.num_new
             k, v = step.memory.history(layer, span.blocks)
@@ -121,6 +127,32 @@ def attend(
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[new], k, v))
         out[new] = _attend(q, k, v, span, scale)[0].transpose(0, 1)
     return out
+
+
+def _attend_scattered(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """Each token attends to all tokens up to its own position.
+
+    query [new, heads, head_dim]; key and value [tokens, kv_heads, head_dim].
+    """
+    q, k, v = (each.transpose(0, 1)[None].to(query.dtype) for each in (query, key, value))
+    numbers = torch.arange(k.shape[2], device=query.device)
+    parts = []
+    for start in range(0, len(positions), _SCATTERED_ROWS):
+        rows = slice(start, start + _SCATTERED_ROWS)
+        mask = numbers[None] <= positions[rows, None]
+        parts.append(
+            scaled_dot_product_attention(
+                q[:, :, rows],
+                k,
+                v,
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(parts, 2)[0].transpose(0, 1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, span: SequenceSpan, scale: float) -> Tensor:

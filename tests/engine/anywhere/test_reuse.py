@@ -20,8 +20,12 @@ from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
+from penstock.types import Tier
 
 NUM_ANSWER = 6
+LINK_TOKENS = 8
+BLEND_SHARE = 0.2
+MODES = ["link", "blend", "none"]
 
 
 @dataclass
@@ -83,7 +87,9 @@ def ask(engine: Engine, prompt: Prompt, mode: str = "link", **options: Any) -> A
 def ask_all(
     engine: Engine, prompts: Sequence[Prompt], mode: str = "link", **options: Any
 ) -> list[Answer]:
-    mending = {"mode": mode, "link_tokens": 8} if mode != "plain" else None
+    mending = None
+    if mode != "plain":
+        mending = {"mode": mode, "link_tokens": LINK_TOKENS, "blend_share": BLEND_SHARE}
     params = SamplingParams(
         temperature=0.0, max_tokens=NUM_ANSWER, ignore_eos=True, logprobs=0, kv_mending=mending
     )
@@ -122,27 +128,41 @@ class Oracle:
         self._num_layers = loaded.num_layers
 
     @torch.inference_mode()
-    def answer(self, prompt: Prompt, num_mended: int) -> tuple[list[int], list[float]]:
+    def answer(self, prompt: Prompt, mode: str) -> tuple[list[int], list[float]]:
         before = self._model.config._attn_implementation
         self._model.config._attn_implementation = "eager"
         try:
-            return self._answer(prompt, num_mended)
+            return self._answer(prompt, mode)
         finally:
             self._model.config._attn_implementation = before
 
-    def _answer(self, prompt: Prompt, num_mended: int) -> tuple[list[int], list[float]]:
+    def _answer(self, prompt: Prompt, mode: str) -> tuple[list[int], list[float]]:
         ids, cache = prompt.ids, DynamicCache()
+        plain = DynamicCache()
+        self._compute(plain, ids, len(ids))
         for start, end in prompt.segments:
             if not start:
                 continue
             num_reused = (end - start) // BLOCK_TOKENS * BLOCK_TOKENS
-            self._compute(cache, ids, start + num_mended)
             alone = DynamicCache()
             self._compute(alone, ids[start : start + num_reused], num_reused)
-            for layer in range(self._num_layers):
-                keys = alone.layers[layer].keys[:, :, num_mended:]
-                keys = self._turner.turn(keys, layer, start)
-                cache.update(keys, alone.layers[layer].values[:, :, num_mended:], layer)
+            keys = [
+                self._turner.turn(alone.layers[layer].keys.transpose(1, 2), layer, start)
+                for layer in range(self._num_layers)
+            ]
+            keys = [each.transpose(1, 2) for each in keys]
+            mended = set(range(LINK_TOKENS)) if mode == "link" else set()
+            if mode == "blend":
+                stands = plain.layers[1].keys[:, :, start : start + num_reused]
+                changes = (stands - keys[1]).square().sum((0, 1, 3))
+                mended = set(changes.topk(round(BLEND_SHARE * num_reused)).indices.tolist())
+            for local in range(num_reused):
+                if local in mended:
+                    continue
+                self._compute(cache, ids, start + local)
+                at = slice(local, local + 1)
+                for layer, mine in enumerate(keys):
+                    cache.update(mine[:, :, at], alone.layers[layer].values[:, :, at], layer)
         answer: list[int] = []
         logprobs = []
         for _ in range(NUM_ANSWER):
@@ -153,7 +173,10 @@ class Oracle:
         return answer, logprobs
 
     def _compute(self, cache: DynamicCache, ids: list[int], end: int) -> torch.Tensor:
+        """Add all tokens up to `end`. Returns the last one's logits."""
         start = cache.get_seq_length()
+        if start == end:
+            return torch.zeros(0)
         out = self._model(
             input_ids=torch.tensor([ids[start:end]]),
             position_ids=torch.arange(start, end)[None],
@@ -167,43 +190,79 @@ class Oracle:
 PROMPT = Prompt([text(1), document(1), document(2, 100), text(2, 5), document(3, 131), text(3)])
 
 
-@pytest.mark.parametrize("mode", ["link", "none"])
+OTHER = Prompt([text(7, 3), document(3, 131), document(1), text(8), document(2, 100), text(9)])
+THIRD = Prompt([text(6, 30), document(2, 100), document(3, 131), document(1), text(4, 40)])
+FOURTH = Prompt([text(5, 9), document(3, 131), document(2, 100), document(1), text(12, 17)])
+NUM_REUSED = {
+    "link": 144 + 96 + 128 - 3 * LINK_TOKENS,
+    "blend": 144 + 96 + 128 - 29 - 19 - 26,
+    "none": 144 + 96 + 128,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_answers_are_those_of_transformers(loaded: LoadedModel, mode: str) -> None:
     engine = make(loaded)
-    expected, logprobs = Oracle(loaded).answer(PROMPT, 8 if mode == "link" else 0)
+    expected, logprobs = Oracle(loaded).answer(PROMPT, mode)
     answer = ask(engine, PROMPT, mode)
     assert answer.tokens == expected
     assert [float.fromhex(each) for each in answer.logprobs] == pytest.approx(logprobs, abs=1e-4)
     plain = ask(engine, PROMPT, "plain")
-    assert plain.logprobs != answer.logprobs, "the test cannot tell them apart"
+    assert plain.request.num_reused_tokens == 0
+    assert [float.fromhex(each) for each in plain.logprobs] != pytest.approx(logprobs, abs=1e-3)
     idle(engine)
     engine.close()
 
 
-@pytest.mark.parametrize("mode", ["link", "none"])
+def test_everything_mended_is_plain(loaded: LoadedModel) -> None:
+    engine = make(loaded)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=1, logprobs=0, kv_mending={"mode": "blend", "blend_share": 1.0}
+    )
+    request = engine.add("all", PROMPT.ids, params, segments=PROMPT.segments)
+    logprobs = []
+    while engine.has_work:
+        logprobs += [progress.sampled.logprob for progress in engine.step()]
+    assert request.num_mended_tokens == 144 + 96 + 128
+    plain = ask(engine, PROMPT, "plain")
+    assert logprobs == pytest.approx([float.fromhex(plain.logprobs[0])], abs=1e-4)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_it_does_not_matter_where_segments_come_from(
     loaded: LoadedModel, tmp_path: Path, mode: str
 ) -> None:
+    fresh = []
+    for prompt in (OTHER, THIRD, FOURTH):
+        engine = make(loaded)
+        fresh.append(ask(engine, prompt, mode))  # segments are computed
+        assert fresh[-1].request.num_reused_tokens == NUM_REUSED[mode]
+        assert fresh[-1].request.num_mended_tokens == 368 - NUM_REUSED[mode]
+        assert fresh[-1].request.num_loaded_tokens == 0
+        engine.close()
+
     engine = make(loaded, tmp_path)
-    first = ask(engine, PROMPT, mode)  # segments are computed
-    assert first.request.num_reused_tokens == 144 + 96 + 128 - 3 * (8 if mode == "link" else 0)
-    assert first.request.num_mended_tokens == (24 if mode == "link" else 0)
-    other = Prompt([text(7, 3), document(3, 131), document(1), text(8), document(2, 100), text(9)])
-    shuffled = ask(engine, other, mode)  # on the device
-    assert shuffled.request.num_reused_tokens == first.request.num_reused_tokens
+    ask(engine, PROMPT, mode)
+    on_device = ask(engine, OTHER, mode)
+    assert on_device.request.num_loaded_tokens == 0
     forget(engine)
-    salted = ask(engine, PROMPT, mode, tenant="other")  # computed again
-    assert salted.logprobs == first.logprobs
-    forget(engine)
-    again = ask(engine, PROMPT, mode)  # its own blocks
-    assert again.request.num_cached_tokens >= len(PROMPT.ids) - BLOCK_TOKENS
+    again = ask(engine, OTHER, mode)  # its own blocks
+    assert again.request.num_cached_tokens >= len(OTHER.ids) - BLOCK_TOKENS
     assert again.request.num_reused_tokens == 0
-    assert again.tokens == first.tokens
+    assert again.tokens == on_device.tokens
+    forget(engine)
+    from_dram = ask(engine, THIRD, mode)
+    assert from_dram.request.num_loaded_tokens == 368
     idle(engine)
     engine.close()
 
-    engine = make(loaded, tmp_path)  # from disk
-    loads = ask(engine, other, mode)
-    assert loads.logprobs == shuffled.logprobs
+    engine = make(loaded, tmp_path)
+    from_disk = ask(engine, FOURTH, mode)
+    assert from_disk.request.num_loaded_tokens == 368
+    assert from_disk.request.found[Tier.DISK] == 368 // BLOCK_TOKENS
     idle(engine)
     engine.close()
+    for found, expected in zip((on_device, from_dram, from_disk), fresh, strict=True):
+        assert found.request.num_reused_tokens == NUM_REUSED[mode]
+        assert found.logprobs == expected.logprobs
