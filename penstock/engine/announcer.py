@@ -24,6 +24,8 @@ class Announcer:
     def arrived(self, request: Request) -> None:
         """Its blocks may be in a tier since before a restart, when their tokens were forgotten."""
         self._held.recognize(self._sequence(request))
+        for segment in request.segments:
+            self.hinted(segment.keys, segment.tokens, request.tenant)
 
     def hinted(self, keys: Sequence[BlockKey], tokens: Sequence[int], tenant: str) -> None:
         self._held.recognize(NamedSequence(keys, tokens, self._block_tokens, tenant))

@@ -265,6 +265,7 @@ class Engine(EngineParts):
             self._catch_up(meanwhile)
             if self._place_segments():
                 self.runner.wait()  # before the next step frees what was copied
+                return []
             if self.offloader is not None and self.scheduler.has_work:
                 self.offloader.pause(0.002)  # leave the CPU to the loads
             return []
@@ -282,7 +283,7 @@ class Engine(EngineParts):
             self._catch_up(meanwhile)
         self.runner.wait(self._keep_moving)
         seconds = time.monotonic() - started
-        self._costs.observe([(chunk.num_tokens, chunk.start) for chunk in chunks], seconds)
+        self._costs.observe([(c.num_tokens, c.end - c.num_tokens) for c in chunks], seconds)
         link = None if self.offloader is None else self.offloader.rates.get(Tier.HOST)
         self._story.stepped(chunks, seconds, link)
         self._unread = [self._take(*each) for each in zip(lives, finish(), strict=True)]
@@ -313,9 +314,8 @@ class Engine(EngineParts):
         ]
         chosen = choose_mended(torch.cat(changes), start, look.reused, mending.blend_share)
         request.mended = chosen
-        if not request.num_preemptions:
-            request.num_reused_tokens -= len(chosen)
-            request.num_mended_tokens += len(chosen)
+        request.num_reused_tokens -= len(chosen)
+        request.num_mended_tokens += len(chosen)
 
     def close(self) -> None:
         try:

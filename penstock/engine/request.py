@@ -52,7 +52,7 @@ class Request:
     num_audited: int | None = None
     has_stopped_waiting: bool = False  # for KV that another server computes
     two_ended_end: int = 0  # where its two-ended load ends, in blocks (see `two_ended_loads`)
-    lookup: LookupId | None = None  # in the remote tier
+    lookups: list[LookupId] = field(default_factory=list)  # in the remote tier
     fills: set[BlockKey] = field(default_factory=set)  # segments that are computed before it starts
     has_filled: bool = False  # whether its missing segments have been computed
     mended: Places | None = None  # positions that "blend" computes, once they are chosen
@@ -103,7 +103,7 @@ class Request:
         self.table.take_all()
         self.into, self.resting = [], []
         self.num_computed = self.num_present = self.num_named = 0
-        self.ticket = self.lookup = None
+        self.ticket, self.lookups = None, []
         self.fills, self.has_filled = set(), False
         self.two_ended_end = self.num_stalls = 0
 

@@ -124,6 +124,7 @@ class Scheduler:
             block_tokens,
             self.placement.take,
             lambda match, num_past: self._choose(match, num_past),
+            self._lossy,
         )
         self._fills = Fills(lambda segment: self._segments.num_missing(segment) > 0)
         self._cold_reads = cold_reads
@@ -165,7 +166,9 @@ class Scheduler:
         request.place = self._fair.join(request.tenant, request.max_total_tokens)
         request.charged_place = request.place
         if self._tiers is not None:
-            request.lookup = self._tiers.lookup(request.chain.keys)
+            keys = [request.chain.keys, *(segment.keys for segment in request.segments)]
+            begun = [self._tiers.lookup(each) for each in keys]
+            request.lookups = [lookup for lookup in begun if lookup is not None]
         if self._announcer is not None:
             self._announcer.arrived(request)
         self._enqueue(request)
@@ -428,12 +431,12 @@ class Scheduler:
         self._waiting.sort(key=lambda r: r.order)
 
     def _next_waiting(self) -> Request | None:
-        """The most urgent waiting request whose lookup in the remote tier has ended."""
+        """The most urgent waiting request whose lookups in the remote tier have ended."""
         for request in list(self._waiting):
-            if request.lookup is not None and self._tiers is not None:
-                if self._tiers.is_looking_up(request.lookup):
+            if request.lookups and self._tiers is not None:
+                if any(map(self._tiers.is_looking_up, request.lookups)):
                     continue
-                request.lookup = None
+                request.lookups = []
             if request.segments and self._waits_for_fills(request):
                 continue
             return request
@@ -476,6 +479,9 @@ class Scheduler:
             return None
         keys = request.chain.keys[: len(request.tokens) // self._block_tokens]
         request.table.extend(self._pool.share(keys))
+        if request.segments and not self._segments.has_room(request):
+            self._refuse(request)
+            return None
         choose = self._choose
         if request.params.awaits_prefill and not request.has_stopped_waiting:
             choose = _all_of_it
@@ -519,6 +525,8 @@ class Scheduler:
             if match is not None:
                 request.matched.update({tier: match.num_from(tier) for tier in Tier})
                 request.estimate = (choice.load_seconds, choice.compute_seconds)
+        if request.segments:
+            self._segments.begin(request, (num_shared + len(plan.into)) * self._block_tokens)
         if plan.into:
             assert self._tiers is not None
             self._enter(request, RequestPhase.LOADING)
@@ -547,9 +555,7 @@ class Scheduler:
         self._rotation.begin(request, self._clock())
         end, request.two_ended_end = request.two_ended_end, 0
         self._awaited.begin(request, self._clock())
-        if request.segments:
-            self._segments.begin(request)
-        elif end > num_there:
+        if end > num_there and not request.segments:
             self._two_ended_loads.begin(request, num_there, end)
 
     def _take_awaited(self, request: Request, num_arrived: int, done: Done) -> None:

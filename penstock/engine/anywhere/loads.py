@@ -22,6 +22,7 @@ from penstock.engine.admit import Choose
 from penstock.engine.anywhere.segments import Segment
 from penstock.engine.anywhere.turning import Placing
 from penstock.engine.blocks import BlockPool
+from penstock.engine.lossy import LossyBlocks
 from penstock.engine.request import Request
 from penstock.engine.table import Places
 from penstock.engine.tiers import EngineTiers
@@ -80,7 +81,9 @@ class SegmentLoads:
         block_tokens: int,
         take: Take,
         choose: Choose,
+        lossy: LossyBlocks,
     ) -> None:
+        self._lossy = lossy
         self._pool = pool
         self._tiers = tiers
         self._block_tokens = block_tokens
@@ -102,14 +105,38 @@ class SegmentLoads:
         num_there = self._tiers.match(keys).num_blocks if self._tiers and keys else 0
         return len(keys) - num_there
 
-    def begin(self, request: Request) -> None:
-        """Bring the segments of a request that runs now."""
+    def has_room(self, request: Request) -> bool:
+        """Whether the device has room for a waiting request and for its segments.
+
+        Until they are placed, it has them twice. The request holds the blocks that it shares.
+        """
+        shared = [self._pool.share(segment.keys) for segment in self._wanted(request)]
+        num_loads = sum(len(segment.keys) for segment in self._wanted(request))
+        num_loads -= sum(map(len, shared))
+        num_own = -(-len(request.tokens) // self._block_tokens) - len(request.table)
+        slots = self._take(num_loads + num_own, request)
+        for each in (*shared, slots or ()):
+            self._pool.release(each)
+        return slots is not None
+
+    def begin(self, request: Request, num_present: int) -> None:
+        """Bring the segments of a request that starts and will have its first tokens."""
         reuse = self._reuses[request.id] = _Reuse()
-        for segment in request.segments:
-            if segment.reused.stop <= request.num_present:
-                continue
+        for segment in self._wanted(request, num_present):
             if (coming := self._bring(request, segment)) is not None:
                 reuse.coming.append(coming)
+
+    def _wanted(self, request: Request, num_present: int = 0) -> list[Segment]:
+        """The segments to bring, as far as a device with nothing else on it could have them."""
+        num_present = max(num_present, len(request.table) * self._block_tokens)
+        num_blocks = -(-len(request.tokens) // self._block_tokens)
+        wanted = []
+        for segment in request.segments:
+            fits = num_blocks + len(segment.keys) <= self._pool.num_blocks
+            if segment.reused.stop > num_present and fits:
+                wanted.append(segment)
+                num_blocks += len(segment.keys)
+        return wanted
 
     def settle(self, done: Done) -> bool:
         """Finish a load. False if it was not one of a segment."""
@@ -134,6 +161,7 @@ class SegmentLoads:
             self._pool.release(coming.slots)
         else:
             request.num_loaded_tokens += len(loaded) * self._block_tokens
+            self._lossy.loaded(request, len(loaded), loaded)
         return True
 
     def next_work(self, request: Request, budget: int) -> Work | None:
@@ -160,6 +188,7 @@ class SegmentLoads:
         """Copy all segments of a request. They have arrived, and it has room for them."""
         reuse = self._reuses[request.id]
         coming, reuse.coming = reuse.coming, []
+        is_first = not request.num_reused_tokens  # later it is placed again, after a preemption
         parts = []
         for each in coming:
             placing = self._placing(request, each)
@@ -169,7 +198,7 @@ class SegmentLoads:
             parts.append(
                 range(each.segment.reused.stop - len(placing.slots), each.segment.reused.stop)
             )
-            if not request.num_preemptions:
+            if is_first:
                 request.num_reused_tokens += len(placing.slots)
                 request.num_mended_tokens += each.segment.reused.start - each.segment.start
         if _must_choose(request):
@@ -223,12 +252,15 @@ class SegmentLoads:
         slots = self._pool.share(segment.keys)
         num_shared = len(slots)
         keys = segment.keys[num_shared:]
-        if not keys:
-            return _Coming(request, segment, slots, num_shared)
-        into = self._room_for_load(request, segment, num_shared)
+        into = self._room_for_load(request, segment, num_shared) if keys else []
         if into is None:
             self._pool.release(slots)
             return None
+        self._lossy.shared(request, slots)
+        if self._tiers is not None and slots and not request.num_preemptions:
+            self._tiers.used(segment.keys[:num_shared], tenant=request.tenant)
+        if not keys:
+            return _Coming(request, segment, slots, num_shared)
         assert self._tiers is not None
         coming = _Coming(request, segment, slots + into, num_shared)
         parent = segment.keys[num_shared - 1] if num_shared else None

@@ -2,190 +2,26 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load, idle
-from transformers import DynamicCache
+from engine.anywhere.prompts import (
+    LINK_TOKENS,
+    MODES,
+    Oracle,
+    Prompt,
+    ask,
+    ask_all,
+    document,
+    forget,
+    make,
+    text,
+)
+from tiny import BLOCK_TOKENS, idle
 
-from penstock.config import Config, DiskConfig, HostConfig
-from penstock.engine.anywhere.turning import Turner
-from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.engine.parts import EngineConfig
-from penstock.engine.request import Request
 from penstock.types import Tier
-
-NUM_ANSWER = 6
-LINK_TOKENS = 8
-BLEND_SHARE = 0.2
-MODES = ["link", "blend", "none"]
-
-
-@dataclass
-class Prompt:
-    """Parts of a prompt. Those with True may be reused anywhere."""
-
-    parts: list[tuple[list[int], bool]]
-
-    @property
-    def ids(self) -> list[int]:
-        return [token for part, _ in self.parts for token in part]
-
-    @property
-    def segments(self) -> list[tuple[int, int]]:
-        found, at = [], 0
-        for part, is_segment in self.parts:
-            if is_segment:
-                found.append((at, at + len(part)))
-            at += len(part)
-        return found
-
-
-def tokens(num: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(1, 40_000), k=num)
-
-
-def document(number: int, num: int = 150) -> tuple[list[int], bool]:
-    return tokens(num, 1000 + number), True
-
-
-def text(number: int, num: int = 21) -> tuple[list[int], bool]:
-    return tokens(num, number), False
-
-
-def make(
-    loaded: LoadedModel, folder: Path | None = None, *, num_blocks: int = 128, dram: int = 256
-) -> Engine:
-    tiers = Config(
-        HostConfig(size_bytes=dram * BLOCK_BYTES, huge_pages=False),
-        DiskConfig(path=None if folder is None else str(folder / "kv"), size_bytes=64 << 20),
-    )
-    config = EngineConfig(num_blocks * BLOCK_BYTES, BLOCK_TOKENS, max_num_batched_tokens=256)
-    engine = Engine(loaded, config, tiers)
-    always_load(engine)
-    return engine
-
-
-@dataclass
-class Answer:
-    tokens: list[int]
-    logprobs: list[str]
-    request: Request
-
-
-def ask(engine: Engine, prompt: Prompt, mode: str = "link", **options: Any) -> Answer:
-    return ask_all(engine, [prompt], mode, **options)[0]
-
-
-def ask_all(
-    engine: Engine, prompts: Sequence[Prompt], mode: str = "link", **options: Any
-) -> list[Answer]:
-    mending = None
-    if mode != "plain":
-        mending = {"mode": mode, "link_tokens": LINK_TOKENS, "blend_share": BLEND_SHARE}
-    params = SamplingParams(
-        temperature=0.0, max_tokens=NUM_ANSWER, ignore_eos=True, logprobs=0, kv_mending=mending
-    )
-    requests = [
-        engine.add(
-            f"{id(prompt)}-{number}",
-            prompt.ids,
-            params,
-            segments=prompt.segments if mode != "plain" else (),
-            **options,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    logprobs: dict[str, list[str]] = {request.id: [] for request in requests}
-    while engine.has_work:
-        for progress in engine.step():
-            logprobs[progress.request.id].append(float(progress.sampled.logprob).hex())
-    assert not engine.take_failed()
-    return [Answer(list(r.output_ids), logprobs[r.id], r) for r in requests]
-
-
-def forget(engine: Engine) -> None:
-    """The device forgets, so that the tiers are asked."""
-    assert engine.offloader is not None
-    assert engine.offloader.drain(60)
-    engine.step()
-    engine.pool.forget()
-
-
-class Oracle:
-    """The same with transformers alone, one contiguous piece at a time."""
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._model = loaded.model
-        self._turner = Turner(loaded)
-        self._num_layers = loaded.num_layers
-
-    @torch.inference_mode()
-    def answer(self, prompt: Prompt, mode: str) -> tuple[list[int], list[float]]:
-        before = self._model.config._attn_implementation
-        self._model.config._attn_implementation = "eager"
-        try:
-            return self._answer(prompt, mode)
-        finally:
-            self._model.config._attn_implementation = before
-
-    def _answer(self, prompt: Prompt, mode: str) -> tuple[list[int], list[float]]:
-        ids, cache = prompt.ids, DynamicCache()
-        plain = DynamicCache()
-        self._compute(plain, ids, len(ids))
-        for start, end in prompt.segments:
-            if not start:
-                continue
-            num_reused = (end - start) // BLOCK_TOKENS * BLOCK_TOKENS
-            alone = DynamicCache()
-            self._compute(alone, ids[start : start + num_reused], num_reused)
-            keys = [
-                self._turner.turn(alone.layers[layer].keys.transpose(1, 2), layer, start)
-                for layer in range(self._num_layers)
-            ]
-            keys = [each.transpose(1, 2) for each in keys]
-            mended = set(range(LINK_TOKENS)) if mode == "link" else set()
-            if mode == "blend":
-                stands = plain.layers[1].keys[:, :, start : start + num_reused]
-                changes = (stands - keys[1]).square().sum((0, 1, 3))
-                mended = set(changes.topk(round(BLEND_SHARE * num_reused)).indices.tolist())
-            for local in range(num_reused):
-                if local in mended:
-                    continue
-                self._compute(cache, ids, start + local)
-                at = slice(local, local + 1)
-                for layer, mine in enumerate(keys):
-                    cache.update(mine[:, :, at], alone.layers[layer].values[:, :, at], layer)
-        answer: list[int] = []
-        logprobs = []
-        for _ in range(NUM_ANSWER):
-            logits = self._compute(cache, ids + answer, len(ids) + len(answer))
-            logs = logits.log_softmax(-1)
-            answer.append(int(logs.argmax()))
-            logprobs.append(float(logs.max()))
-        return answer, logprobs
-
-    def _compute(self, cache: DynamicCache, ids: list[int], end: int) -> torch.Tensor:
-        """Add all tokens up to `end`. Returns the last one's logits."""
-        start = cache.get_seq_length()
-        if start == end:
-            return torch.zeros(0)
-        out = self._model(
-            input_ids=torch.tensor([ids[start:end]]),
-            position_ids=torch.arange(start, end)[None],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits: torch.Tensor = out.logits[0, -1].float()
-        return logits
-
 
 PROMPT = Prompt([text(1), document(1), document(2, 100), text(2, 5), document(3, 131), text(3)])
 
@@ -266,3 +102,141 @@ def test_it_does_not_matter_where_segments_come_from(
     for found, expected in zip((on_device, from_dram, from_disk), fresh, strict=True):
         assert found.request.num_reused_tokens == NUM_REUSED[mode]
         assert found.logprobs == expected.logprobs
+
+
+def test_a_segment_at_the_start_is_an_ordinary_prefix(loaded: LoadedModel) -> None:
+    """Bit for bit, and it is not kept twice."""
+    prompt = Prompt([document(1), text(2)])
+    engine = make(loaded)
+    ask(engine, prompt, "plain")
+    forget(engine)
+    plain = ask(engine, prompt, "plain")
+    assert plain.request.num_loaded_tokens > 0
+    forget(engine)
+    for mode in MODES:
+        answer = ask(engine, prompt, mode)
+        assert answer.logprobs == plain.logprobs
+        assert answer.request.num_cached_tokens == plain.request.num_cached_tokens
+        assert answer.request.chain.keys == plain.request.chain.keys
+        assert (answer.request.num_reused_tokens, answer.request.num_mended_tokens) == (0, 0)
+        forget(engine)
+    engine.close()
+
+
+def test_segments_are_kept_as_plain_prompts_are(loaded: LoadedModel) -> None:
+    """Both ways: what was computed for one is a hit of the other."""
+    engine = make(loaded)
+    ask(engine, PROMPT, "none")
+    forget(engine)
+    alone = ask(engine, Prompt([document(2, 100), text(1)]), "plain")
+    assert alone.request.num_cached_tokens == 96
+    ask(engine, Prompt([document(9), text(1)]), "plain")
+    forget(engine)
+    found = ask(engine, Prompt([text(2), document(9), text(3)]), "none")
+    assert found.request.num_loaded_tokens == 144
+    assert found.request.num_reused_tokens == 144
+    idle(engine)
+    engine.close()
+
+
+def test_plain_prompts_never_find_what_was_reused(loaded: LoadedModel) -> None:
+    alone = make(loaded)
+    expected = ask(alone, PROMPT, "plain")
+    alone.close()
+    engine = make(loaded)
+    for mode in MODES:
+        ask(engine, PROMPT, mode)
+        forget(engine)
+    plain = ask(engine, PROMPT, "plain")
+    assert plain.request.num_cached_tokens == 16  # before the first segment
+    assert plain.tokens == expected.tokens
+    together = [float.fromhex(each) for each in plain.logprobs]
+    assert together == pytest.approx([float.fromhex(e) for e in expected.logprobs], abs=1e-5)
+    engine.close()
+
+
+def test_prompts_that_are_divided_or_mended_differently_share_nothing(loaded: LoadedModel) -> None:
+    engine = make(loaded)
+    parts = [text(1), document(1), text(2, 80), text(3, 9)]
+    shorter = (document(1)[0][:-1], True)
+    ways = [
+        (Prompt(parts), "link"),
+        (Prompt(parts), "blend"),
+        (Prompt(parts), "none"),
+        (Prompt([parts[0], shorter, (document(1)[0][-1:], False), *parts[2:]]), "none"),
+        (Prompt(parts), "plain"),
+    ]
+    chains = [ask(engine, *way).request.chain.keys for way in ways]
+    for one, keys in enumerate(chains):
+        for other in chains[:one]:
+            assert keys[0] == other[0]  # before the first segment
+            assert not set(keys[1:]) & set(other[1:])
+    engine.close()
+
+
+def test_short_segments_are_computed(loaded: LoadedModel) -> None:
+    engine = make(loaded)
+    prompt = Prompt([text(1), document(1, 60), text(2)])
+    answer = ask(engine, prompt, "none")
+    assert answer.request.segments == ()
+    assert answer.logprobs == ask(make(loaded), prompt, "plain").logprobs
+    engine.close()
+
+
+def test_the_last_token_is_computed_even_if_a_segment_ends_the_prompt(loaded: LoadedModel) -> None:
+    engine = make(loaded)
+    for mode in MODES:
+        answer = ask(engine, Prompt([text(1), document(1, 160)]), mode)
+        assert answer.tokens == Oracle(loaded).answer(Prompt([text(1), document(1, 160)]), mode)[0]
+    idle(engine)
+    engine.close()
+
+
+def test_the_same_segment_twice(loaded: LoadedModel) -> None:
+    prompt = Prompt([text(1), document(1), text(2), document(1), text(3)])
+    for mode in MODES:
+        engine = make(loaded)
+        answer = ask(engine, prompt, mode)
+        assert answer.tokens == Oracle(loaded).answer(prompt, mode)[0]
+        forget(engine)
+        again = Prompt([text(5), document(1), document(1), text(3)])
+        assert ask(engine, again, mode).tokens == Oracle(loaded).answer(again, mode)[0]
+        idle(engine)
+        engine.close()
+
+
+def test_many_at_once_that_miss_the_same_segments(loaded: LoadedModel) -> None:
+    prompts = [
+        Prompt([text(n), document(n % 2, 110), document(n % 3, 90), text(50 + n)]) for n in range(6)
+    ]
+    engine = make(loaded)
+    alone = [ask(make(loaded), prompt) for prompt in prompts]
+    together = ask_all(engine, prompts)
+    for one, other in zip(alone, together, strict=True):
+        assert other.tokens == one.tokens
+        assert other.request.num_reused_tokens == one.request.num_reused_tokens
+    idle(engine)
+    engine.close()
+
+
+def test_tenants_do_not_see_each_others_segments(loaded: LoadedModel) -> None:
+    engine = make(loaded)
+    first = ask(engine, PROMPT, tenant="one")
+    forget(engine)
+    second = ask(engine, PROMPT, tenant="two")
+    assert second.request.num_loaded_tokens == 0
+    assert second.logprobs == first.logprobs
+    ours = {key for segment in first.request.segments for key in segment.keys}
+    theirs = {key for segment in second.request.segments for key in segment.keys}
+    assert not ours & theirs
+    idle(engine)
+    engine.close()
+
+
+def test_without_tiers_the_device_has_them(loaded: LoadedModel) -> None:
+    engine = make(loaded, offloads=False)
+    for mode in MODES:
+        answer = ask(engine, PROMPT, mode)
+        assert answer.tokens == Oracle(loaded).answer(PROMPT, mode)[0]
+    idle(engine)
+    engine.close()

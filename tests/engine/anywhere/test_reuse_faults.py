@@ -1,0 +1,261 @@
+"""Segments under pressure: small pools, aborts, preemption, damage, faults."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.anywhere.prompts import (
+    MODES,
+    Oracle,
+    Prompt,
+    ask,
+    ask_all,
+    document,
+    forget,
+    make,
+    text,
+)
+from tiny import BLOCK_TOKENS, idle
+
+from penstock.engine.engine import Engine
+from penstock.engine.models import LoadedModel
+from penstock.engine.params import SamplingParams
+from penstock.engine.residency import ResidencyConfig
+from penstock.errors import ConfigError
+
+PROMPTS = [
+    Prompt([text(n, 9 + n), document(n % 3, 110), document(n % 5, 90), text(70 + n, 12)])
+    for n in range(10)
+]
+
+
+@pytest.fixture(scope="module")
+def plain(loaded: LoadedModel) -> list[list[int]]:
+    """What each prompt is answered without segments, alone."""
+    answers = []
+    for prompt in PROMPTS:
+        engine = make(loaded)
+        answers.append(ask(engine, prompt, "plain").tokens)
+        engine.close()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def reused(loaded: LoadedModel) -> dict[str, list[list[int]]]:
+    """What each prompt is answered if its segments are reused."""
+    oracle = Oracle(loaded)
+    return {mode: [oracle.answer(prompt, mode)[0] for prompt in PROMPTS] for mode in MODES}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_blocks", [30, 36, 50])
+def test_preempted_requests_are_answered_as_others(
+    loaded: LoadedModel, reused: dict[str, list[list[int]]], num_blocks: int, mode: str
+) -> None:
+    """A prompt has 14 or 15 blocks, and its segments 12 more."""
+    engine = make(loaded, num_blocks=num_blocks, dram=2048, max_num_seqs=4)
+    answers = ask_all(engine, PROMPTS, mode)
+    assert [answer.tokens for answer in answers] == reused[mode]
+    assert all(answer.request.num_reused_tokens for answer in answers)
+    idle(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pool_that_cannot_hold_them_twice_computes_them(
+    loaded: LoadedModel, plain: list[list[int]], mode: str
+) -> None:
+    engine = make(loaded, num_blocks=17, max_num_seqs=2)
+    answers = ask_all(engine, PROMPTS[:4], mode)
+    for answer, prompt in zip(answers, PROMPTS, strict=False):
+        assert answer.request.num_reused_tokens < 13 * BLOCK_TOKENS
+        assert len(answer.tokens) == 6
+        assert ask(engine, prompt, "plain").tokens == plain[PROMPTS.index(prompt)]
+    idle(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cold_sequences(loaded: LoadedModel, reused: dict[str, list[list[int]]], mode: str) -> None:
+    residency = ResidencyConfig(cold=True, prefix_tokens=16, tail_tokens=16)
+    engine = make(loaded, num_blocks=34, dram=2048, max_num_seqs=6, residency=residency)
+    answers = ask_all(engine, PROMPTS, mode)
+    assert [answer.tokens for answer in answers] == reused[mode]
+    idle(engine)
+    engine.close()
+
+
+def test_aborts_at_every_step(loaded: LoadedModel, plain: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for mode in MODES:
+        engine = make(loaded, num_blocks=40)
+        mended = SamplingParams(temperature=0.0, max_tokens=4, kv_mending={"mode": mode})
+        for number in range(14):
+            prompt = PROMPTS[number % len(PROMPTS)]
+            if number == 7:
+                forget(engine)  # from now on they are loaded
+            engine.add(str(number), prompt.ids, mended, segments=prompt.segments)
+            for _ in range(number % 7):
+                engine.step()
+            engine.abort(str(number))
+            engine.check()
+        assert len(engine.scheduler._fills) == 0
+        assert ask(engine, PROMPTS[0], "plain").tokens == plain[0]
+        idle(engine)
+        engine.close()
+    assert params.mending.mode == "link"
+
+
+def test_a_request_that_ends_leaves_the_fill_that_others_wait_for(loaded: LoadedModel) -> None:
+    engine = make(loaded)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompt = PROMPTS[0]
+    other = engine.add("one", prompt.ids, params, segments=prompt.segments)
+    kept = engine.add("two", prompt.ids, params, segments=prompt.segments)
+    engine.step()
+    assert other.fills == kept.fills
+    engine.abort("one")
+    while engine.has_work:
+        engine.step()
+    assert kept.num_reused_tokens > 0
+    idle(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_damaged_segments_are_computed(loaded: LoadedModel, tmp_path: Path, mode: str) -> None:
+    engine = make(loaded, tmp_path, dram=64)
+    prompt = Prompt([text(1), document(1), text(2)])
+    expected = ask(engine, prompt, mode).tokens
+    assert engine.offloader is not None
+    assert engine.offloader.drain(60)
+    engine.close()
+    for path in (tmp_path / "kv").rglob("*"):
+        if path.is_file() and path.stat().st_size > 1 << 16:
+            data = bytearray(path.read_bytes())
+            for at in range(0, len(data), 2048):
+                data[at] ^= 0x10
+            path.write_bytes(data)
+    engine = make(loaded, tmp_path, dram=64)
+    again = Prompt([text(3), document(1), text(4)])
+    answer = ask(engine, again, mode)
+    assert len(answer.tokens) == 6
+    assert answer.request.lost or not answer.request.num_loaded_tokens
+    assert ask(engine, prompt, mode).tokens == expected or mode != "none"
+    alone = make(loaded)
+    assert ask(engine, again, "plain").tokens == ask(alone, again, "plain").tokens
+    alone.close()
+    idle(engine)
+    engine.close()
+
+
+def test_a_step_that_fails(
+    loaded: LoadedModel, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of fills, of placing and of choosing: the rest goes on."""
+    rng = random.Random(3)
+    for mode in MODES:
+        engine = make(loaded)
+        for name in ("run", "key_changes"):
+            monkeypatch.setattr(engine.runner, name, _failing(getattr(engine.runner, name), rng))
+        params = SamplingParams(
+            temperature=0.0, max_tokens=3, ignore_eos=True, kv_mending={"mode": mode}
+        )
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(str(number), prompt.ids, params, segments=prompt.segments)
+        for _ in range(2000):
+            if not engine.has_work:
+                break
+            engine.step()
+        assert not engine.has_work
+        engine.take_failed()
+        monkeypatch.undo()
+        assert ask(engine, PROMPTS[1], "plain").tokens == plain[1]
+        idle(engine)
+        engine.close()
+
+
+def _failing(function: Any, rng: random.Random) -> Any:
+    def sometimes(*args: Any, **options: Any) -> Any:
+        if rng.random() < 0.1:
+            raise RuntimeError("a test")
+        return function(*args, **options)
+
+    return sometimes
+
+
+def test_random_requests_never_spoil_plain_ones(
+    loaded: LoadedModel, plain: list[list[int]], tmp_path: Path
+) -> None:
+    rng = random.Random(24)
+    engine = make(loaded, tmp_path, num_blocks=44, dram=60, max_num_seqs=5)
+    live: dict[str, int | None] = {}
+    requests: dict[str, Any] = {}
+    left, num_reused = 150, 0
+    while left or engine.has_work:
+        if left and rng.random() < 0.3 and len(live) < 8:
+            left -= 1
+            number, name = rng.randrange(len(PROMPTS)), str(left)
+            is_plain = rng.random() < 0.4
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=6,
+                ignore_eos=True,
+                kv_mending={"mode": rng.choice(MODES), "blend_share": rng.choice((0.05, 0.5))},
+            )
+            segments = () if is_plain else PROMPTS[number].segments
+            requests[name] = engine.add(name, PROMPTS[number].ids, params, segments=segments)
+            live[name] = number if is_plain else None
+        if live and rng.random() < 0.02:
+            name = rng.choice(list(live))
+            engine.abort(name)
+            live.pop(name)
+        if rng.random() < 0.02:
+            engine.pool.forget()
+        engine.step()
+        for name in [name for name in live if requests[name].finish_reason]:
+            number = live.pop(name)
+            num_reused += requests[name].num_reused_tokens
+            assert len(requests[name].output_ids) == 6
+            if number is not None:
+                assert requests[name].output_ids == plain[number]
+    assert not engine.take_failed()
+    assert num_reused > 1000
+    idle(engine)
+    engine.close()
+
+
+def test_bounds_that_make_no_sense(loaded: LoadedModel) -> None:
+    engine = make(loaded)
+    params = SamplingParams()
+    for bounds in ([(5, 4)], [(0, 500)], [(-1, 4)], [(10, 90), (80, 100)], [(0, 1)] * 2000):
+        with pytest.raises(ConfigError, match="segment"):
+            engine.add("bad", list(range(1, 101)), params, segments=bounds)
+    assert not engine.has_work
+    _answers(engine)
+    engine.close()
+
+
+def _answers(engine: Engine) -> None:
+    assert len(ask(engine, PROMPTS[0]).tokens) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "magic"}, "kv_mending.mode"),
+        ({"link_tokens": 0}, "link_tokens"),
+        ({"link_tokens": True}, "link_tokens"),
+        ({"blend_share": 0}, "blend_share"),
+        ({"blend_share": 1.5}, "blend_share"),
+        ({"blend_share": float("nan")}, "blend_share"),
+        ({"share": 0.1}, "kv_mending"),
+        ("link", "kv_mending"),
+    ],
+)
+def test_mending_that_makes_no_sense(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(kv_mending=given)
