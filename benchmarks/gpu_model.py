@@ -115,6 +115,7 @@ class Sequence:
     tokens: list[int]
     places: InitVar[list[int]]  # a device slot, or ~slot for a slot of HOST
     table: BlockTable = field(init=False)
+    is_fill: bool = False
 
     def __post_init__(self, places: list[int]) -> None:
         self.table = BlockTable()

@@ -20,6 +20,8 @@ from penstock.types import Slot
 
 
 class _Sequence:
+    is_fill = False
+
     def __init__(self, tokens: list[int], slots: list[Slot]) -> None:
         self.tokens = tokens
         self.slots = slots  # where its blocks lie on the device, whatever becomes of its table

@@ -235,6 +235,8 @@ class Rig:
 
 
 class _Sequence:
+    is_fill = False
+
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
         self.table = BlockTable()

@@ -6,6 +6,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -56,12 +57,17 @@ class Sequence:
     tokens: list[int]
     blocks: InitVar[list[int]]
     table: BlockTable = field(init=False)
+    is_fill: bool = False
 
     def __post_init__(self, blocks: list[int]) -> None:
         self.table = BlockTable([Slot(block) for block in blocks])
 
     def chunk(self, start: int, end: int) -> Chunk:
         return Chunk(cast(Any, self), start, end - start)
+
+    def scattered(self, *positions: int) -> Chunk:
+        at = np.array(positions)
+        return Chunk(cast(Any, self), positions[0], len(positions), positions=at)
 
 
 def make(name: str, loaded: LoadedModel, pool: DevicePool, host: HostArena) -> Runner:
@@ -78,6 +84,35 @@ def need_interpreter() -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the pool is in DRAM")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "phi"])
+def test_scattered_tokens_attend_to_all_before_them(kind: str, name: str, tmp_path: Path) -> None:
+    """What lies between them has its KV from before, as placed segments have."""
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(MODELS[kind]).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="float32")
+    sequence = Sequence([(i * 7 + 3) % 60 + 3 for i in range(51)], [5, 3, 9, 1, 0, 2, 30])
+    other = Sequence([(i * 11 + 5) % 60 + 3 for i in range(34)], [10, 11, 12, 13, 14])
+    shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
+    pool = DevicePool(32, *shape, torch.float32)
+    pool.tensor.fill_(float("nan"))
+    host = HostArena(BlockSpec(bytes(32), pool.block_bytes, BLOCK_TOKENS), 1 << 20)
+    runner = make(name, loaded, pool, host)
+    expected = runner.run([sequence.chunk(0, 51)]).clone()
+    before = pool.tensor.clone()
+    again = [0, 7, 8, 9, 23, 40, 41]
+    blocks = torch.tensor([5, 3, 9, 1, 0, 2, 30])[torch.tensor(again) // BLOCK_TOKENS]
+    pool.tensor[blocks, :, :, torch.tensor(again) % BLOCK_TOKENS] = float("nan")
+    beside = runner.run([sequence.scattered(*again, 50), other.chunk(0, 34)])
+    assert torch.allclose(beside[0], expected[0], atol=1e-5)
+    kept = [5, 3, 9, 1, 0, 2]
+    assert torch.allclose(pool.tensor[kept], before[kept], atol=1e-5)
+    changes = runner.key_changes(sequence.chunk(0, 51))
+    assert float(changes.abs().max()) < 1e-6
+    pool.tensor[3, 1, 0, 2] += 1.0  # the keys of token 10 in the second layer
+    assert int(runner.key_changes(sequence.chunk(8, 51)).argmax()) == 10 - 8
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

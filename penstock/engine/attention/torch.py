@@ -136,6 +136,14 @@ def _attend_scattered(
 
     query [new, heads, head_dim]; key and value [tokens, kv_heads, head_dim].
     """
+    if query.is_cuda:  # torch's kernels need the whole mask there, or the whole matrix of scores
+        from penstock.engine.attention.scattered_triton import attend_scattered
+
+        key, value = key.to(query.dtype), value.to(query.dtype)
+        attended: Tensor = attend_scattered(query, key, value, positions, scale)
+        return attended
+    end = int(positions[-1]) + 1  # what was not written must not be read: it may be NaN
+    key, value = key[:end], value[:end]
     q, k, v = (each.transpose(0, 1)[None].to(query.dtype) for each in (query, key, value))
     numbers = torch.arange(k.shape[2], device=query.device)
     parts = []

@@ -1,0 +1,103 @@
+"""Attention on a GPU of tokens that are scattered in a sequence.
+
+Each token attends to all tokens up to its own position. Positions are in order, so the tokens of a
+tile read the sequence up to its last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+_ROWS = 64
+_TILE_TOKENS = 64
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _attend_scattered(
+    query,  # [rows, heads, DIM]
+    key,  # [tokens, KV_HEADS, DIM]
+    value,
+    positions,  # of the rows
+    out,  # [rows, heads, DIM]
+    num_rows,
+    scale,
+    row_stride,
+    head_stride,
+    KV_HEADS: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr,  # noqa: N803
+    DIM_PAD: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    PRECISION: tl.constexpr,  # noqa: N803
+):
+    kind: tl.constexpr = query.dtype.element_ty
+    head = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_PAD)
+    is_dim = dims < DIM
+    mask = (rows < num_rows)[:, None] & is_dim[None, :]
+    at = tl.load(positions + rows, mask=rows < num_rows, other=0)
+    last = tl.max(at)
+    factor = scale * _LOG2_E
+    q = tl.load(
+        query + rows.to(tl.int64)[:, None] * row_stride + head * head_stride + dims[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    for first in range(0, last + 1, TILE):
+        tokens = first + tl.arange(0, TILE)
+        there = (tokens <= last)[:, None] & is_dim[None, :]
+        offsets = (tokens.to(tl.int64)[:, None] * KV_HEADS + head // GROUP) * DIM + dims[None, :]
+        k = tl.load(key + offsets, mask=there, other=0.0)
+        v = tl.load(value + offsets, mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+        # The first tile has the first token, to which all attend: no sum is ever empty.
+        scores = tl.where(tokens[None, :] <= at[:, None], scores, float("-inf"))
+        new_most = tl.maximum(most, tl.max(scores, 1))
+        shrink = tl.exp2(most - new_most)
+        weights = tl.exp2(scores - new_most[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        values = values * shrink[:, None]
+        values += tl.dot(weights.to(kind), v, input_precision=PRECISION)
+        most = new_most
+    heads: tl.constexpr = KV_HEADS * GROUP
+    target = out + (rows.to(tl.int64)[:, None] * heads + head) * DIM + dims[None, :]
+    tl.store(target, values / total[:, None], mask=mask)
+
+
+def attend_scattered(query: Any, key: Any, value: Any, positions: Any, scale: float) -> Any:
+    """Attend with query [rows, heads, dim] to key and value [tokens, kv_heads, dim], contiguous.
+
+    `positions` has the position of each row, in order. The result has the query's shape.
+    """
+    num_rows, heads, dim = query.shape
+    out = query.new_empty(query.shape)
+    _attend_scattered[(triton.cdiv(num_rows, _ROWS), heads)](
+        query,
+        key.contiguous(),
+        value.contiguous(),
+        positions,
+        out,
+        num_rows,
+        scale,
+        query.stride(0),
+        query.stride(1),
+        KV_HEADS=key.shape[1],
+        GROUP=heads // key.shape[1],
+        DIM=dim,
+        DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        ROWS=_ROWS,
+        TILE=_TILE_TOKENS,
+        PRECISION="ieee" if query.element_size() == 4 else "tf32",
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
