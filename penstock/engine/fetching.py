@@ -111,7 +111,7 @@ class Fetcher:
         self._now = _Blocks(plan.fetched, plan.waves)
         # Copies of the first waves, because the plan is refilled while these are still read.
         num_ahead = min(len(plan.fetched), self._num_buffers * plan.max_fetched)
-        num_numbers = min(len(plan.waves), self._num_buffers * kernels.WAVE_NUMBERS)
+        num_numbers = min(len(plan.waves), self._num_buffers * packed.WAVE_NUMBERS.value)
         self._ahead = _Blocks(
             torch.zeros_like(plan.fetched[:num_ahead]), torch.zeros_like(plan.waves[:num_numbers])
         )
