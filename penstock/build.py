@@ -373,6 +373,7 @@ def _offloader(
         incidents=tiers.incidents,
         observers=observers,
         close_stores=tiers.opened.pop_all().close,
+        copies_here=Tier.HOST in tiers.lanes,
     )
 
 

@@ -87,6 +87,7 @@ class Offloader:
         incidents: Mapping[Tier, Callable[[], list[Incident]]] | None = None,
         observers: Iterable[Observer] = (),
         close_stores: Callable[[], None] = lambda: None,
+        copies_here: bool = True,
     ) -> None:
         self._stack = stack
         self._engine = engine
@@ -104,6 +105,7 @@ class Offloader:
         self._damages = Damages()
         self._observers = list(observers)
         self._close_stores = close_stores
+        self._copies_here = copies_here  # by threads of this process, between device and HOST
         self._meters: dict[Tier, LinkMeter] = {}
         self._kept: list[Done] = []  # ended during `drain` or `recover`, for the next `step`
         self._prefetches = Prefetches(stack)
@@ -660,8 +662,9 @@ class Offloader:
                     )
             if not self._stack.has_more_to_plan:
                 return
-            # Planning holds the interpreter lock. Sleep, so that threads can start copies.
-            time.sleep(_LET_COPIES_START_SECONDS)
+            if self._copies_here:
+                # Planning holds the interpreter lock. Sleep, so that threads can start copies.
+                time.sleep(_LET_COPIES_START_SECONDS)
             self._settle()
 
     def _settle(self) -> None:

@@ -65,12 +65,16 @@ class CudaGraphs:
         self._captured: dict[tuple[int, bool], tuple[Any, Tensor]] = {}
         self._memory: Any = None  # one pool for all graphs, because only one runs at a time
 
-    def run(self, row: PackedRow) -> Tensor:
-        """Logits of all rows, valid until the next step."""
+    def run(self, row: PackedRow, between_waves: Callable[[], None]) -> Tensor:
+        """Logits of all rows, valid until the next step.
+
+        `between_waves` is called in steps of several waves, never during a capture, which it might
+        break.
+        """
         size = next(size for size in self._sizes if size >= len(row.singles))
         fetches = self._fill(row, size)
         if self._plan.num_waves > 1:  # such steps are long, and each would need its own graph
-            return self._step(size, fetches=fetches)
+            return self._step(size, fetches=fetches, between_waves=between_waves)
         if (size, fetches) not in self._captured:
             self._capture(size, fetches=fetches)
             self._fill(row, size)
@@ -102,8 +106,12 @@ class CudaGraphs:
         self._memory = graph.pool()
         self._captured[size, fetches] = (graph, logits)
 
-    def _step(self, size: int, *, fetches: bool) -> Tensor:
+    def _step(
+        self, size: int, *, fetches: bool, between_waves: Callable[[], None] = lambda: None
+    ) -> Tensor:
         plan = self._plan
         rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
         plan.send()
-        return self._forward(*rows, self._kept[:size], size, [], fetches=fetches)
+        return self._forward(
+            *rows, self._kept[:size], size, [], fetches=fetches, between_waves=between_waves
+        )

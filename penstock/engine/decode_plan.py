@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.attention.triton import WAVE_NUMBERS, pull_plan
+from penstock.engine.attention.packed_triton import WAVE_NUMBERS
+from penstock.engine.attention.triton import pull_plan
 from penstock.engine.fetch_choice import Fetches
 from penstock.engine.table import Places
 
@@ -73,7 +74,7 @@ class DecodePlan:
         # A sequence's last part may be short and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
         sizes = [1, 1, 1, 1, *([max_sequences] * 6), self.max_items, self.max_items, max_blocks]
-        sizes += [max_blocks if max_fetched else 0, WAVE_NUMBERS * self.max_items]
+        sizes += [max_blocks if max_fetched else 0, WAVE_NUMBERS.value * self.max_items]
         ends = np.cumsum(sizes).tolist()
         begins = [0, *ends[:-1]]
         on_gpu = device.type == "cuda"
@@ -88,7 +89,7 @@ class DecodePlan:
         self._rows = parts[4:7]
         self._lengths, self._starts, self._first_items = parts[7:10]
         self._item_sequences, self._item_parts, self._table, self._fetched = parts[10:14]
-        self._waves = parts[14].reshape(-1, WAVE_NUMBERS)
+        self._waves = parts[14].reshape(-1, WAVE_NUMBERS.value)
         sent = [self._sent[begin:end] for begin, end in zip(begins, ends, strict=True)]
         self.ids, self.positions, self.addresses = sent[4:7]
         self.lengths, self.starts, self.first_items = sent[7:10]

@@ -30,9 +30,9 @@ from penstock.engine.table import PACKED_MARK, Addresses, BlockTable, Places
 _cuda: Any = torch.cuda  # untyped
 
 _NUM_BUFFERS = 8
-_BUFFER_BYTES = 64 << 20  # per wave and layer, at most
-_MIN_BUFFER_BYTES = 1 << 20
-_POOL_SHARE = 32  # all buffers together take at most 1/32 of the pool's size
+_BUFFER_BYTES = 64 << 20  # per wave and layer, at most, unless a span is larger
+_POOL_SHARE = 32  # all buffers together take at most 1/32 of the pool's size ...
+_MIN_ROOM_BYTES = 8 << 20  # ... or as much as this beside a small pool
 _NUM_STREAMS = 2  # used in turn: one buffer fills while the last bytes of another arrive
 # Enough programs to saturate a PCIe Gen5 link, and few enough to leave SMs free. With more, packed
 # blocks came more slowly.
@@ -41,11 +41,40 @@ _NUM_PACKED_PROGRAMS = 8
 _NUM_UNPACKING = 264  # programs that unpack, for a short time
 
 
-def num_fetched_at_once(layer_bytes: int, pool_bytes: int, num_slots: int, span_blocks: int) -> int:
-    """How many blocks the buffers hold. `layer_bytes`: the size of one layer in a block."""
-    share = pool_bytes // _POOL_SHARE // _NUM_BUFFERS
-    buffer_bytes = min(_BUFFER_BYTES, max(_MIN_BUFFER_BYTES, share))
-    return max(1, min(max(span_blocks, buffer_bytes // layer_bytes), num_slots))
+class FetchRoom(NamedTuple):
+    num_buffers: int
+    num_blocks: int  # in each: one layer of them
+
+
+def fetch_room(
+    layer_bytes: int,
+    arrival_bytes: int,
+    num_layers: int,
+    pool_bytes: int,
+    num_slots: int,
+    span_blocks: int,
+) -> FetchRoom | None:
+    """Divide the room for fetched blocks into buffers. None if a span has no room at all.
+
+    `layer_bytes` and `arrival_bytes`: the size of one layer in a block, and in a packed one (0 if
+    none is packed). `num_slots`: of HOST.
+    """
+    room_bytes = max(_MIN_ROOM_BYTES, pool_bytes // _POOL_SHARE)
+    arrivals_bytes = _NUM_STREAMS * arrival_bytes
+    least = max(1, min(span_blocks, num_slots))
+    # At most half of the layers, so that blocks fetched ahead are read before their list is
+    # overwritten.
+    num_buffers = min(
+        _NUM_BUFFERS,
+        max(1, num_layers // 2),
+        (room_bytes // least - arrivals_bytes) // layer_bytes,
+    )
+    if num_buffers < 1:
+        return None
+    most = min(
+        _BUFFER_BYTES // layer_bytes, room_bytes // (num_buffers * layer_bytes + arrivals_bytes)
+    )
+    return FetchRoom(num_buffers, max(least, min(most, num_slots)))
 
 
 class _Blocks(NamedTuple):
@@ -83,6 +112,7 @@ class Fetcher:
     def __init__(
         self,
         plan: DecodePlan,
+        num_buffers: int,
         num_layers: int,
         layer: Sequence[int],
         like: Tensor,
@@ -90,13 +120,11 @@ class Fetcher:
     ) -> None:
         """`layer` is the shape of a layer's KV in a block, `like` a tensor of the same type.
 
-        `host_form`: the form of HOST's blocks, if they are packed.
+        `num_buffers`: see `fetch_room`. `host_form`: the form of HOST's blocks, if they are packed.
         """
         self._num_layers = num_layers
         self._num_waves = 1
-        # At most half of the layers, so that blocks fetched ahead are read before their list is
-        # overwritten.
-        self._num_buffers = max(1, min(_NUM_BUFFERS, num_layers // 2))
+        self._num_buffers = num_buffers
         self._buffers = like.new_empty((self._num_buffers, plan.max_fetched, *layer))
         self._layer_bytes = self._buffers[0, 0].numel() * self._buffers.itemsize
         self._form = host_form
@@ -111,11 +139,12 @@ class Fetcher:
         self._now = _Blocks(plan.fetched, plan.waves)
         # Copies of the first waves, because the plan is refilled while these are still read.
         num_ahead = min(len(plan.fetched), self._num_buffers * plan.max_fetched)
-        num_numbers = min(len(plan.waves), self._num_buffers * kernels.WAVE_NUMBERS)
+        num_numbers = min(len(plan.waves), self._num_buffers * packed.WAVE_NUMBERS.value)
         self._ahead = _Blocks(
             torch.zeros_like(plan.fetched[:num_ahead]), torch.zeros_like(plan.waves[:num_numbers])
         )
         self._choice = FetchChoice(plan.max_fetched, plan.span_blocks)
+        self._was_cut_short = False  # the last step: it may still fetch what nothing waits for
         on_gpu = like.device.type == "cuda"
         self._streams: list[Any] = []
         if on_gpu:
@@ -131,14 +160,21 @@ class Fetcher:
         self, tables: Sequence[BlockTable], places: Sequence[Places], addresses: Addresses
     ) -> FetchPlan:
         """See `FetchChoice.choose`. The next step must use the result."""
+        self._let_fetches_end()
         chosen = self._choice.choose(tables, places, addresses)
         self._num_waves = max(1, len(chosen.fetches.num_sources))
         return chosen
 
     def choose_nothing(self) -> None:
         """The next step fetches nothing."""
+        self._let_fetches_end()
         self._choice.forget()
         self._num_waves = 1
+
+    def cut_short(self) -> None:
+        """A step has failed halfway: nothing that it fetched or chose counts any more."""
+        self._choice.forget()
+        self._was_cut_short = True
 
     def begin(self) -> None:
         """Fetch the first units. Call it after the plan was sent and before the first layer."""
@@ -184,6 +220,14 @@ class Fetcher:
             after = [*self._all_arrived, self._are_free[number]]
             self._fetch(self._unit(number), self._ahead, after=after)
         self._choice.fetch_ahead()
+
+    def _let_fetches_end(self) -> None:
+        """After a step that was cut short, the next one must not change what is still read."""
+        if self._was_cut_short:
+            for stream in self._streams:
+                _cuda.current_stream().wait_stream(stream)
+            self._arrived.clear()
+            self._was_cut_short = False
 
     def _unit(self, number: int) -> _Unit:
         return _Unit(number, *divmod(number, self._num_waves))

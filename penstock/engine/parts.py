@@ -426,7 +426,14 @@ class EngineParts:
                 max_num_seqs=config.max_num_seqs,
                 host_form=self._host_form,
             )
-            reads_host = host is None or has_same_addresses(host)
+            if residency.cold and host is not None and not runner.reads_host:
+                log.warning(
+                    "no sequence is kept partly in DRAM, because blocks of %d tokens would need "
+                    "fetch buffers of more than 1/32 of the device pool; set block_tokens to a "
+                    "power of two, or enlarge the pool",
+                    self.block_tokens,
+                )
+            reads_host = host is None or (runner.reads_host and has_same_addresses(host))
             return runner, replace(residency, cold=residency.cold and reads_host)
         plain = TorchRunner(
             loaded.model,

@@ -19,12 +19,13 @@ from torch import Tensor
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine import fp8
 from penstock.engine.anywhere.blending import key_changes
+from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, span_blocks
 from penstock.engine.fetch_choice import Fetches
-from penstock.engine.fetching import Fetcher, num_fetched_at_once
+from penstock.engine.fetching import Fetcher, fetch_room
 from penstock.engine.fused import FusedDecoder, can_fuse
 from penstock.engine.mailbox import Mailbox
 from penstock.engine.models import LoadedModel
@@ -38,7 +39,7 @@ _cuda: Any = torch.cuda  # mostly untyped
 
 _POLL_SECONDS = 0.0001
 
-_MAX_PARTS = 8192  # in one step, for two million tokens of context
+_MAX_PARTS = 8192  # in one step, for two million tokens of context; more if one sequence has more
 _PROGRAMS_PER_PROCESSOR = 4
 
 
@@ -104,11 +105,14 @@ class _Decode:
         self._room = room
         self._num_programs = num_programs
         self.fetcher: Fetcher | None = None  # in steps that fetch cold blocks
+        self.between_waves: Callable[[], None] = lambda: None
 
     def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
         shape = self._shape
         num_waves = 1 if self.fetcher is None else self._plan.num_waves
         for wave in range(num_waves):
+            if num_waves > 1:  # queueing them takes long: the GPU accepts only so much at once
+                self.between_waves()
             fetched = 0 if self.fetcher is None else self.fetcher.address(layer, wave)
             kernels.attend_wave(
                 query,
@@ -154,7 +158,10 @@ class TritonRunner:
         use_graphs: bool = True,
         host_form: LosslessFormat | None = None,
     ) -> None:
-        """`host_form`: the form of HOST's blocks, if they are packed."""
+        """`host_form`: the form of HOST's blocks, if they are packed.
+
+        Cold blocks can be read only if `reads_host` is True afterwards.
+        """
         register()
         self.num_fetched = 0  # cold blocks fetched during their step
         self.num_ahead = 0  # of those, blocks whose first layers were fetched before it
@@ -166,20 +173,35 @@ class TritonRunner:
         self._shape = _Shape(
             block_tokens, loaded.num_kv_heads, loaded.head_dim, kv_dtype, loaded.dtype, host_form
         )
-        self._addresses = Addresses.of_arenas(pool, host, is_packed=host_form is not None)
-        max_blocks = max_num_seqs * -(-loaded.max_tokens // block_tokens)
-        max_fetched = 0
+        buffers = None
         if host is not None:
-            max_fetched = num_fetched_at_once(
-                self._shape.layer_bytes,
+            layer_bytes = self._shape.layer_bytes
+            buffers = fetch_room(
+                layer_bytes,
+                0 if host_form is None else packed.packed_layer_bytes(host_form, layer_bytes),
+                loaded.num_layers,
                 pool.num_slots * pool.block_bytes,
                 host.num_slots,
                 span_blocks(kernels.PART_TOKENS, block_tokens),
             )
+        self.reads_host = buffers is not None
+        if buffers is None:
+            host = None
+        self._addresses = Addresses.of_arenas(pool, host, is_packed=host_form is not None)
+        max_blocks = max_num_seqs * -(-loaded.max_tokens // block_tokens)
         self._plan = DecodePlan(
-            max_num_seqs, max_blocks, block_tokens, kernels.PART_TOKENS, self._device, max_fetched
+            max_num_seqs,
+            max_blocks,
+            block_tokens,
+            kernels.PART_TOKENS,
+            self._device,
+            0 if buffers is None else buffers.num_blocks,
         )
-        self._max_parts = min(self._plan.max_items, _MAX_PARTS)
+        # The longest sequence must have room, or no step could have it.
+        num_slots = pool.num_slots + (0 if host is None else host.num_slots)
+        longest = min(loaded.max_tokens, num_slots * block_tokens)
+        most = max(_MAX_PARTS, -(-longest // kernels.PART_TOKENS))
+        self._max_parts = min(self._plan.max_items, most)
         on_gpu = self._device.type == "cuda"
         num_processors = 1
         if on_gpu:
@@ -193,9 +215,16 @@ class TritonRunner:
         if can_fuse(loaded.model):
             self._fused = FusedDecoder(loaded.model, loaded.max_tokens, block_tokens, kv_dtype)
         self._fetcher = None
-        if host is not None:
+        if buffers is not None:
             like = _as_copied(pool.tensor)
-            self._fetcher = Fetcher(self._plan, loaded.num_layers, like.shape[2:], like, host_form)
+            self._fetcher = Fetcher(
+                self._plan,
+                buffers.num_buffers,
+                loaded.num_layers,
+                like.shape[2:],
+                like,
+                host_form,
+            )
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
@@ -217,20 +246,34 @@ class TritonRunner:
     def run(
         self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
     ) -> Tensor:
+        try:
+            return self._run(chunks, between_layers)
+        except BaseException:
+            if self._fetcher is not None:
+                self._fetcher.cut_short()
+            raise
+
+    def _run(self, chunks: Sequence[Chunk], between_layers: Callable[[], None]) -> Tensor:
         self.wait(between_layers)  # the plan has room for only one step
         row = PackedRow.of(chunks, self._shape.block_tokens)
-        if sum(-(-(c.start + 1) // kernels.PART_TOKENS) for c in row.singles) > self._max_parts:
-            half = len(chunks) // 2  # too many for the plan at once
+        num_parts = sum(-(-(c.start + 1) // kernels.PART_TOKENS) for c in row.singles)
+        if num_parts > self._max_parts:  # too many for the plan at once
+            if len(row.singles) == 1:
+                raise ValueError(
+                    f"a sequence of {row.singles[0].start + 1} tokens is longer than device and "
+                    "DRAM together hold"
+                )
+            half = len(chunks) // 2
             parts = (chunks[:half], chunks[half:])
-            return torch.cat([self.run(part, between_layers) for part in parts])
+            return torch.cat([self._run(part, between_layers) for part in parts])
         if self._graphs is not None and not row.longer:
-            logits = self._graphs.run(row)
+            logits = self._graphs.run(row, between_layers)
             if row.sampled == list(range(len(row.sampled))):  # a slice needs no index on the GPU
                 logits = logits[: len(row.sampled)].to(torch.float32, copy=True)
             else:
                 logits = logits[row.sampled].float()
         else:
-            logits = self._run_without_graph(row)
+            logits = self._run_without_graph(row, between_layers)
         if self._fetcher is not None:
             self._fetcher.fetch_ahead()
         self._is_long = bool(row.longer) or any(c.request.table.num_cold for c in row.singles)
@@ -288,7 +331,7 @@ class TritonRunner:
             self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, fetches=False)
         self.post(zeros[:1])()
 
-    def _run_without_graph(self, row: PackedRow) -> Tensor:
+    def _run_without_graph(self, row: PackedRow, between_layers: Callable[[], None]) -> Tensor:
         fetches = False
         if row.singles:
             reads = self._reads(row.singles)
@@ -303,7 +346,14 @@ class TritonRunner:
         kept = torch.tensor(row.sampled or [0], device=self._device)
         ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
         logits = self.forward(
-            ids, positions, addresses, kept, len(row.singles), self._spans(row), fetches=fetches
+            ids,
+            positions,
+            addresses,
+            kept,
+            len(row.singles),
+            self._spans(row),
+            fetches=fetches,
+            between_waves=between_layers,
         )
         return logits[: len(row.sampled)].float()
 
@@ -317,11 +367,14 @@ class TritonRunner:
         spans: Sequence[SequenceSpan],
         *,
         fetches: bool,
+        between_waves: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Logits of the rows `kept`. Single tokens, which the plan describes, come first.
 
         `fetches`: whether the plan names cold blocks to fetch during the computation.
+        `between_waves` is called in each layer if they come in several waves.
         """
+        self._decode.between_waves = between_waves
         self._decode.fetcher = self._fetcher if fetches else None
         if self._decode.fetcher is not None:
             self._decode.fetcher.begin()

@@ -25,7 +25,7 @@ from penstock.codecs.base import BlockCodec
 from penstock.codecs.blocks import BlockValues, TierCodecs
 from penstock.errors import BookError, PenstockError
 from penstock.events import Observer, TicketDone
-from penstock.node.client_memory import ClientMemory, Remap
+from penstock.node.client_memory import ClientMemory, Remap, close_files
 from penstock.node.client_pins import ClientPins
 from penstock.node.client_tickets import ClientTickets
 from penstock.node.connection import NodeSettings, Place
@@ -102,16 +102,22 @@ class NodeTiers(NodeBooks):
         )
         try:
             place = self._handshake.first(channel)
-            self._memory = ClientMemory(place, codecs.spec(Tier.HOST, spec), remap)
-        except PenstockError:
+        except BaseException:
             channel.close()
             line.close()
             raise
         line.use(channel)
-        self._pins = ClientPins(self._line, self._memory)
-        self._copies = make_copies(
-            self._memory.host, self._memory.seals, codecs.host, self._line.wake
-        )
+        try:
+            self._memory = ClientMemory(place, codecs.spec(Tier.HOST, spec), remap)
+            self._pins = ClientPins(self._line, self._memory)
+            self._copies = make_copies(
+                self._memory.host, self._memory.seals, codecs.host, self._line.wake
+            )
+        except BaseException:
+            # Nothing was copied or pinned, so the node ends the session with the connection.
+            close_files(place)
+            line.close()
+            raise
         self._tickets = ClientTickets(
             self._copies,
             self._pins,

@@ -24,9 +24,11 @@ Remap = Callable[[Callable[[], None]], None]
 
 class ClientMemory:
     def __init__(self, place: Place, spec: BlockSpec, remap: Remap) -> None:
-        """`spec` is that of the blocks in DRAM. Raises ConfigError."""
+        """`spec` is that of the blocks in DRAM. Raises ConfigError or OSError.
+
+        The caller closes the files of `place` then.
+        """
         if place.block_bytes != spec.block_bytes:
-            _close_files(place)
             raise ConfigError(
                 f"the node has blocks of {place.block_bytes} bytes for this model, this process "
                 f"needs {spec.block_bytes}: expected the same codec; upgrade the older one."
@@ -49,17 +51,17 @@ class ClientMemory:
             self._remap(partial(self._use, place))
         finally:
             if self.place is not place:
-                _close_files(place)
+                close_files(place)
 
     def close_files(self) -> None:
         """Nothing will be replaced any more."""
-        _close_files(self.place)
+        close_files(self.place)
 
     def _use(self, place: Place) -> None:
         self.host.replace_memory(place.file)
         self._seals_memory = _map_seals(place)
         self.seals.replace_memory(memoryview(self._seals_memory))
-        _close_files(self.place)
+        close_files(self.place)
         self.place = place
 
 
@@ -68,6 +70,6 @@ def _map_seals(place: Place) -> mmap.mmap:
     return mmap.mmap(place.seals_file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
 
-def _close_files(place: Place) -> None:
+def close_files(place: Place) -> None:
     os.close(place.file)
     os.close(place.seals_file)

@@ -99,8 +99,12 @@ class DelegatedNodeTiers(NodeTiers):
 
     def abandon(self, timeout_seconds: float) -> bool:
         """Hang up. The node gives back everything once all processes of this client have ended."""
+        if self._closed:
+            return True
         self._closed = True
         self._hang_up()
+        self._memory.close_files()  # the mappings keep the memory
+        self._line.close()
         return True
 
     def _is_in_time(self, transfer: Transfer) -> bool:

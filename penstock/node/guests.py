@@ -1,7 +1,7 @@
 """Guests: the connections of a node, and the processes behind them.
 
 A client that dies, or sends nonsense, loses its connection; nobody else notices. What it had is
-given back once none of its processes can copy any more.
+given back once none of its processes can touch DRAM any more.
 
 A fault of the node itself that has to do with one guest costs that guest only: it is logged, and
 counted for tests.
@@ -142,7 +142,10 @@ class Guests:
                 life.closed = now
             patience = _UNWATCHED_SECONDS if life.is_unwatched else 0.0
             is_dead = not life.pid_files and life.closed is not None
-            if session.has_left or (is_dead and now >= (life.closed or now) + patience):
+            # Nobody can ask it for copies any more, so its processes need not be waited for.
+            is_idle = life.closed is not None and not session.may_touch_dram
+            is_over = is_idle or (is_dead and now >= (life.closed or now) + patience)
+            if session.has_left or is_over:
                 self._lives.remove(life)
                 self._leave_all_of(session)
                 self._end(session, session.give_back)
@@ -252,8 +255,9 @@ class Guests:
         if not guest.is_blocked:  # else `_hear` does it, once the socket takes more
             guest.channel.flush()
         if guest.channel.is_deaf:
-            self._hear(guest)  # its last words: a goodbye, perhaps
-        if guest.channel.is_deaf or guest.channel.is_closed:
+            self._hear(guest)  # its last words: a goodbye, perhaps behind much else
+        is_silent = guest.channel.is_deaf and not guest.channel.has_more
+        if guest.channel.is_closed or is_silent:
             self._leave(guest)
             return
         if guest.channel.has_unsent != guest.is_blocked:

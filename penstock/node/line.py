@@ -59,6 +59,7 @@ class Line:
         self._probed: float | None = None  # when it was asked whether it is there
         self._last_told = -math.inf
         self._wake_file = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closed = False  # then the number of this file may be another's
 
     @property
     def is_open(self) -> bool:
@@ -89,6 +90,7 @@ class Line:
     def close(self) -> None:
         """Nobody may `wake` it any more."""
         self.drop()
+        self._is_closed = True
         os.close(self._wake_file)
 
     # What is said.
@@ -149,6 +151,8 @@ class Line:
 
         `hear` gets everything but answers.
         """
+        if self._is_closed:
+            return None
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake_file)
         channel = self._channel
@@ -188,7 +192,8 @@ class Line:
     def pause(self, timeout_seconds: float, instead: Channel | None = None) -> None:
         """Block until there is news, or time is up. `instead` counts if there is no connection."""
         waiter = poll()
-        waiter.register(self._wake_file, POLLIN)
+        if not self._is_closed:
+            waiter.register(self._wake_file, POLLIN)
         channel = self._channel or instead
         if channel is not None and not channel.is_closed:
             waiter.register(channel.fileno(), POLLIN | (POLLOUT if channel.has_unsent else 0))

@@ -112,6 +112,7 @@ class NodeRoom:
         self._is_short = False  # blocks came in for which there was no free slot
         self.has_disk = divided is not None
         self.is_broken = False
+        self.is_released = False  # its DRAM may be another room's
         self.num_sessions = 0
         shares.add(number, now)
         self.make_room(1, now)
@@ -209,7 +210,9 @@ class NodeRoom:
             "an audit of %s found wrong KV of %s: nothing of it is loaded or stored any more. %s",
             found_by or "a client",
             self.model,
-            advice(path) if self._persists else "A restart of the node ends this.",
+            advice(path)
+            if self._persists
+            else "To end this, restart the node and then its engines.",
         )
 
     def check(self) -> None:
@@ -218,20 +221,20 @@ class NodeRoom:
         self._shares.check()
 
     def close(self, timeout_seconds: float) -> bool:
-        try:
-            return self.offloader.close(timeout_seconds)
-        finally:
-            self._release()
+        """Finish writes to lower tiers, and `abandon`. False if they were not finished."""
+        closed = self.offloader.close(timeout_seconds)
+        return self.abandon(0.0) and closed
 
     def abandon(self, timeout_seconds: float) -> bool:
-        try:
-            return self.offloader.abandon(timeout_seconds)
-        finally:
-            self._release()
+        """Release DRAM without finishing anything. False if a tier hangs: try again later.
 
-    def _release(self) -> None:
-        self._shares.remove(self.number)
-        os.close(self.seals_file)
+        A thread of it may still write to DRAM, which must not become another model's meanwhile.
+        """
+        if self.offloader.abandon(timeout_seconds) and not self.is_released:
+            self.is_released = True
+            self._shares.remove(self.number)
+            os.close(self.seals_file)
+        return self.is_released
 
     def open(self, extents: Sequence[int]) -> None:
         """Start using extents that the room owns since now."""

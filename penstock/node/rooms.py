@@ -22,10 +22,11 @@ from penstock.types import BlockSpec
 log = logging.getLogger(__name__)
 
 _EMPTY_ROOM_SECONDS = 3600.0  # a room without clients keeps its DRAM at least this long
+_ABANDON_AGAIN_SECONDS = 5.0  # after a lower tier of a room has not stopped
 
 
 class Rooms:
-    """The rooms that clients can find; and broken ones, until no client touches them any more."""
+    """The rooms that clients can find; and others, until nothing touches their DRAM any more."""
 
     def __init__(
         self,
@@ -48,7 +49,9 @@ class Rooms:
             num_models = 1 << 30 if config.disk.read_only else config.node.disk_models
             self._disk = DividedFolder(Path(config.disk.path), config.disk.size_bytes, num_models)
         self._rooms: dict[bytes, NodeRoom] = {}  # by namespace
-        self._leaving: list[NodeRoom] = []  # broken rooms that clients may still touch
+        # Broken rooms, and those with a tier that hangs: clients or threads may still touch them.
+        self._leaving: list[NodeRoom] = []
+        self._abandon_again: dict[int, float] = {}  # when, by the numbers of rooms that hang
         self._empty_since: dict[int, float] = {}
         self._next_number = 0
 
@@ -70,7 +73,7 @@ class Rooms:
         return self._shares.cap * self._dram.extent_bytes // room.arena.stride_bytes
 
     def numbered(self, number: int) -> NodeRoom:
-        """A room by its number, also a broken one."""
+        """A room by its number, also one that is leaving."""
         rooms = (*self._rooms.values(), *self._leaving)
         return next(room for room in rooms if room.number == number)
 
@@ -135,8 +138,7 @@ class Rooms:
     def remove_unused(self, now: float) -> None:
         """Remove broken rooms that nobody touches, and rooms without clients after a while."""
         for room in [room for room in self._leaving if not room.num_sessions]:
-            self._leaving.remove(room)
-            _try_to_end(room.abandon, 1.0)
+            self._abandon(room, now)
         for namespace, room in list(self._rooms.items()):
             if room.num_sessions:
                 self._empty_since.pop(room.number, None)
@@ -163,6 +165,21 @@ class Rooms:
         if self._disk is not None:
             self._disk.close()
         return closed
+
+    def _abandon(self, room: NodeRoom, now: float) -> None:
+        """Remove a room that no client touches, once its lower tiers have stopped."""
+        again = self._abandon_again.get(room.number)
+        if again is not None and now < again:
+            return
+        # Others wait for this once, and not each time.
+        _try_to_end(room.abandon, 1.0 if again is None else 0.0)
+        if room.is_released:
+            self._leaving.remove(room)
+            self._abandon_again.pop(room.number, None)
+            return
+        if again is None:
+            log.warning("a tier of %s hangs: its DRAM stays taken until it has ended", room.model)
+        self._abandon_again[room.number] = now + _ABANDON_AGAIN_SECONDS
 
     def _part_of_disk(self) -> DividedFolder | None:
         """The disk, if it has a part for one more model."""
@@ -195,6 +212,9 @@ class Rooms:
         room = self._rooms.pop(namespace)
         self._empty_since.pop(room.number, None)
         _try_to_end(room.close, 1.0)
+        if not room.is_released:
+            room.is_broken = True
+            self._leaving.append(room)
         self._tell(ModelRemoved(room.id, is_broken=False))
 
 

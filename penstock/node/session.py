@@ -3,7 +3,7 @@
 A client may ask for anything, in any order, and may be wrong: a request that makes no sense raises
 WireError, and ends this session alone. Leases, claims and pins belong to the session. They are
 given back when the client says goodbye, or when all of its processes have ended: a client that has
-only stopped talking may still copy.
+only stopped talking may still copy, or read what it has pinned.
 """
 
 from __future__ import annotations
@@ -305,6 +305,11 @@ class Session:
         return True
 
     # The end.
+
+    @property
+    def may_touch_dram(self) -> bool:
+        """Whether the client was sent a copy that it has not reported, or has a pin."""
+        return bool(self.port.sent or self._pins)
 
     def hang_up(self) -> None:
         """The client's connection has ended. Its copies may still run."""

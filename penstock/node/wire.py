@@ -122,6 +122,7 @@ class Channel:
         self._unread: list[Frame] = []
         self.files: list[int] = []  # received; whoever takes one closes it
         self.is_closed = False
+        self.has_more = False  # `receive` has not taken all that had arrived
         self.is_deaf = False  # the other side takes nothing more; its last words can still be read
 
     def fileno(self) -> int:
@@ -173,6 +174,7 @@ class Channel:
     def receive(self) -> list[Frame]:
         """Frames that have arrived. Sets `is_closed` at the end of the stream. Raises WireError."""
         frames, self._unread = self._unread, []
+        self.has_more = False
         for _ in range(_MAX_READS):
             if self.is_closed:
                 break
@@ -199,6 +201,8 @@ class Channel:
             frames += self._reader.feed(data)
             if len(data) < _READ_BYTES:
                 break
+        else:
+            self.has_more = True
         return frames
 
     def put_back(self, frames: Iterable[Frame]) -> None:

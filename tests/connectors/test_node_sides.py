@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -219,3 +220,26 @@ def test_workers_that_still_copy_keep_their_slots(models: Models, node: Node) ->
     (room,) = node.service._rooms
     assert room.num_sessions == 1  # the worker's process lives
     node.service.check()
+
+
+def test_a_scheduler_that_gives_up_keeps_no_file_of_its_node_open(
+    models: Models, node: Node
+) -> None:
+    vllm = models(seed=4)
+    live(vllm, 4, 20, harm=False)
+    vllm.flush()
+    tiers = vllm.offloader
+    assert isinstance(tiers, DelegatedNodeTiers)
+    opened = (tiers.place.file, tiers.place.seals_file, tiers._line._wake_file)
+    vllm.scheduler.ask(None, lambda side: side.fail())  # type: ignore[attr-defined]
+    assert vllm.scheduler.side is None
+    for file in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+    # Its thread may take one more turn, when these numbers may be others' already.
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in opened]
+    assert tiers.step() == []
+    tiers.pause(0.0)
+    assert tiers.abandon(1.0)
+    for other in others:
+        os.close(other)

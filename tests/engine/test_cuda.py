@@ -75,6 +75,7 @@ def make(
     num_blocks: int,
     tiers: Config | None = None,
     residency: ResidencyConfig | None = None,
+    max_num_seqs: int = EngineConfig().max_num_seqs,
 ) -> Engine:
     token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
     block_bytes = token_bytes * loaded.dtype.itemsize * BLOCK_TOKENS
@@ -82,6 +83,7 @@ def make(
         num_blocks * block_bytes,
         BLOCK_TOKENS,
         max_num_batched_tokens=128,
+        max_num_seqs=max_num_seqs,
         residency=residency or ResidencyConfig(),
     )
     engine = Engine(loaded, settings, tiers)
@@ -417,14 +419,17 @@ def test_needles_are_found_with_all_but_prefix_and_tail_cold(smollm2: LoadedMode
     assert "7421" in tokenizer.decode(answers[0][0])
 
 
+@pytest.mark.parametrize("max_num_seqs", [64, 5])
+@pytest.mark.parametrize("room_blocks", ROOMS)
 def test_no_request_waits_for_a_kernel_to_be_compiled(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, room_blocks: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton import JITFunction, knobs
 
     from penstock.engine import elementwise
     from penstock.engine.attention import triton as kernels
 
+    _limit_room(monkeypatch, loaded, room_blocks)
     for kernel in [*vars(kernels).values(), *vars(elementwise).values()]:
         if isinstance(kernel, JITFunction):
             kernel.device_caches.clear()  # what other tests have compiled
@@ -434,7 +439,8 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
         compiled.append(str(told.get("repr")))
 
     tiers = Config(host=HostConfig(size_bytes=64 * MiB, huge_pages=False))
-    engine = make(loaded, 24, tiers, ResidencyConfig(prefix_tokens=16, tail_tokens=16))
+    residency = ResidencyConfig(prefix_tokens=16, tail_tokens=16)
+    engine = make(loaded, 24, tiers, residency, max_num_seqs)
     engine.runner.warm_up(lambda _: None)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
     for length in (40, 41, 250, 1, 2, 333):  # odd and even, within a chunk and beyond, cold

@@ -88,8 +88,10 @@ class Gpu:
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def Event(self, *, external: bool = False) -> Event:  # noqa: N802
         return Event(self)
@@ -127,14 +129,22 @@ class Steps:
     """A fetcher, and steps that use it as the runner does."""
 
     def __init__(
-        self, gpu: Gpu, num_layers: int, monkeypatch: pytest.MonkeyPatch, *, packed: bool
+        self,
+        gpu: Gpu,
+        num_layers: int,
+        num_buffers: int,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        packed: bool,
     ) -> None:
         self._gpu = gpu
         self._num_layers = num_layers
+        self._num_left = -1  # fetches until one fails
         plan = DecodePlan(4, 64, 8, 16, torch.device("cpu"), MAX_FETCHED)
         form = LosslessFormat(64, 8, 2 * num_layers) if packed else None
         like = torch.empty(0, dtype=torch.bfloat16)
-        self._fetcher = fetcher = fetching.Fetcher(plan, num_layers, LAYER, like, form)
+        num_buffers = max(1, min(num_buffers, num_layers // 2))
+        self._fetcher = fetcher = fetching.Fetcher(plan, num_buffers, num_layers, LAYER, like, form)
         self._names = {plan.waves.data_ptr(): "plan", fetcher._ahead.waves.data_ptr(): "ahead"}
         for kind, tensors in (("buffer", fetcher._buffers), ("arrival", fetcher._arrivals)):
             self._names |= {t.data_ptr(): f"{kind} {n}" for n, t in enumerate(tensors)}
@@ -153,15 +163,20 @@ class Steps:
         with gpu.capture() as self._graph:
             self._step(fetches=True)
 
-    def run(self, num_waves: int, *, use_graph: bool, is_steady: bool) -> None:
+    def run(self, num_waves: int, *, use_graph: bool, is_steady: bool, fails_after: int) -> None:
         """`num_waves` is 0 in a step that fetches nothing."""
-        self._fetcher._num_waves = max(1, num_waves)
-        if use_graph and num_waves == 1:
-            self._gpu.replay(self._graph, self._streams)
-        else:
-            self._step(fetches=num_waves > 0)
-        self._fetcher._choice.is_steady = is_steady and num_waves > 0
-        self._fetcher.fetch_ahead()
+        self._num_left = fails_after
+        try:
+            self._fetcher.choose_nothing()
+            self._fetcher._num_waves = max(1, num_waves)
+            if use_graph and num_waves == 1:
+                self._gpu.replay(self._graph, self._streams)
+            else:
+                self._step(fetches=num_waves > 0)
+            self._fetcher._choice.is_steady = is_steady and num_waves > 0
+            self._fetcher.fetch_ahead()
+        except Injected:
+            self._fetcher.cut_short()
 
     def _step(self, *, fetches: bool) -> None:
         fetcher = self._fetcher
@@ -181,9 +196,15 @@ class Steps:
 
         return check
 
+    def _count(self) -> None:
+        if self._num_left == 0:
+            raise Injected
+        self._num_left -= 1
+
     def _fetch_layer(
         self, _: Any, waves: Any, wave: int, offset: int, out: Any, *__: Any, is_first: bool
     ) -> None:
+        self._count()
         unit = (self._layers[offset], wave)
         names = self._names
         self._gpu.work([names[waves.data_ptr()]], names[out.data_ptr()], lambda: unit)
@@ -191,20 +212,31 @@ class Steps:
     def _unpack_layer(
         self, arrived: Any, waves: Any, wave: int, out: Any, *_: Any, is_first: bool
     ) -> None:
+        self._count()
         names, content = self._names, self._gpu.content
         arrival = names[arrived.data_ptr()]
         reads = [arrival, names[waves.data_ptr()]]
         self._gpu.work(reads, names[out.data_ptr()], lambda: content[arrival])
 
 
-STEP = st.tuples(st.sampled_from([0, 1, 1, 1, 2, 3, 9]), st.booleans(), st.booleans())
+class Injected(Exception):
+    pass
 
 
-@given(st.integers(1, 20), st.booleans(), st.lists(STEP, min_size=2, max_size=6))
+STEP = st.tuples(
+    st.sampled_from([0, 1, 1, 1, 2, 3, 9]),
+    st.booleans(),
+    st.booleans(),
+    st.one_of(st.just(-1), st.integers(0, 30)),
+)
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.booleans(), st.lists(STEP, min_size=2, max_size=6))
 def test_all_work_on_a_buffer_has_an_order(
-    num_layers: int, packed: bool, steps: list[tuple[int, bool, bool]]
+    num_layers: int, num_buffers: int, packed: bool, steps: list[tuple[int, bool, bool, int]]
 ) -> None:
+    """Even after steps that failed halfway, before all that they fetch was read."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        tried = Steps(Gpu(), num_layers, monkeypatch, packed=packed)
-        for num_waves, use_graph, is_steady in steps:
-            tried.run(num_waves, use_graph=use_graph, is_steady=is_steady)
+        tried = Steps(Gpu(), num_layers, num_buffers, monkeypatch, packed=packed)
+        for num_waves, use_graph, is_steady, fails_after in steps:
+            tried.run(num_waves, use_graph=use_graph, is_steady=is_steady, fails_after=fails_after)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import socket
 import threading
 import time
@@ -12,15 +14,16 @@ import pytest
 from penstock.codecs.blocks import BlockValues, PartValues
 from penstock.config import Config, HostConfig, NodeConfig
 from penstock.errors import ConfigError
-from penstock.node import handshake
+from penstock.node import client_memory, handshake
 from penstock.node.attach import NodeOpening
 from penstock.node.service import NodeService
 from penstock.node.wire import Channel
 from penstock.stores.host import HostArena
+from penstock.transfer.engine import TransferEngine
 from penstock.types import BlockSpec, Tier
 from penstock.units import MiB
 from tests.node.node_process import wait_until
-from tests.node.nodes import BLOCK_BYTES, BLOCK_TOKENS, Device, namespace, node
+from tests.node.nodes import BLOCK_BYTES, BLOCK_TOKENS, Device, namespace, node, num_files
 
 CONFIG = Config(HostConfig(size_bytes=16 * MiB))
 SETTINGS = {
@@ -122,6 +125,31 @@ def test_a_client_that_attaches_again_while_the_node_ends_tries_again_soon(
         assert device.tiers.close()
 
 
+@pytest.mark.parametrize("where", ["copies", "memory"])
+def test_a_client_that_cannot_use_the_memory_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    class Failing(Device):
+        def _copies(self, *_: object) -> TransferEngine:
+            raise RuntimeError("the device cannot pin it")
+
+    with node(tmp_path) as (path, service):
+        Device(path).tiers.close()
+        wait_until(lambda: not service.describe()["num_clients"], "it has left")
+        gc.collect()
+        files = num_files()
+        if where == "memory":
+            monkeypatch.setattr(client_memory, "_map_seals", lambda place: mmap.mmap(-1, 0))
+            with pytest.raises(OSError, match="Invalid argument"):
+                Device(path)
+        else:
+            with pytest.raises(RuntimeError, match="cannot pin"):
+                Failing(path)
+        wait_until(lambda: not service.describe()["num_clients"], "nothing waits for the process")
+        gc.collect()  # mappings have files of their own
+        wait_until(lambda: num_files() <= files, "all files are closed")
+
+
 def test_a_quarantine_reaches_the_node_that_comes_next(tmp_path: Path) -> None:
     path, disk = tmp_path / "node.sock", tmp_path / "disk"
     with node(tmp_path, disk=disk):
@@ -137,6 +165,28 @@ def test_a_quarantine_reaches_the_node_that_comes_next(tmp_path: Path) -> None:
         assert other.tiers.is_quarantined
     with node(tmp_path, disk=disk):
         assert Device(path).tiers.is_quarantined, "also after a restart"
+
+
+def test_after_a_restart_without_lower_tiers_only_engines_from_before_load_nothing(
+    tmp_path: Path,
+) -> None:
+    """They do not audit any more, so they must not load either."""
+    path = tmp_path / "node.sock"
+    with node(tmp_path):
+        finder, other = Device(path), Device(path)
+        finder.tiers.quarantine()
+        wait_until(lambda: not _attached(other) or other.tiers.is_quarantined, "it is told")
+        finder.tiers.drain()
+    with node(tmp_path):
+        fresh = Device(path)
+        for device in (finder, other):
+            wait_until(lambda device=device: _attached(device), "it attaches again")  # type: ignore[misc]
+        keys = fresh.keys(1, 4)
+        assert fresh.save(keys)
+        assert fresh.load(keys) == 4
+        assert not fresh.tiers.is_quarantined
+        for device in (finder, other):
+            assert device.load(keys) == 0
 
 
 def _attached(device: Device) -> bool:

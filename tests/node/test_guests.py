@@ -16,7 +16,7 @@ import pytest
 from penstock.codecs.blocks import BlockValues, PartValues
 from penstock.config import Config, HostConfig
 from penstock.errors import BookError
-from penstock.node import guests
+from penstock.node import guests, rooms, wire
 from penstock.node.connection import connect, read_place, send_attach
 from penstock.node.service import NodeService
 from penstock.node.session import Session
@@ -201,6 +201,7 @@ def test_a_fault_that_has_to_do_with_one_guest_costs_that_guest_only(
 ) -> None:
     with stepped(tmp_path, monkeypatch) as node:
         living, victim = node.client(), node.client()
+        victim.begin_save(KEYS[1], 1)
         (_, number) = node.service._guests._guests
         right = getattr(guests.Guests, where)
         monkeypatch.setattr(
@@ -275,6 +276,104 @@ def test_a_broken_model_waits_for_clients_that_may_still_copy(
         client.die()
         node.step()
         assert node.service._rooms.free_bytes > free
+
+
+def test_a_broken_model_does_not_wait_for_clients_that_have_nothing_in_dram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stepped(tmp_path, monkeypatch) as node:
+        client, reader = node.client(), node.client()
+        transfer = client.begin_save(KEYS[0], 1)
+        client.end_save(transfer)
+        client.hear("done")
+        reader.send("pin", {"call": 1}, pack_keys(KEYS[:1]))
+        reader.hear("reply")
+        (room,) = node.service._rooms
+        free = node.service._rooms.free_bytes
+        node.service._break(room)
+        node.step()
+        assert node.clients() == 1, "the other one may still read what it has pinned"
+        assert node.service._rooms.free_bytes == free
+        reader.die()
+        node.step()
+        assert node.service._rooms.free_bytes > free
+
+
+@pytest.mark.parametrize("fault", [None, OSError("a store cannot be closed")])
+def test_dram_is_not_given_to_others_while_a_thread_may_write_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: OSError | None
+) -> None:
+    def hangs(timeout_seconds: float) -> bool:
+        if fault is not None:
+            raise fault
+        return False
+
+    monkeypatch.setattr(rooms, "_ABANDON_AGAIN_SECONDS", 0.0)
+    with stepped(tmp_path, monkeypatch) as node:
+        client = node.client()
+        (room,) = node.service._rooms
+        free = node.service._rooms.free_bytes
+        right = room.offloader.abandon
+        monkeypatch.setattr(room.offloader, "abandon", hangs)
+        node.service._break(room)
+        for _ in range(3):
+            node.step()
+        assert not node.clients()
+        assert node.service._rooms.free_bytes == free
+        client = node.client()  # meanwhile, the model has a new room
+        assert client.begin_save(KEYS[0], 1)
+        node.service.check()
+        monkeypatch.setattr(room.offloader, "abandon", right)
+        taken = node.service._rooms.free_bytes
+        node.step()
+        assert node.service._rooms.free_bytes > taken
+        node.service.check()
+
+
+def test_an_unused_model_with_a_tier_that_hangs_keeps_its_dram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rooms, "_ABANDON_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(rooms, "_EMPTY_ROOM_SECONDS", 0.0)
+    with stepped(tmp_path, monkeypatch) as node:
+        client = node.client()
+        (room,) = node.service._rooms
+        free = node.service._rooms.free_bytes
+        right = room.offloader.abandon
+        monkeypatch.setattr(room.offloader, "abandon", lambda timeout_seconds: False)
+        client.send("bye", {})
+        for _ in range(3):
+            node.step()
+        assert not list(node.service._rooms)
+        assert node.service._rooms.free_bytes == free
+        monkeypatch.setattr(room.offloader, "abandon", right)
+        node.step()
+        assert node.service._rooms.free_bytes > free
+
+
+def test_a_goodbye_is_heard_behind_many_unread_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_READ_BYTES", 4096)  # instead of a socket that holds 4 MiB
+    with stepped(tmp_path, monkeypatch) as node:
+        living, leaving = node.client(), node.client()
+        leaving.begin_save(KEYS[1], 1)  # so that the node waits for its process
+        for _ in range(30):
+            leaving.channel.send("used", {"tenant": ""}, pack_keys(KEYS * 2))
+        leaving.channel.send("bye", {})
+        leaving.channel.flush()
+        assert not leaving.channel.has_unsent, "the socket takes it all"
+        # The node notices first that it cannot send, because it has news for all clients.
+        (room,) = node.service._rooms
+        leaving.close()
+        for session in node.service._guests.sessions_of(room):
+            session.channel.send("state", {})
+        node.service._guests.send()
+        for _ in range(20):
+            node.step()
+        assert node.clients() == 1
+        living.send("match", {"call": 1}, pack_keys(KEYS[:1]))
+        assert living.hear("reply")
 
 
 def test_a_node_closes_with_a_broken_model_that_a_client_still_touches(

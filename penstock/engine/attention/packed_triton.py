@@ -23,6 +23,7 @@ from penstock.codecs.lossless_triton import row_constants, unpack_words
 _TILE_VALUES = 8192
 _ARRIVED_VALUES = 2048
 _NUM_WARPS = 4
+WAVE_NUMBERS = tl.constexpr(5)  # that describe a wave; see `DecodePlan`
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def unpack_rows_of_layer(
 @triton.jit
 def wave_blocks(waves, wave, IS_FIRST: tl.constexpr):  # noqa: N803
     """The first block of a wave to fetch, the last, and the wave's place in the list of all."""
-    described = waves + wave * 5  # see `DecodePlan`
+    described = waves + wave * WAVE_NUMBERS
     begin = tl.load(described + 2) if IS_FIRST else 0
     return begin, tl.load(described + 1), tl.load(described)
 

@@ -23,14 +23,18 @@ import triton.language as tl
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention.fp8_triton import fp8_mode, narrow, widen
-from penstock.engine.attention.packed_triton import are_packed, unpack_rows_of_layer, wave_blocks
+from penstock.engine.attention.packed_triton import (
+    WAVE_NUMBERS,
+    are_packed,
+    unpack_rows_of_layer,
+    wave_blocks,
+)
 
 PART_TOKENS = 256
 _TILE_TOKENS = 64
 _NUM_WARPS = 4
 _NUM_STAGES = 3
 _MERGED_PARTS = 16
-WAVE_NUMBERS = 5  # that describe a wave; see `DecodePlan`
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -75,8 +79,9 @@ def _attend_parts(
     is_member = members < GROUP
     is_dim = dims < DIM
     factor = scale * _LOG2_E
-    first_of_wave = tl.load(waves + wave * 5 + 3)
-    total_work = tl.load(waves + wave * 5 + 4) * KV_HEADS
+    described = waves + wave * WAVE_NUMBERS
+    first_of_wave = tl.load(described + 3)
+    total_work = tl.load(described + 4) * KV_HEADS
     for work in range(tl.program_id(0), total_work, num_programs):
         item = first_of_wave + work // KV_HEADS
         head = work % KV_HEADS
@@ -305,7 +310,7 @@ def _pull_plan(
     _pull_part(source, sent, parts, num_items, num_programs, WIDTH)
     _pull_part(source, sent, table, num_blocks, num_programs, WIDTH)
     _pull_part(source, sent, fetched, num_fetched, num_programs, WIDTH)
-    _pull_part(source, sent, waves, num_waves * 5, num_programs, WIDTH)
+    _pull_part(source, sent, waves, num_waves * WAVE_NUMBERS, num_programs, WIDTH)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers"])
