@@ -49,13 +49,12 @@ from penstock.engine.params import MENDING_MODES, SamplingParams
 from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Chunk
-from penstock.units import MiB
 
 BLOCK_TOKENS = 16
 ANSWER_TOKENS = 24
 FULL, PREFIX = "full", "prefix"
 WAYS = "none,link:8,link:16,link:32,link:64,blend:0.05,blend:0.15,blend:0.3"
-_POOL_BYTES = 1024 * MiB
+_POOL_TOKENS = 32_768  # enough for all ways of the longest prompt, so that documents stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +136,16 @@ class LogitWatch:
 
 
 class Asker:
-    def __init__(self, loaded: LoadedModel, pool_bytes: int = _POOL_BYTES) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
+        token_values = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
+        pool_bytes = token_values * loaded.dtype.itemsize * _POOL_TOKENS
         self.engine = Engine(loaded, EngineConfig(pool_bytes, BLOCK_TOKENS))
         self._watch = LogitWatch(self.engine)
         self._num_asked = 0
+        # The model would end the answer with the first of its two facts. The distributions that
+        # are compared are those before this bias.
+        (full_stop,) = loaded.tokenizer(".", add_special_tokens=False)["input_ids"]
+        self._never_ends = {full_stop: -100.0}
 
     def ask(self, prompt: Prompt, way: Way) -> Answer:
         is_forced = bool(prompt.continuation)
@@ -149,6 +154,7 @@ class Asker:
             max_tokens=len(prompt.continuation) or ANSWER_TOKENS,
             stop=None if is_forced else "\n",
             ignore_eos=is_forced,
+            logit_bias=self._never_ends if prompt.kind == TWO else None,
             kv_mending=way.mending,
         )
         self._num_asked += 1
@@ -362,8 +368,12 @@ def measure(
         now = time.monotonic()
         if now - said > 10 or number == len(mine):
             said = now
-            kl = ", ".join(f"{each.way} {_mean(each.first_kl):.2g}" for each in qualities.values())
-            _say(f"{number} of {len(mine)}, {now - started:.0f} s; mean KL of first tokens: {kl}")
+            so_far = ", ".join(
+                f"{each.way} {sum(each.is_right)} {_mean(each.first_kl):.2g}"
+                for each in qualities.values()
+            )
+            seconds = now - started
+            _say(f"{number} of {len(mine)}, {seconds:.0f} s; right, mean first KL: {so_far}")
     asker.engine.close()
     return about, list(qualities.values())
 

@@ -45,8 +45,9 @@ def test_ways_are_compared_with_the_full_computation(
 
 
 def test_jobs_share_the_prompts(loaded: LoadedModel) -> None:
-    whole = measure(options(ways=parse_ways("none")), loaded)[1]
-    parts = [measure(options(ways=parse_ways("none"), part=f"{n}/2"), loaded)[1] for n in (0, 1)]
+    few: dict[str, Any] = {"questions": 1, "ways": parse_ways("none")}
+    whole = measure(options(**few), loaded)[1]
+    parts = [measure(options(**few, part=f"{n}/2"), loaded)[1] for n in (0, 1)]
     for place, each in enumerate(whole):
         halves = [part[place] for part in parts]
         assert sorted(each.prompt_tokens) == sorted(n for h in halves for n in h.prompt_tokens)
@@ -55,7 +56,7 @@ def test_jobs_share_the_prompts(loaded: LoadedModel) -> None:
 
 def test_prompts_say_the_fact_once(tokenizer: Any) -> None:
     prompts = question_prompts(tokenizer, 60)
-    assert prompts == question_prompts(tokenizer, 60)
+    assert prompts[:8] == question_prompts(tokenizer, 8)
     assert any(prompt.kind == "two documents" for prompt in prompts)
     for prompt in prompts:
         documents = [tokenizer.decode(prompt.tokens[start:end]) for start, end in prompt.segments]
