@@ -150,8 +150,10 @@ class SegmentLoads:
             reuse.placed.append(coming.segment.reused)
             segment = coming.segment
             if not request.num_preemptions:
-                request.num_reused_tokens += len(segment.reused)
-                request.num_mended_tokens += segment.reused.start - segment.start
+                # What was found as a prefix of the prompt is counted as cached, and only so.
+                num_cached, reused = request.num_cached_tokens, segment.reused
+                request.num_reused_tokens += reused.stop - max(reused.start, num_cached)
+                request.num_mended_tokens += max(0, reused.start - max(segment.start, num_cached))
 
     def skip(self, request: Request) -> int:
         """The first position that is not computed or placed."""
