@@ -211,13 +211,12 @@ Prompt = Annotated[
     str
     | _TokenIds
     | SegmentedPrompt
-    | Annotated[list[str], _Prompts]
-    | Annotated[list[_TokenIds], _Prompts]
-    | Annotated[list[str | _TokenIds | SegmentedPrompt], _Prompts],
+    | Annotated[list[str | SegmentedPrompt], _Prompts]
+    | Annotated[list[_TokenIds], _Prompts],
     _expected(
         'a string, a list of token ids, an object {"segments": [...]} with texts, lists of token '
         'ids and objects {"text": "...", "penstock": {"reuse": "anywhere"}}, or a list of up to '
-        f"{MAX_CHOICES} of these"
+        f"{MAX_CHOICES} strings and such objects, or lists of token ids"
     ),
 ]
 
