@@ -307,6 +307,8 @@ class FirstToken:
     num_on_device: int  # prompt tokens found on the device
     num_loaded: int  # prompt tokens loaded from a lower tier
     recompute_seconds: float | None
+    num_reused: int = 0  # tokens of segments, whose KV was used where they stand
+    num_mended: int = 0  # tokens of the same segments, computed where they stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +387,8 @@ class RequestStory:
     block_tokens: int
     block_bytes: int
     num_lossy: int = 0  # tokens whose KV came from a tier with a lossy codec
+    num_reused: int = 0  # prompt tokens of segments, whose KV was used where they stand
+    num_mended: int = 0  # prompt tokens of the same segments, computed where they stand
 
 
 Event = (

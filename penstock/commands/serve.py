@@ -25,6 +25,7 @@ from penstock.commands.until_stopped import (
 )
 from penstock.config import ENV_API_KEY, Config
 from penstock.config.options import EMBEDDED
+from penstock.engine.params import MENDING_MODES
 from penstock.errors import ConfigError, NotInstalled
 from penstock.install import ENGINE, SERVER, how_to_install, require
 
@@ -87,6 +88,14 @@ def serve(
             "from the shared tiers, and generates. both: either, as each request says."
         ),
     ] = Role.BOTH,
+    kv_mending: Annotated[
+        str,
+        typer.Option(
+            metavar="MODE",
+            help="How segments that are reused anywhere are mended, unless a request says so: "
+            f"{', '.join(MENDING_MODES)} (see docs/anywhere.md).",
+        ),
+    ] = MENDING_MODES[0],
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -162,6 +171,12 @@ def serve(
         raise ConfigError(
             "--served-model-name is empty: expected a name; give one, or leave it out."
         )
+    mending = {"mode": kv_mending}
+    if kv_mending not in MENDING_MODES:
+        raise ConfigError(
+            f"--kv-mending is {kv_mending!r}: expected one of {', '.join(MENDING_MODES)}; correct "
+            "it, or leave it out."
+        )
     hosts = names_of(host, allowed_host)
     template = None if chat_template is None else _read_template(chat_template)
     set_logging(log_level)
@@ -198,6 +213,7 @@ def serve(
             recorder=recorder,
             tracer=tracer,
             chat_template=template,
+            mending=mending,
         )
 
     def announce(serving: Serving) -> None:

@@ -211,6 +211,13 @@ class EngineOptions:
         high=1,
     )
 
+    segment_separator: str | None = option(
+        None,
+        "Text that separates segments of a prompt or message. KV of the text between the first and "
+        "the last separator is reused wherever it stands (see docs/anywhere.md).",
+        "TEXT",
+    )
+
     kv_events: str | None = option(
         None,
         "Publish which KV blocks are held in which tier, in vLLM's format, on this ZeroMQ address, "
@@ -235,6 +242,13 @@ class EngineOptions:
             )
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_numbers(self)
+        if self.segment_separator is not None and not (
+            isinstance(self.segment_separator, str) and self.segment_separator
+        ):
+            raise ConfigError(
+                f"segment_separator is {self.segment_separator!r}: expected a text that no prompt "
+                "has by accident; give one, or leave it out."
+            )
         self._check_kv_events()
 
     def _check_kv_events(self) -> None:

@@ -12,10 +12,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from penstock.config import Config
 from penstock.config.options import EMBEDDED, EngineOptions
+from penstock.engine.anywhere.conversations import read_message, render_pieces
+from penstock.engine.anywhere.pieces import (
+    PromptPiece,
+    PromptTokens,
+    is_one_text,
+    put_around,
+    read_segments,
+    special_ids,
+    split_text,
+    text_of,
+    tokenize,
+)
 from penstock.engine.engine import Progress
 from penstock.engine.interrupts import InterruptGuard
 from penstock.engine.open import open_engine
@@ -56,6 +68,7 @@ class LLM:
         # The caller waits for all outputs anyway, so the queue has no limit.
         wanted = EngineOptions(model, **{"max_waiting": 1 << 30, **options})
         self.engine = open_engine(wanted, config, progress=progress)
+        self._separator = wanted.segment_separator
         self._num_calls = 0
         self._interrupts = InterruptGuard()
 
@@ -67,21 +80,33 @@ class LLM:
         priority: Sequence[int] | None = None,
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids). Outputs are in the order of the prompts.
+        """Complete prompts: texts, token ids, or {"segments": [...]} (see docs/anywhere.md).
+
+        Outputs are in the order of the prompts.
 
         `on_text(prompt_number, text)` is called with new text as it is generated; use it with n=1.
         """
-        pairs = [self._encode(prompt) for prompt in _as_list(prompts)]
+        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._generate(encoded, sampling_params, priority=priority, on_text=on_text)
+
+    def _generate(
+        self,
+        prompts: Sequence[_Encoded],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        priority: Sequence[int] | None = None,
+        on_text: Callable[[int, str], None] | None = None,
+    ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(pairs)
-        if len(sampling_params) != len(pairs):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
             raise ConfigError(
-                f"{len(sampling_params)} sampling_params for {counted(len(pairs), 'prompt')}: "
+                f"{len(sampling_params)} sampling_params for {counted(len(prompts), 'prompt')}: "
                 "expected one SamplingParams for all prompts, or one for each."
             )
-        return self._run(pairs, sampling_params, priority or [0] * len(pairs), on_text)
+        return self._run(prompts, sampling_params, priority or [0] * len(prompts), on_text)
 
     def chat(
         self,
@@ -91,15 +116,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one conversation, or several, in OpenAI's message format."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        tokenizer = self.engine.loaded.tokenizer
-        prompts: list[Prompt] = [
-            tokenizer.apply_chat_template(list(each), add_generation_prompt=True, tokenize=False)
-            for each in conversations
-        ]
-        ids: list[Prompt] = [
-            tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts
-        ]
-        return self.generate(ids, sampling_params, **options)
+        prompts = [self._encode_chat(each) for each in conversations]
+        return self._generate(prompts, sampling_params, **options)
 
     def hint(
         self,
@@ -116,7 +134,7 @@ class LLM:
         if (session is None) == (prompt is None):
             given = "neither is" if session is None else "both are"
             raise ConfigError(f"a hint takes either a session or a prompt: {given} given.")
-        prompt_ids = [] if prompt is None else self._encode(prompt)[1]
+        prompt_ids = [] if prompt is None else self._encode(prompt).tokens.ids
         self._require_intact()
         with self._interrupts.deferred():
             num_blocks = self.engine.hint(Hint(action, session, retain_seconds), prompt_ids)
@@ -137,16 +155,37 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt) -> _Encoded:
         if isinstance(prompt, dict):
+            if "segments" in prompt:
+                return self._encode_pieces(read_segments(prompt["segments"]))
             prompt = prompt.get("prompt_token_ids") or prompt.get("prompt") or ""
         if isinstance(prompt, str):
-            return prompt, self.engine.loaded.tokenizer(prompt)["input_ids"]
-        return None, list(prompt)
+            return self._encode_pieces(split_text(prompt, self._separator))
+        return _Encoded(None, PromptTokens(list(prompt)))
+
+    def _encode_pieces(self, pieces: Sequence[PromptPiece]) -> _Encoded:
+        tokenizer = self.engine.loaded.tokenizer
+        if is_one_text(pieces):
+            text = text_of(pieces)
+            return _Encoded(text, PromptTokens(tokenizer(text)["input_ids"]))
+        has_ids = any(not isinstance(piece.content, str) for piece in pieces)
+        tokens = put_around(tokenize(tokenizer, pieces), *special_ids(tokenizer, pieces))
+        return _Encoded(None if has_ids else text_of(pieces), tokens)
+
+    def _encode_chat(self, messages: Sequence[Any]) -> _Encoded:
+        tokenizer = self.engine.loaded.tokenizer
+
+        def render(each: list[dict[str, Any]]) -> str:
+            text = tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False)
+            return cast(str, text)
+
+        read = [read_message(each) for each in messages]
+        return _Encoded(None, tokenize(tokenizer, render_pieces(read, render, self._separator)))
 
     def _run(
         self,
-        pairs: Sequence[tuple[str | None, list[int]]],
+        prompts: Sequence[_Encoded],
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
         on_text: Callable[[int, str], None] | None,
@@ -156,13 +195,18 @@ class LLM:
         results: dict[str, _Result] = {}
         groups: list[list[_Result]] = []
         try:
-            for number, (_, ids) in enumerate(pairs):
+            for number, (_, tokens) in enumerate(prompts):
                 group = []
                 for index in range(params[number].n):
                     name = f"{self._num_calls}-{number}-{index}"
                     with self._interrupts.deferred():
                         request = self.engine.add(
-                            name, ids, params[number], priority=priorities[number], index=index
+                            name,
+                            tokens.ids,
+                            params[number],
+                            priority=priorities[number],
+                            index=index,
+                            segments=tokens.segments,
                         )
                         results[name] = _Result(number, request)
                     group.append(results[name])
@@ -190,7 +234,7 @@ class LLM:
                     self.engine.take_failed()  # drop other failures of the same step
             raise
         return [
-            self._output(f"{self._num_calls}-{number}", pairs[number], group)
+            self._output(f"{self._num_calls}-{number}", prompts[number], group)
             for number, group in enumerate(groups)
         ]
 
@@ -202,9 +246,7 @@ class LLM:
                 "it is read."
             )
 
-    def _output(
-        self, name: str, pair: tuple[str | None, list[int]], group: Sequence[_Result]
-    ) -> RequestOutput:
+    def _output(self, name: str, prompt: _Encoded, group: Sequence[_Result]) -> RequestOutput:
         first = group[0].request
         metrics = RequestMetrics(
             arrival_time=first.arrival,
@@ -222,13 +264,20 @@ class LLM:
         ]
         return RequestOutput(
             request_id=name,
-            prompt=pair[0],
-            prompt_token_ids=pair[1],
+            prompt=prompt.text,
+            prompt_token_ids=prompt.tokens.ids,
             outputs=outputs,
             finished=True,
             num_cached_tokens=first.num_cached_tokens,
+            num_reused_tokens=first.num_reused_tokens,
+            num_mended_tokens=first.num_mended_tokens,
             metrics=metrics,
         )
+
+
+class _Encoded(NamedTuple):
+    text: str | None  # None if it is not known
+    tokens: PromptTokens
 
 
 class _Result:

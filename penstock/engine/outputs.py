@@ -63,4 +63,6 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens found in any tier instead of computed
+    num_reused_tokens: int = 0  # of segments, whose KV was used where they stand
+    num_mended_tokens: int = 0  # of the same segments, computed where they stand
     metrics: RequestMetrics | None = None

@@ -58,6 +58,8 @@ class Delta:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_lossy_tokens: int = 0  # of the prompt
+    num_reused_tokens: int = 0
+    num_mended_tokens: int = 0
 
 
 class Stream:
@@ -131,6 +133,7 @@ class Service:
         tenant: str = "",
         priority: int = 0,
         origin: Origin = NO_ORIGIN,
+        segments: Sequence[tuple[int, int]] = (),
     ) -> Stream:
         """Queue a request. Its n sequences are accepted together or not at all.
 
@@ -154,6 +157,7 @@ class Service:
                         tenant=tenant,
                         index=index,
                         origin=origin,
+                        segments=segments,
                     )
                     added.append(name)
             except Exception as error:
@@ -344,4 +348,6 @@ def _delta(index: int, progress: Progress) -> Delta:
         request.num_cached_tokens,
         request.num_preemptions,
         min(request.num_lossy_tokens, len(request.prompt_ids)),
+        request.num_reused_tokens,
+        request.num_mended_tokens,
     )

@@ -130,6 +130,8 @@ class Story:
             request.num_cached_tokens - num_loaded,
             num_loaded,
             None if prefill is None else prefill.seconds(num_prompt),
+            request.num_reused_tokens,
+            request.num_mended_tokens,
         )
         log.debug(
             "request %s: first token after %s; of %d prompt tokens %d were on the device and %d "
@@ -141,6 +143,13 @@ class Story:
             num_loaded,
             _ms(first.recompute_seconds),
         )
+        if request.segments:
+            log.debug(
+                "request %s: of its segments %d tokens were reused and %d mended",
+                request.id,
+                first.num_reused,
+                first.num_mended,
+            )
         self._tell([first])
 
     def finished(self, request: Request) -> None:
@@ -216,6 +225,8 @@ class Story:
             self._block_tokens,
             self._block_bytes,
             finished.num_lossy,
+            request.num_reused_tokens,
+            request.num_mended_tokens,
         )
 
     def _tell(self, events: Iterable[Event]) -> None:

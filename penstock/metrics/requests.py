@@ -42,6 +42,11 @@ class RequestFamilies:
         self._prompt_tokens = make.counter(
             "penstock_prompt_tokens", "Prompt tokens, by where their KV came from.", ("source",)
         )
+        self._segment_tokens = make.counter(
+            "penstock_segment_tokens",
+            "Prompt tokens of segments that were reused anywhere, by what was done.",
+            ("kind",),
+        )
         self._output_tokens = make.counter("penstock_output_tokens", "Tokens generated.")
         self._recomputed = make.counter(
             "penstock_recomputed_tokens", "Tokens computed again after preemption."
@@ -69,6 +74,8 @@ class RequestFamilies:
 
         for reason in ("too_long", "no_room", "busy"):
             self._refused.labels(reason)  # created now: else increase() misses the first event
+        for kind in ("reused", "mended"):
+            self._segment_tokens.labels(kind)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -87,9 +94,14 @@ class RequestFamilies:
             case Refused(reason):
                 self._refused.labels(reason).inc()
             case FirstToken(seconds, num_prompt, num_on_device, num_loaded):
+                num_found = num_on_device + num_loaded + event.num_reused
                 self._prompt_tokens.labels("device").inc(num_on_device)
                 self._prompt_tokens.labels("loaded").inc(num_loaded)
-                self._prompt_tokens.labels("computed").inc(num_prompt - num_on_device - num_loaded)
+                self._prompt_tokens.labels("computed").inc(max(0, num_prompt - num_found))
+                if event.num_reused:
+                    self._prompt_tokens.labels("reused").inc(event.num_reused)
+                self._segment_tokens.labels("reused").inc(event.num_reused)
+                self._segment_tokens.labels("mended").inc(event.num_mended)
                 kind = "loaded" if num_loaded else "resident" if num_on_device else "computed"
                 self._first_token.labels(kind).observe(seconds)
             case Finished(reason, _, num_output, num_recomputed, _, seconds, _):

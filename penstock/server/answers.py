@@ -9,6 +9,8 @@ from pydantic import BaseModel
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
+    reused_tokens: int  # of segments, whose KV was used where they stand (docs/anywhere.md)
+    mended_tokens: int  # of the same segments, computed where they stand
     lossy_tokens: int  # whose KV a lossy codec may have changed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ class Serving:
     names: tuple[str, ...]  # that clients may use; the first is the default
     max_choices: int  # per request
     settings: dict[str, dict[str, object]] = field(default_factory=dict)  # for the dashboard
+    mending: Mapping[str, object] = field(default_factory=dict)  # of requests that say nothing
     created: int = field(default_factory=lambda: int(time.time()))
     spoken: Spoken = field(default_factory=Spoken)
 

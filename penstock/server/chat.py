@@ -57,6 +57,7 @@ class ChatAnswer:
             request,
             max_tokens=max_new,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            mending=serving.mending,
         )
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -67,7 +68,7 @@ class ChatAnswer:
 
     async def start(self, tenant: str, origin: Origin) -> Generation:
         messages = [message.plain() for message in self._request.messages]
-        ids = await self._serving.prompts.encode_chat(
+        tokens = await self._serving.prompts.encode_chat(
             messages,
             chat_style(self._request),
             add_special_tokens=bool(self._request.add_special_tokens),
@@ -75,7 +76,7 @@ class ChatAnswer:
         )
         return await Generation.start(
             self._serving,
-            [ids],
+            [tokens],
             self._params,
             tenant=tenant,
             origin=origin,

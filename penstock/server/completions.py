@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.responses import Response
 
+from penstock.engine.anywhere.pieces import PromptPiece, PromptTokens
 from penstock.server.answers import (
     Completion,
     CompletionChoice,
@@ -18,7 +19,7 @@ from penstock.server.answers import (
 )
 from penstock.server.generation import Generation, prompt_cut, sampling_params
 from penstock.server.logprobs import completion_logprobs
-from penstock.server.schema import CompletionRequest
+from penstock.server.schema import CompletionRequest, SegmentedPrompt
 from penstock.server.sse import EventStream
 from penstock.types import Origin
 
@@ -44,6 +45,7 @@ class Completions:
             request,
             max_tokens=max_new,
             logprobs=request.logprobs,
+            mending=serving.mending,
         )
         self._echoes: list[str] = []  # one per prompt
         self._head: dict[str, Any] = {
@@ -58,20 +60,24 @@ class Completions:
         prompts = []
         special = self._request.add_special_tokens
         for prompt in self._prompts():
-            if isinstance(prompt, str):
-                ids, text = (
+            if isinstance(prompt, list):
+                ids = prompt if self._cut is None else self._cut.of(prompt)
+                prompts.append(PromptTokens(ids))
+                pieces = [PromptPiece(ids)]
+            else:
+                pieces = (
+                    self._serving.prompts.split(prompt)
+                    if isinstance(prompt, str)
+                    else prompt.pieces()
+                )
+                prompts.append(
                     await self._serving.prompts.encode(
-                        prompt,
+                        pieces,
                         add_special_tokens=True if special is None else special,
                         cut=self._cut,
-                    ),
-                    prompt,
+                    )
                 )
-            else:
-                ids = prompt if self._cut is None else self._cut.of(prompt)
-                text = await self._serving.prompts.decode(ids) if self._request.echo else ""
-            prompts.append(ids)
-            self._echoes.append(text if self._request.echo else "")
+            self._echoes.append(await self._text(pieces) if self._request.echo else "")
         return await Generation.start(
             self._serving,
             prompts,
@@ -138,13 +144,21 @@ class Completions:
         if with_usage:
             yield Completion(choices=[], usage=generation.usage(), **self._head)
 
-    def _prompts(self) -> list[str | list[int]]:
+    def _prompts(self) -> list[str | list[int] | SegmentedPrompt]:
         prompt = self._request.prompt
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | SegmentedPrompt):
             return [prompt]
         if isinstance(prompt[0], int):
             return [prompt]
-        return cast("list[str | list[int]]", prompt)
+        return cast("list[str | list[int] | SegmentedPrompt]", prompt)
+
+    async def _text(self, pieces: Sequence[PromptPiece]) -> str:
+        return "".join(
+            [
+                content if isinstance(content, str) else await self._serving.prompts.decode(content)
+                for content, _ in pieces
+            ]
+        )
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._params.n]

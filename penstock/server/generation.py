@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.engine.anywhere.pieces import PromptTokens
 from penstock.engine.params import SamplingParams
 from penstock.errors import PenstockError
 from penstock.server.answers import PromptTokensDetails, Usage
@@ -40,14 +41,20 @@ _SAMPLING = (
 
 
 def sampling_params(
-    request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
+    request: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    mending: Mapping[str, object],
 ) -> SamplingParams:
-    """Raises ApiError if fields contradict each other."""
+    """`mending`: of requests that do not ask for another. Raises ApiError if fields contradict
+    each other."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
     if request.logit_bias is not None:
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
     if request.kv_residency is not None:
         given["kv_residency"] = request.kv_residency.model_dump()
+    given["kv_mending"] = {**mending, **(request.kv_mending or {})}
     transfer = request.kv_transfer_params
     if transfer is not None and transfer.do_remote_prefill:
         given["awaits_prefill"] = True
@@ -92,21 +99,23 @@ class OutputPiece(NamedTuple):
 
 class Generation:
     def __init__(
-        self, streams: Sequence[Stream], prompts: Sequence[list[int]], n: int, spoken: Spoken
+        self, streams: Sequence[Stream], prompts: Sequence[PromptTokens], n: int, spoken: Spoken
     ) -> None:
         self._streams = streams
         self._spoken = spoken
         self._n = n
-        self._num_prompt_tokens = sum(len(ids) for ids in prompts)
+        self._num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         self._num_new_tokens = 0
         self._num_cached = [0] * len(streams)
         self._num_lossy = [0] * len(streams)
+        self._num_reused = [0] * len(streams)
+        self._num_mended = [0] * len(streams)
 
     @classmethod
     async def start(
         cls,
         serving: Serving,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[PromptTokens],
         params: SamplingParams,
         *,
         tenant: str,
@@ -124,9 +133,14 @@ class Generation:
             )
         streams: list[Stream] = []
         try:
-            for ids in prompts:
+            for prompt in prompts:
                 stream = await serving.service.submit(
-                    ids, params, tenant=tenant, priority=priority, origin=origin
+                    prompt.ids,
+                    params,
+                    tenant=tenant,
+                    priority=priority,
+                    origin=origin,
+                    segments=prompt.segments,
                 )
                 streams.append(stream)
         except PenstockError as error:
@@ -184,7 +198,10 @@ class Generation:
             completion_tokens=self._num_new_tokens,
             total_tokens=self._num_prompt_tokens + self._num_new_tokens,
             prompt_tokens_details=PromptTokensDetails(
-                cached_tokens=sum(self._num_cached), lossy_tokens=sum(self._num_lossy)
+                cached_tokens=sum(self._num_cached),
+                reused_tokens=sum(self._num_reused),
+                mended_tokens=sum(self._num_mended),
+                lossy_tokens=sum(self._num_lossy),
             ),
         )
 
@@ -199,6 +216,8 @@ class Generation:
         self._num_lossy[prompt] = max(self._num_lossy[prompt], piece.delta.num_lossy_tokens)
         if index == 0:  # the other n - 1 reuse what the first has computed
             self._num_cached[prompt] = piece.delta.num_cached_tokens
+            self._num_reused[prompt] = piece.delta.num_reused_tokens
+            self._num_mended[prompt] = piece.delta.num_mended_tokens
 
 
 def _close(streams: Sequence[Stream]) -> None:

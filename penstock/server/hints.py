@@ -17,11 +17,12 @@ async def follow_hint(body: HintRequest, serving: Serving, tenant: str) -> HintA
     serving.check_name(body.model)
     ids: list[int] = []
     if isinstance(body.prompt, str):
-        ids = await serving.prompts.encode(body.prompt)
+        ids = (await serving.prompts.encode(body.prompt)).ids
     elif body.prompt is not None:
         ids = body.prompt
     elif body.messages is not None:
-        ids = await serving.prompts.encode_chat([message.plain() for message in body.messages])
+        messages = [message.plain() for message in body.messages]
+        ids = (await serving.prompts.encode_chat(messages)).ids
     try:
         num_blocks = await serving.service.hint(body.plain(), ids, tenant=tenant)
     except PenstockError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ def load_serving(
     recorder: Recorder | None = None,
     tracer: Tracer | None = None,
     chat_template: str | None = None,
+    mending: Mapping[str, object] | None = None,
 ) -> Serving:
     """Open the engine and start it.
 
@@ -72,7 +73,12 @@ def load_serving(
             "--kv-offloading-size, or choose a smaller model."
         ) from error
     try:
-        prompts = Prompts(engine.loaded.tokenizer, engine.loaded.max_tokens, chat_template)
+        prompts = Prompts(
+            engine.loaded.tokenizer,
+            engine.loaded.max_tokens,
+            chat_template,
+            options.segment_separator,
+        )
         names = names or (default_name(options.model),)
         if recorder is not None:
             recorder.begin(engine.block_tokens, names[0], _settings(engine, options))
@@ -87,6 +93,7 @@ def load_serving(
         names,
         min(MAX_CHOICES, options.max_waiting),
         settings_in_force(engine, options, tiers),
+        mending or {},
     )
 
 

@@ -10,6 +10,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from penstock.engine.anywhere.conversations import render_pieces
+from penstock.engine.anywhere.pieces import (
+    PromptPiece,
+    PromptTokens,
+    is_one_text,
+    put_around,
+    special_ids,
+    split_text,
+    text_of,
+    tokenize,
+)
 from penstock.errors import ConfigError
 from penstock.server.errors import ApiError
 
@@ -33,6 +44,26 @@ class Cut:
             return ids
         return ids[len(ids) - self.max_tokens :] if self.keeps_end else ids[: self.max_tokens]
 
+    def of_tokens(self, tokens: PromptTokens) -> PromptTokens:
+        """A segment that loses its beginning is none any more: it would not be found again."""
+        ids = self.of(tokens.ids)
+        num_cut = len(tokens.ids) - len(ids) if self.keeps_end else 0
+        moved = [(start - num_cut, end - num_cut) for start, end in tokens.segments]
+        kept = [(start, min(end, len(ids))) for start, end in moved if 0 <= start < len(ids)]
+        return PromptTokens(ids, kept)
+
+    def of_pieces(self, pieces: Sequence[PromptPiece], max_chars: int) -> list[PromptPiece]:
+        """Cut texts that are far too long, before they are tokenized."""
+        kept: list[PromptPiece] = []
+        for piece in reversed(pieces) if self.keeps_end else pieces:
+            content = piece.content[-max_chars:] if self.keeps_end else piece.content[:max_chars]
+            is_begun = not self.keeps_end or len(content) == len(piece.content)
+            kept.append(PromptPiece(content, piece.is_reusable and is_begun))
+            max_chars -= len(content)
+            if max_chars <= 0:
+                break
+        return kept[::-1] if self.keeps_end else kept
+
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
@@ -46,12 +77,19 @@ class ChatStyle:
 class Prompts:
     """The tokenizer, on its own thread: a long prompt does not delay the event loop."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_tokens: int,
+        chat_template: str | None = None,
+        segment_separator: str | None = None,
+    ) -> None:
         """Raises ConfigError for an invalid chat template."""
         # A copy: the engine's thread decodes with the original, and changes here could break it.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._tokenizer.truncation_side = "left"  # used if special tokens are kept
         self.max_tokens = max_tokens
+        self._separator = segment_separator
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
             self._check_template()
@@ -60,27 +98,42 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, "penstock-prompts")
         self.token_text = lru_cache(1 << 16)(self._token_text)
 
+    def split(self, text: str) -> list[PromptPiece]:
+        """The pieces of a prompt that is one text."""
+        return split_text(text, self._separator)
+
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, cut: Cut | None = None
-    ) -> list[int]:
+        self,
+        prompt: str | Sequence[PromptPiece],
+        *,
+        add_special_tokens: bool = True,
+        cut: Cut | None = None,
+    ) -> PromptTokens:
         """The token ids of a prompt, by default with the tokenizer's special tokens."""
-        if not text:
+        pieces = self.split(prompt) if isinstance(prompt, str) else prompt
+        if not any(len(piece.content) for piece in pieces):
             raise ApiError(400, "the prompt is empty; expected some text.", param="prompt")
-        return await self._run(lambda: self._ids(text, add_special_tokens, cut))
+        return await self._run(lambda: self._tokens(pieces, add_special_tokens, cut))
 
     async def encode_chat(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         style: ChatStyle | None = None,
         *,
         add_special_tokens: bool = False,
         cut: Cut | None = None,
-    ) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+    ) -> PromptTokens:
+        """The token ids of a conversation, up to where the answer begins.
 
-        def render_and_encode() -> list[int]:
-            text = self._render(messages, style or ChatStyle())
-            return self._ids(text, add_special_tokens, cut)
+        A message's content is text, or a list of pieces.
+        """
+
+        def render(plain: list[dict[str, Any]]) -> str:
+            return self._render(plain, style or ChatStyle())
+
+        def render_and_encode() -> PromptTokens:
+            pieces = render_pieces(messages, render, self._separator)
+            return self._tokens(pieces, add_special_tokens, cut)
 
         return await self._run(render_and_encode)
 
@@ -97,17 +150,41 @@ class Prompts:
     async def _run(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    def _tokens(
+        self, pieces: Sequence[PromptPiece], add_special_tokens: bool, cut: Cut | None
+    ) -> PromptTokens:
+        pieces = self._bounded(pieces, cut)
+        if is_one_text(pieces):
+            return PromptTokens(self._ids(text_of(pieces), add_special_tokens, cut))
+        before, after = special_ids(self._tokenizer, pieces) if add_special_tokens else ([], [])
+        tokens = tokenize(self._tokenizer, pieces)
+        if cut is None:
+            tokens = put_around(tokens, before, after)
+        elif cut.keeps_special and cut.max_tokens > len(before) + len(after):
+            inner = Cut(cut.max_tokens - len(before) - len(after)).of_tokens(tokens)
+            tokens = put_around(inner, before, after)
+        else:
+            tokens = cut.of_tokens(put_around(tokens, before, after))
+        if not tokens.ids:
+            raise _empty()
+        return tokens
+
+    def _bounded(self, pieces: Sequence[PromptPiece], cut: Cut | None) -> Sequence[PromptPiece]:
+        """Bounds the work before a prompt is refused."""
+        num_chars = sum(len(piece.content) for piece in pieces)
+        if num_chars <= self._max_chars:
+            return pieces
+        if cut is None:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self.max_tokens} tokens. However, "
+                f"your prompt has {num_chars} characters, more than {self.max_tokens} tokens "
+                "can hold. Please reduce the length of the prompt.",
+                code="context_length_exceeded",
+            )
+        return cut.of_pieces(pieces, self._max_chars)
+
     def _ids(self, text: str, add_special_tokens: bool, cut: Cut | None) -> list[int]:
-        if len(text) > self._max_chars:  # bounds the work before a prompt is refused
-            if cut is None:
-                raise ApiError(
-                    400,
-                    f"This model's maximum context length is {self.max_tokens} tokens. However, "
-                    f"your prompt has {len(text)} characters, more than {self.max_tokens} tokens "
-                    "can hold. Please reduce the length of the prompt.",
-                    code="context_length_exceeded",
-                )
-            text = text[-self._max_chars :] if cut.keeps_end else text[: self._max_chars]
         options: dict[str, Any] = {}
         if cut is not None and cut.keeps_special and add_special_tokens:
             has_room = cut.max_tokens > self._tokenizer.num_special_tokens_to_add() > 0
@@ -119,7 +196,7 @@ class Prompts:
         if cut is not None:
             ids = cut.of(ids)
         if not ids:
-            raise ApiError(400, "the prompt is empty; expected at least one token.", param="prompt")
+            raise _empty()
         return ids
 
     def _check_template(self) -> None:
@@ -134,7 +211,7 @@ class Prompts:
                     f"--chat-template is not a Jinja template ({_first_line(error)}); correct it."
                 ) from None
 
-    def _render(self, messages: Sequence[dict[str, str]], style: ChatStyle) -> str:
+    def _render(self, messages: list[dict[str, Any]], style: ChatStyle) -> str:
         if self._tokenizer.chat_template is None:
             raise ApiError(
                 400,
@@ -142,7 +219,7 @@ class Prompts:
             )
         try:
             rendered = self._tokenizer.apply_chat_template(
-                list(messages),
+                messages,
                 add_generation_prompt=style.add_generation_prompt,
                 continue_final_message=style.continue_final_message,
                 tokenize=False,
@@ -167,6 +244,10 @@ class Prompts:
         )
         assert isinstance(text, str)
         return text
+
+
+def _empty() -> ApiError:
+    return ApiError(400, "the prompt is empty; expected at least one token.", param="prompt")
 
 
 def _first_line(error: Exception) -> str:

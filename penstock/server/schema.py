@@ -10,6 +10,7 @@ Every list is bounded and fails at its first error, so that the cost of a body i
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from penstock.engine.params import MAX_BIASES, MAX_LOGPROBS
+from penstock.engine.anywhere.pieces import REUSE_ANYWHERE, PromptPiece
+from penstock.engine.params import MAX_BIASES, MAX_LOGPROBS, Mending
 from penstock.errors import ConfigError
 from penstock.hints import (
     ACTIONS,
@@ -87,6 +89,12 @@ def _expected(text: str) -> WrapValidator:
             for detail in error.errors(include_url=False, include_input=False):
                 if detail["type"] == "refused":
                     raise _refused(detail["ctx"]["text"], code=detail["ctx"]["code"]) from None
+                if detail["type"] == "extra_forbidden":
+                    name = str(detail["loc"][-1])[:80]
+                    raise _refused(
+                        f"Unrecognized request argument supplied: {name!r}; leave it out.",
+                        code="unknown_parameter",
+                    ) from None
             raise PydanticCustomError("shape", "expected {text}", {"text": text}) from None
 
     return WrapValidator(validate)
@@ -111,16 +119,6 @@ _Stop = Annotated[
 ]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=MAX_VALUES, fail_fast=True)]
-Prompt = Annotated[
-    str
-    | _TokenIds
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
-    | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
-    _expected(
-        "a string, a list of token ids, or a list of up to "
-        f"{MAX_CHOICES} strings or lists of token ids"
-    ),
-]
 
 
 def _check_bias(given: dict[str, float]) -> dict[str, float]:
@@ -152,8 +150,79 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
+def _check_reuse(value: object) -> object:
+    if value is not None and value != REUSE_ANYWHERE:
+        raise _refused(
+            f'reuse is {reprlib.repr(value)}: expected "{REUSE_ANYWHERE}"; correct it, or leave it '
+            "out."
+        )
+    return value
+
+
+class ReuseMark(_Strict):
+    """How the KV of a text may be used again: see docs/anywhere.md."""
+
+    reuse: Annotated[
+        Any,
+        AfterValidator(_check_reuse),
+        WithJsonSchema({"enum": [REUSE_ANYWHERE, None]}),
+    ] = None
+
+    @property
+    def is_anywhere(self) -> bool:
+        return self.reuse is not None
+
+
+class PromptSegment(_Strict):
+    """A text or token ids, which may be reused anywhere."""
+
+    text: str | None = None
+    token_ids: Annotated[list[_TokenId], Field(max_length=MAX_VALUES, fail_fast=True)] | None = None
+    penstock: ReuseMark | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> PromptSegment:
+        if (self.text is None) == (self.token_ids is None):
+            raise _refused("a segment of the prompt has text and token_ids, or neither: give one.")
+        return self
+
+    def piece(self) -> PromptPiece:
+        content = (self.token_ids or []) if self.text is None else self.text
+        return PromptPiece(content, self.penstock is not None and self.penstock.is_anywhere)
+
+
+class SegmentedPrompt(_Strict):
+    """A prompt in segments, some of which may be reused anywhere."""
+
+    segments: Annotated[
+        list[str | _TokenIds | PromptSegment],
+        Field(min_length=1, max_length=_MAX_PARTS, fail_fast=True),
+    ]
+
+    def pieces(self) -> list[PromptPiece]:
+        return [
+            segment.piece() if isinstance(segment, PromptSegment) else PromptPiece(segment)
+            for segment in self.segments
+        ]
+
+
+_Prompts = Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+Prompt = Annotated[
+    str
+    | _TokenIds
+    | SegmentedPrompt
+    | Annotated[list[str | SegmentedPrompt], _Prompts]
+    | Annotated[list[_TokenIds], _Prompts],
+    _expected(
+        'a string, a list of token ids, an object {"segments": [...]} with texts, lists of token '
+        'ids and objects {"text": "...", "penstock": {"reuse": "anywhere"}}, or a list of up to '
+        f"{MAX_CHOICES} strings and such objects, or lists of token ids"
+    ),
+]
+
+
 def _must_hold(make: Callable[[], object], param: str | None) -> None:
-    """Report what the hints' own checks refuse to the client."""
+    """Report what the engine's own checks refuse to the client."""
     try:
         make()
     except ConfigError as error:
@@ -219,6 +288,16 @@ class Residency(_Strict):
     never_cold: bool = False
 
 
+def _check_mending(given: dict[str, Any]) -> dict[str, Any]:
+    _must_hold(lambda: Mending.of(given), "kv_mending")
+    return given
+
+
+_Mending = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_mending),
+    Field(description="How segments that are reused anywhere are mended: see docs/anywhere.md."),
+]
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 _RetainSeconds = Annotated[float, Field(gt=0, le=MAX_RETAIN_SECONDS)]
 
@@ -291,6 +370,7 @@ class GenerationRequest(TenantFields, _Open):
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     kv_residency: Residency | None = None
+    kv_mending: _Mending | None = None
     penstock: RequestHints | None = None
     kv_transfer_params: KvTransfer | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -337,6 +417,11 @@ class TextPart(BaseModel):
 
     type: _Text
     text: str
+    penstock: ReuseMark | None = None
+
+    @property
+    def is_reusable(self) -> bool:
+        return self.penstock is not None and self.penstock.is_anywhere
 
 
 class Message(_Open):
@@ -352,12 +437,14 @@ class Message(_Open):
     function_call: Refused = None
     tool_calls: Refused = None
 
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates expect."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        plain = {
+    def plain(self) -> dict[str, Any]:
+        """The message in the form that chat templates expect; its content may be pieces."""
+        content: str | list[PromptPiece] | None
+        if isinstance(self.content, list):
+            content = [PromptPiece(part.text, part.is_reusable) for part in self.content]
+        else:
+            content = self.content
+        plain: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": content or "",
         }

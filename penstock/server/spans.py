@@ -69,6 +69,8 @@ def attributes_of(told: RequestStory, model: str) -> dict[str, Value]:
         "gen_ai.usage.cache_read.input_tokens": told.num_cached,
         "penstock.sequence_id": told.request_id,
         "penstock.cached_tokens": told.num_cached,
+        "penstock.reused_tokens": told.num_reused,
+        "penstock.mended_tokens": told.num_mended,
         "penstock.lossy_tokens": told.num_lossy,
         "penstock.recomputed_tokens": told.num_recomputed,
         "penstock.preemptions": told.num_preemptions,

@@ -86,6 +86,8 @@ class Stories:
             "prompt_tokens": told.num_prompt,
             "output_tokens": told.num_output,
             "cached_tokens": told.num_cached,
+            "reused_tokens": told.num_reused,
+            "mended_tokens": told.num_mended,
             "lossy_tokens": told.num_lossy,
             "recomputed_tokens": told.num_recomputed,
             "preemptions": told.num_preemptions,

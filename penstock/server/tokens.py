@@ -18,14 +18,15 @@ async def tokenize(body: TokenizeRequest, serving: Serving) -> Tokenized:
     prompts = serving.prompts
     if body.messages is not None:
         messages = [message.plain() for message in body.messages]
-        ids = await prompts.encode_chat(
+        tokens = await prompts.encode_chat(
             messages, chat_style(body), add_special_tokens=bool(body.add_special_tokens)
         )
     else:
         special = body.add_special_tokens
-        ids = await prompts.encode(
+        tokens = await prompts.encode(
             body.prompt or "", add_special_tokens=True if special is None else special
         )
+    ids = tokens.ids
     return Tokenized(
         count=len(ids),
         max_model_len=serving.max_tokens,

@@ -56,7 +56,8 @@ def unknown_fields(model: BaseModel, path: str = "") -> Iterator[str]:
         inner = value if isinstance(value, list) else [value]
         if inner and isinstance(inner[0], BaseModel):
             for each in inner:
-                yield from unknown_fields(each, f"{path}{name}.")
+                if isinstance(each, BaseModel):  # a prompt's segments may also be texts
+                    yield from unknown_fields(each, f"{path}{name}.")
 
 
 def field_names(model: Any) -> Iterator[str]:

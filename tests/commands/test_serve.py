@@ -73,6 +73,8 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         (["--api-key", "a\nb"], "an HTTP header cannot contain"),
         (["--served-model-name", ""], "--served-model-name is empty"),
         (["--otlp-traces-endpoint", "localhost:4318"], "endpoint is 'localhost:4318': expected"),
+        (["--segment-separator", ""], "--segment-separator is ''"),
+        (["--kv-mending", "glue"], "--kv-mending is 'glue': expected one of link"),
         (["--log-level", "loud"], "--log-level"),
         (["--prot", "1"], "--prot"),
     ],

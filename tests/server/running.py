@@ -88,6 +88,7 @@ class Local:
         names: tuple[str, ...] = ("tiny",),
         port: int = 0,
         chat_template: str | None = None,
+        mending: dict[str, object] | None = None,
         **options: Any,
     ) -> None:
         self.metrics = Metrics()
@@ -115,6 +116,7 @@ class Local:
                 names=names,
                 tell=self.told.append,
                 chat_template=chat_template,
+                mending=mending,
             )
 
         def note(serving: Serving) -> None:

@@ -144,7 +144,7 @@ def test_a_character_of_several_tokens_has_no_bytes_of_its_own(server: Local) ->
     """U+FFFD would hide which bytes they were."""
     assert server.serving is not None
     prompts = server.serving.prompts
-    ids = asyncio.run(prompts.encode("Two:日本"))
+    ids = asyncio.run(prompts.encode("Two:日本")).ids
     samples = [Sampled(token_id, -1.0, 1, [(token_id, -1.0)]) for token_id in ids]
     entries = chat_logprobs(samples, prompts).content
     assert [entry.token for entry in entries] == ["Two", ":", "\ufffd", "\ufffd", "本"]

@@ -216,6 +216,8 @@ def test_what_a_request_carries() -> None:
         "penstock.request_id": "mine",
         "penstock.sequence_id": "7-0",
         "penstock.cached_tokens": 64,
+        "penstock.reused_tokens": 0,
+        "penstock.mended_tokens": 0,
         "penstock.recomputed_tokens": 3,
         "penstock.lossy_tokens": 0,
         "penstock.preemptions": 0,

@@ -144,7 +144,7 @@ def test_a_text_that_is_cut_keeps_what_begins_it(tiny: Path) -> None:
     prompts = Prompts(tokenizer, 512)
 
     def ids(text: str, cut: Cut | None = None, *, special: bool = True) -> list[int]:
-        return asyncio.run(prompts.encode(text, add_special_tokens=special, cut=cut))
+        return asyncio.run(prompts.encode(text, add_special_tokens=special, cut=cut)).ids
 
     assert ids(text) == [begin, *plain]
     default = Cut(20, keeps_special=True)

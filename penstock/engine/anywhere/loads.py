@@ -200,7 +200,9 @@ class SegmentLoads:
             )
             if is_first:
                 request.num_reused_tokens += len(placing.slots)
-                request.num_mended_tokens += each.segment.reused.start - each.segment.start
+                # What was found as a prefix of the prompt is counted as cached, and only so.
+                first = max(each.segment.start, request.num_cached_tokens)
+                request.num_mended_tokens += max(0, each.segment.reused.start - first)
         if _must_choose(request):
             self._looks.append(Look(request, parts))
 

@@ -9,7 +9,7 @@ import { lossyMark, sources, tell } from "./story.js";
 import { Tiers } from "./tiers.js";
 
 const MAX_STORIES = 50;
-const WORDS = { device: "on the device", loaded: "loaded", computed: "computed" };
+const WORDS = { device: "on the device", loaded: "loaded", reused: "reused anywhere", computed: "computed" };
 const PHASES = { serving: "serving", loading: "loading the model", stopping: "stopping", failed: "the engine has failed", unreachable: "not reachable" };
 
 const tiers = new Tiers(byId("tiers"));
@@ -91,7 +91,8 @@ function advice(found) {
 }
 
 function promptSources(view) {
-  const parts = Object.entries(WORDS).map(([kind, name]) => [kind, view.prompt_tokens[kind] ?? 0, name]);
+  const parts = Object.entries(WORDS).map(([kind, name]) => [kind, view.prompt_tokens[kind] ?? 0, name])
+    .filter(([kind, tokens]) => tokens || kind !== "reused"); // few ask for it
   const total = parts.reduce((sum, [, tokens]) => sum + tokens, 0);
   const place = byId("sources");
   if (!total) { place.replaceChildren(make("p", { class: "quiet" }, "No prompts in the last minutes.")); return; }

@@ -22,7 +22,9 @@ export function sources(story) {
     if (tokens > 0) parts.push([tier, tokens, `${number(tokens)} tokens ${TIERS[tier]}`]);
     cached += Math.max(0, tokens);
   }
-  const computed = story.prompt_tokens - cached;
+  const reused = story.reused_tokens ?? 0;
+  if (reused > 0) parts.push(["reused", reused, `${number(reused)} tokens of segments reused where they stand`]);
+  const computed = story.prompt_tokens - cached - reused;
   if (computed > 0) parts.push(["computed", computed, `${number(computed)} tokens computed`]);
   return parts;
 }
@@ -74,6 +76,9 @@ function sentences(story) {
   }
   if (below && story.load_estimate_seconds !== null && story.compute_estimate_seconds !== null) {
     said.push(`Estimated beforehand: ${duration(story.load_estimate_seconds)} to load, ${duration(story.compute_estimate_seconds)} to compute the same.`);
+  }
+  if (story.reused_tokens) {
+    said.push(`Of segments from elsewhere, ${plural(story.reused_tokens, "token was", "tokens were")} reused, and ${number(story.mended_tokens)} computed where they stand.`);
   }
   for (const [verdict, blocks] of Object.entries(story.lost_blocks)) {
     said.push(`${plural(blocks, "block")} did not arrive (${verdict}) and ${blocks === 1 ? "was" : "were"} computed.`);

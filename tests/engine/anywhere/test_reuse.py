@@ -65,6 +65,19 @@ def test_everything_mended_is_plain(loaded: LoadedModel) -> None:
     engine.close()
 
 
+def test_tokens_are_counted_once(loaded: LoadedModel) -> None:
+    """The same beginning before another question: part of the segment is found as a prefix."""
+    engine = make(loaded)
+    ask(engine, Prompt([text(1), document(1), text(2, 40)]))
+    request = ask(engine, Prompt([text(1), document(1), text(3, 40)])).request
+    num_cached = (21 + 150) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert request.num_cached_tokens == num_cached
+    assert request.num_reused_tokens == 21 + 150 // BLOCK_TOKENS * BLOCK_TOKENS - num_cached
+    assert request.num_mended_tokens == 0
+    idle(engine)
+    engine.close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_it_does_not_matter_where_segments_come_from(
     loaded: LoadedModel, tmp_path: Path, mode: str
