@@ -452,10 +452,16 @@ class Offloader:
         The next `step` returns the tickets that ended meanwhile. Returns False on timeout.
         """
         end = time.monotonic() + timeout_seconds
-        while not self._stack.idle and time.monotonic() < end:
+        while not self._is_drained and time.monotonic() < end:
             self._kept += self._advance()
             self._engine.wait(0.01)
-        return self._stack.idle
+        return self._is_drained
+
+    @property
+    def _is_drained(self) -> bool:
+        # Slots of a disk can be written to once its index has been read.
+        is_held_up = self._recovery is not None and self._stack.write_down.is_waiting
+        return self._stack.idle and not is_held_up
 
     def recover(self, timeout_seconds: float = 600.0) -> bool:
         """Wait until the disk's index has been read. Serving does not need it."""

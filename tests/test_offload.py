@@ -395,6 +395,44 @@ def test_loads_are_served_while_the_index_is_still_being_read() -> None:
     assert offloader.close(TIMEOUT_SECONDS)
 
 
+def test_blocks_saved_before_the_index_is_read_are_written_before_it_is_drained() -> None:
+    gate = threading.Event()
+
+    class Slow(MemoryStore):
+        def scan(self) -> Iterator[list[Found]]:
+            assert gate.wait(TIMEOUT_SECONDS)
+            yield from super().scan()
+
+    block_spec, clock = spec(), ManualClock()
+    store = Slow(block_spec, 8)
+    device, host = (HostArena(block_spec, 8 * block_spec.stride_bytes) for _ in range(2))
+    seals = Seals(host)
+    lanes = {
+        Tier.HOST: LaneSpec(CopyMover(device, host, seals), 1),
+        Tier.DISK: LaneSpec(StoreMover(host, store, seals), 1),
+    }
+    offloader = Offloader(
+        TierStack(
+            block_spec.block_bytes,
+            Ledger(8, LRU(8)),
+            {Tier.DISK: Ledger(8, LRU(8), recovering=True)},
+        ),
+        TransferEngine(lanes, clock),
+        clock,
+        block_bytes=block_spec.block_bytes,
+        load_deadline_seconds=5.0,
+        recovery=Recovery(Tier.DISK, store, 8),
+    )
+    keys = keys_of(4)
+    offloader.wait([offloader.save(keys, [Slot(i) for i in range(4)])])
+    assert not offloader.drain(0.1), "nothing has been written yet"
+    gate.set()
+    assert offloader.drain(TIMEOUT_SECONDS)
+    assert offloader.empty_host() == 4
+    assert offloader.where(keys) == [Tier.DISK] * 4
+    assert offloader.close(TIMEOUT_SECONDS)
+
+
 def test_closing_twice_is_closing_once(rigs: Rigs, tmp_path: Path) -> None:
     rig = rigs(tmp_path)
     rig.save(keys_of(2))

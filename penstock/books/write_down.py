@@ -78,6 +78,11 @@ class WriteDown:
             queued.update((key, _Queued(slot, tenant, parent_of.get(key))) for key, slot in leased)
             later.update((key, (tenant, parent_of.get(key))) for key in wanted[room:])
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is a block to write, even if its tier has no slot for it."""
+        return any(self._queued.values()) or any(self._later.values())
+
     def can_plan(self, tier: Tier) -> bool:
         """Whether there is a block to write and a slot to write it to."""
         later = self._later[tier] and self._room(tier)
