@@ -46,29 +46,30 @@ class _Rotation:
 
     def __init__(self, frequencies: Tensor, *, is_interleaved: bool) -> None:
         self._frequencies = frequencies.double().cpu()
-        self._is_interleaved = is_interleaved
+        self.is_interleaved = is_interleaved
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self._frequencies)
+
+    def angles(self, turn: int) -> Tensor:
+        """Cosines and sines of a turn, [2, pairs], in float32."""
+        angles = self._frequencies * turn
+        return torch.stack((angles.cos(), angles.sin())).float()
 
     def __call__(self, keys: Tensor, turn: int) -> Tensor:
         """Keys [..., head_dim] in float32."""
-        size = 2 * len(self._frequencies)
-        angles = self._frequencies * turn
-        cosines, sines = (f(angles).to(keys.device, torch.float32) for f in (torch.cos, torch.sin))
+        size = 2 * self.num_pairs
+        cosines, sines = self.angles(turn).to(keys.device)
         turned, rest = keys[..., :size], keys[..., size:]
-        if self._is_interleaved:
+        if self.is_interleaved:
             first, second = turned[..., 0::2], turned[..., 1::2]
         else:
             first, second = turned.chunk(2, -1)
         pairs = (first * cosines - second * sines, second * cosines + first * sines)
-        if self._is_interleaved:
-            turned = torch.stack(pairs, -1).flatten(-2)
-        else:
-            turned = torch.cat(pairs, -1)
-        return torch.cat((turned, rest), -1)
-
-
-def _unchanged(keys: Tensor, turn: int) -> Tensor:
-    """Of layers without rotary embeddings."""
-    return keys
+        if self.is_interleaved:
+            return torch.cat((torch.stack(pairs, -1).flatten(-2), rest), -1)
+        return torch.cat((*pairs, rest), -1)
 
 
 class Turner:
@@ -79,8 +80,9 @@ class Turner:
         last = loaded.max_tokens - 1
         turns = sorted({1, min(37, last - _FROM), last - _FROM})
         before, *after = _keys_at(loaded, [_FROM, *(_FROM + turn for turn in turns)])
-        candidates = list(_candidates(loaded.model, loaded.head_dim))
-        self._rotations = [
+        candidates = [None, *_candidates(loaded.model, loaded.head_dim)]
+        # Of each layer; None if it has no positions.
+        self._rotations: list[_Rotation | None] = [
             _choose(
                 *(candidates, layer, before[layer], [keys[layer] for keys in after], turns),
                 loaded.dtype,
@@ -90,27 +92,57 @@ class Turner:
 
     def turn(self, keys: Tensor, layer: int, turn: int) -> Tensor:
         """Keys [..., kv_heads, head_dim], turned by `turn` positions in float32."""
-        return self._rotations[layer](keys.float(), turn) if turn else keys.float()
+        rotation = self._rotations[layer]
+        return rotation(keys.float(), turn) if turn and rotation is not None else keys.float()
 
     @torch.inference_mode()
     def place(self, pool: Tensor, placings: Sequence[Placing]) -> None:
+        for placing in placings:
+            if pool.is_cuda and pool.dtype is not fp8.DTYPE and self._suits_kernel:
+                self.place_by_kernel(pool, placing)
+            else:
+                self.place_by_torch(pool, placing)
+
+    @property
+    def _suits_kernel(self) -> bool:
+        """Whether all layers rotate the same values."""
+        found = [each for each in self._rotations if each is not None]
+        return len({(each.is_interleaved, each.num_pairs) for each in found}) == 1
+
+    def place_by_kernel(self, pool: Tensor, placing: Placing) -> None:
+        from penstock.engine.anywhere.placing_triton import place_tokens
+
+        different = list(dict.fromkeys(each for each in self._rotations if each is not None))
+        numbers = [-1 if each is None else different.index(each) for each in self._rotations]
+        if not placing.turn:  # to the bit, whatever the numbers are
+            numbers = [-1] * len(numbers)
+        angles = torch.stack([each.angles(placing.turn) for each in different])
+        place_tokens(
+            pool,
+            _index(placing.source_slots, placing.source_offsets, pool),
+            _index(placing.slots, placing.offsets, pool),
+            torch.tensor(numbers).to(pool.device),
+            angles.to(pool.device),
+            is_interleaved=different[0].is_interleaved,
+        )
+
+    def place_by_torch(self, pool: Tensor, placing: Placing) -> None:
         rounds = pool.dtype is fp8.DTYPE
         # Torch cannot index e4m3 on all devices, but it can index bytes.
         values = pool.view(torch.uint8) if rounds else pool
-        for placing in placings:
-            for start in range(0, len(placing.slots), _TOKENS_AT_ONCE):
-                part = slice(start, start + _TOKENS_AT_ONCE)
-                source = _index(placing.source_slots[part], placing.source_offsets[part], pool)
-                target = _index(placing.slots[part], placing.offsets[part], pool)
-                for layer in range(pool.shape[1]):
-                    mine = values[:, layer]
-                    mine[target[0], 1, target[1]] = mine[source[0], 1, source[1]]
-                    keys = mine[source[0], 0, source[1]]
-                    if placing.turn:
-                        plain = keys.view(fp8.DTYPE) if rounds else keys
-                        turned = self.turn(plain, layer, placing.turn)
-                        keys = fp8.narrow(turned) if rounds else turned.to(keys.dtype)
-                    mine[target[0], 0, target[1]] = keys
+        for start in range(0, len(placing.slots), _TOKENS_AT_ONCE):
+            part = slice(start, start + _TOKENS_AT_ONCE)
+            source = _index(placing.source_slots[part], placing.source_offsets[part], pool)
+            target = _index(placing.slots[part], placing.offsets[part], pool)
+            for layer in range(pool.shape[1]):
+                mine = values[:, layer]
+                mine[target[0], 1, target[1]] = mine[source[0], 1, source[1]]
+                keys = mine[source[0], 0, source[1]]
+                if placing.turn:
+                    plain = keys.view(fp8.DTYPE) if rounds else keys
+                    turned = self.turn(plain, layer, placing.turn)
+                    keys = fp8.narrow(turned) if rounds else turned.to(keys.dtype)
+                mine[target[0], 0, target[1]] = keys
 
 
 class _Captured:
@@ -147,8 +179,7 @@ def _keys_at(loaded: LoadedModel, positions: Sequence[int]) -> list[list[Tensor]
     return found
 
 
-def _candidates(model: Any, head_dim: int) -> Iterator[Any]:
-    yield _unchanged
+def _candidates(model: Any, head_dim: int) -> Iterator[_Rotation]:
     for module in model.modules():
         frequencies = getattr(module, "inv_freq", None)
         if isinstance(frequencies, Tensor) and 0 < 2 * frequencies.numel() <= head_dim:
@@ -157,19 +188,19 @@ def _candidates(model: Any, head_dim: int) -> Iterator[Any]:
 
 
 def _choose(
-    candidates: Sequence[Any],
+    candidates: Sequence[_Rotation | None],
     layer: int,
     before: Tensor,
     after: Sequence[Tensor],
     turns: Sequence[int],
     dtype: torch.dtype,
-) -> Any:
+) -> _Rotation | None:
     """The first rotation that gives the keys which the model computes."""
     largest = max(float(keys.abs().max()) for keys in after)
     limit = _MAX_ERROR[dtype] * largest
     for rotation in candidates:
         errors = [
-            float((rotation(before, turn) - keys).abs().max())
+            float(((before if rotation is None else rotation(before, turn)) - keys).abs().max())
             for turn, keys in zip(turns, after, strict=True)
         ]
         if max(errors) <= limit:
@@ -181,7 +212,8 @@ def _choose(
     )
 
 
-def _index(slots: NDArray[np.int64], offsets: NDArray[np.int64], pool: Tensor) -> list[Tensor]:
-    return [
-        torch.from_numpy(np.ascontiguousarray(each)).to(pool.device) for each in (slots, offsets)
-    ]
+def _index(
+    slots: NDArray[np.int64], offsets: NDArray[np.int64], pool: Tensor
+) -> tuple[Tensor, Tensor]:
+    both = torch.from_numpy(np.stack((slots, offsets))).to(pool.device)
+    return both[0], both[1]

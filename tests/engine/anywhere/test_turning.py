@@ -14,6 +14,7 @@ from penstock.engine.attention.torch import NAME, register
 from penstock.engine.models import LoadedModel
 from penstock.errors import ConfigError
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -153,3 +154,27 @@ def test_only_the_placed_tokens_are_written(loaded: LoadedModel) -> None:
         assert torch.equal(rows[32 : 32 + 26, 1, layer], old[3:29, 1, layer])
         turned = turner.turn(old[3:29, 0, layer], layer, 40)
         assert torch.equal(rows[32 : 32 + 26, 0, layer], turned)
+
+
+@pytest.mark.parametrize("name", ["default", "a part of each head", "layers without positions"])
+@pytest.mark.parametrize("turn", [0, 61])
+def test_the_kernel_places_as_torch_does(name: str, turn: int) -> None:
+    _compare(name, turn)
+
+
+def test_the_kernel_for_pairs_beside_each_other() -> None:
+    _compare("pairs beside each other", 61)
+
+
+def _compare(name: str, turn: int) -> None:
+    pytest.importorskip("triton")
+    loaded = make(name)
+    turner = Turner(loaded)
+    size = (5, 3, 2, 16, 2, loaded.head_dim)
+    one = torch.randn(size, generator=torch.manual_seed(0)).to(DEVICE)
+    other = one.clone()
+    tokens = np.random.default_rng(0).permutation(40)[:9]
+    placing = Placing(tokens // 16, tokens % 16, 3 + tokens // 20, np.arange(9), turn)
+    turner.place_by_torch(one, placing)
+    turner.place_by_kernel(other, placing)
+    assert float((one - other).abs().max()) < (1e-6 if turn else 1e-30)
