@@ -185,5 +185,5 @@ def test_what_the_docs_import_is_in_the_python_reference(site: Path) -> None:
     }
     assert len(imported) > 20
     assert imported <= known
-    assert "Complete prompts (texts or token ids)" in page.text  # a docstring
+    assert "Complete prompts: texts, token ids" in page.text  # a docstring
     assert "None or -1: not reproducible" in page.text  # a comment behind a field

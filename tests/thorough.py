@@ -22,6 +22,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     "test_docs_remote.py": ("*",),
     "test_docs_routing.py": ("*",),
     "test_docs.py": (
+        "test_python_runs?anywhere.md-1-*",
         "test_python_runs?hints.md-0-*",
         "test_python_runs?server.md-1-*",
         "test_python_runs?README.md-5-*",
