@@ -23,7 +23,8 @@ from penstock.engine.models import LoadedModel
 from penstock.errors import ConfigError
 
 _FROM = 3  # the position whose keys are turned
-_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest key
+_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of a pair's length
+_ANGLE_ERROR = 2.0**-23  # for each position: models compute angles in float32
 _TOKENS_AT_ONCE = 512  # turned keys are float32: they take several times the memory of the KV
 
 
@@ -66,9 +67,25 @@ class _Rotation:
         return torch.cat((turned, rest), -1)
 
 
-def _unchanged(keys: Tensor, turn: int) -> Tensor:
+    def lengths(self, keys: Tensor) -> Tensor:
+        """For each value, the length of the pair that it belongs to. No rotation changes it."""
+        size = 2 * len(self._frequencies)
+        turned, rest = keys[..., :size], keys[..., size:].abs()
+        if self._is_interleaved:
+            pairs = torch.hypot(turned[..., 0::2], turned[..., 1::2]).repeat_interleave(2, -1)
+        else:
+            pairs = torch.hypot(*turned.chunk(2, -1)).tile(2)
+        return torch.cat((pairs, rest), -1)
+
+
+class _NoRotation:
     """Of layers without rotary embeddings."""
-    return keys
+
+    def __call__(self, keys: Tensor, turn: int) -> Tensor:
+        return keys
+
+    def lengths(self, keys: Tensor) -> Tensor:
+        return keys.abs()
 
 
 class Turner:
@@ -148,7 +165,7 @@ def _keys_at(loaded: LoadedModel, positions: Sequence[int]) -> list[list[Tensor]
 
 
 def _candidates(model: Any, head_dim: int) -> Iterator[Any]:
-    yield _unchanged
+    yield _NoRotation()
     for module in model.modules():
         frequencies = getattr(module, "inv_freq", None)
         if isinstance(frequencies, Tensor) and 0 < 2 * frequencies.numel() <= head_dim:
@@ -164,15 +181,18 @@ def _choose(
     turns: Sequence[int],
     dtype: torch.dtype,
 ) -> Any:
-    """The first rotation that gives the keys which the model computes."""
-    largest = max(float(keys.abs().max()) for keys in after)
-    limit = _MAX_ERROR[dtype] * largest
+    """The first rotation that gives the keys which the model computes.
+
+    Each value is compared with its own pair: some models have a few keys that are far larger than
+    all others and hardly rotate, and beside them the others would not count.
+    """
     for rotation in candidates:
-        errors = [
-            float((rotation(before, turn) - keys).abs().max())
-            for turn, keys in zip(turns, after, strict=True)
-        ]
-        if max(errors) <= limit:
+        lengths = rotation.lengths(before).clamp(min=torch.finfo(dtype).tiny)
+        limits = [_MAX_ERROR[dtype] + (_FROM + turn) * _ANGLE_ERROR for turn in turns]
+        if all(
+            bool(((rotation(before, turn) - keys).abs() <= limit * lengths).all())
+            for turn, keys, limit in zip(turns, after, limits, strict=True)
+        ):
             return rotation
     raise ConfigError(
         f"the keys of layer {layer} cannot be turned to other positions: the model's position "
