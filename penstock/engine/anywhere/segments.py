@@ -57,7 +57,8 @@ def find_segments(
             continue
         tokens = tuple(prompt_ids[start : start + num_blocks * size])
         keys = tuple(KeyChain(namespace, tokens).keys)
-        name = f"segment {start} {end} {mending.words}".encode()
+        # Where the reused tokens end also depends on the prompt's length.
+        name = f"segment {start} {end} {reused.stop} {mending.words}".encode()
         found.append(Segment(start, end, keys, tokens, reused, name, namespace))
     return tuple(found)
 
