@@ -377,6 +377,8 @@ class Scheduler:
         for request in list(self._running):
             self._preempt(request)
         self._distrusted.update(self._loading)
+        for request in self._loading.values():
+            self._segments.leave(request)
         self.placement.distrust()
         self._pool.distrust()
 

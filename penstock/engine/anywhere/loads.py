@@ -89,7 +89,7 @@ class SegmentLoads:
         self._block_tokens = block_tokens
         self._take = take
         self._choose = choose
-        self._reuses: dict[str, _Reuse] = {}  # by request
+        self._reuses: dict[Request, _Reuse] = {}
         self._tickets: dict[TicketId, _Coming] = {}
         self._queued: list[_Queued] = []  # to be copied before the next step
         self._looks: list[Look] = []
@@ -110,9 +110,11 @@ class SegmentLoads:
 
         Until they are placed, it has them twice. The request holds the blocks that it shares.
         """
-        shared = [self._pool.share(segment.keys) for segment in self._wanted(request)]
-        num_loads = sum(len(segment.keys) for segment in self._wanted(request))
-        num_loads -= sum(map(len, shared))
+        wanted = self._wanted(request)
+        if not wanted:  # it may be larger than the device: only a part of it is there at a time
+            return True
+        shared = [self._pool.share(segment.keys) for segment in wanted]
+        num_loads = sum(len(segment.keys) for segment in wanted) - sum(map(len, shared))
         num_own = -(-len(request.tokens) // self._block_tokens) - len(request.table)
         slots = self._take(num_loads + num_own, request)
         for each in (*shared, slots or ()):
@@ -121,7 +123,7 @@ class SegmentLoads:
 
     def begin(self, request: Request, num_present: int) -> None:
         """Bring the segments of a request that starts and will have its first tokens."""
-        reuse = self._reuses[request.id] = _Reuse()
+        reuse = self._reuses[request] = _Reuse()
         for segment in self._wanted(request, num_present):
             if (coming := self._bring(request, segment)) is not None:
                 reuse.coming.append(coming)
@@ -144,7 +146,7 @@ class SegmentLoads:
         if coming is None:
             return False
         coming.ticket = None
-        reuse = self._reuses.get(coming.request.id)
+        reuse = self._reuses.get(coming.request)
         if reuse is None or coming not in reuse.coming:
             self._pool.release(coming.slots)
             return True
@@ -166,7 +168,7 @@ class SegmentLoads:
 
     def next_work(self, request: Request, budget: int) -> Work | None:
         """What a running request does next. None if it waits for its segments."""
-        reuse = self._reuses[request.id]
+        reuse = self._reuses[request]
         if not reuse.coming:
             rest = range(request.num_computed, len(request.tokens))
             found = self._computed(request, rest, reuse.placed)[:budget]
@@ -186,7 +188,7 @@ class SegmentLoads:
 
     def place(self, request: Request) -> None:
         """Copy all segments of a request. They have arrived, and it has room for them."""
-        reuse = self._reuses[request.id]
+        reuse = self._reuses[request]
         coming, reuse.coming = reuse.coming, []
         is_first = not request.num_reused_tokens  # later it is placed again, after a preemption
         parts = []
@@ -203,13 +205,14 @@ class SegmentLoads:
                 # What was found as a prefix of the prompt is counted as cached, and only so.
                 first = max(each.segment.start, request.num_cached_tokens)
                 request.num_mended_tokens += max(0, each.segment.reused.start - first)
-        if _must_choose(request):
+        # Nothing is left to choose from if the whole prompt has come from another server meanwhile.
+        if _must_choose(request) and any(parts):
             self._looks.append(Look(request, parts))
 
     def skip(self, request: Request) -> int:
         """The first position that is not computed or placed."""
         rest = range(request.num_computed, len(request.tokens))
-        found = self._computed(request, rest, self._reuses[request.id].placed)
+        found = self._computed(request, rest, self._reuses[request].placed)
         return int(found[0]) if len(found) else len(request.tokens)
 
     @staticmethod
@@ -237,7 +240,7 @@ class SegmentLoads:
 
     def leave(self, request: Request) -> None:
         """A request releases its blocks. Blocks that are being loaded are freed when that ends."""
-        reuse = self._reuses.pop(request.id, None)
+        reuse = self._reuses.pop(request, None)
         if reuse is None:
             return
         self._queued = [each for each in self._queued if each.request is not request]

@@ -228,6 +228,69 @@ def test_random_requests_never_spoil_plain_ones(
     engine.close()
 
 
+def test_segments_that_are_being_loaded_when_an_audit_fails_are_not_used(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    engine = make(loaded, tmp_path)
+    prompt = Prompt([text(1, 40), document(1), text(2)])
+    ask(engine, prompt)
+    forget(engine)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    request = engine.add("loading", prompt.ids, params, segments=prompt.segments)
+    engine.step()
+    assert (engine.scheduler.num_loading, len(engine.scheduler._segments)) == (1, 1)
+    assert engine.offloader is not None
+    assert engine.offloader.drain(30)  # the loads have ended, and nobody knows yet
+    engine.offloader.quarantine()
+    engine._distrust()
+    engine.step()
+    (segment,) = request.segments
+    assert engine.pool.num_leading(segment.keys) == 0
+    while engine.has_work:
+        engine.step()
+    assert len(request.output_ids) == 4
+    idle(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_that_is_larger_than_the_pool(loaded: LoadedModel, mode: str) -> None:
+    """Part of it is in DRAM while it runs, so its segments are computed."""
+    residency = ResidencyConfig(cold=True, prefix_tokens=16, tail_tokens=16)
+    settings: dict[str, Any] = {"residency": residency, "max_num_batched_tokens": 64}
+    engine = make(loaded, num_blocks=16, dram=2048, **settings)
+    prompt = Prompt([text(1, 40), document(1, 300), text(2, 40)])
+    answer = ask(engine, prompt, mode)
+    assert answer.request.num_reused_tokens == 0
+    assert answer.tokens == ask(engine, prompt, "plain").tokens
+    idle(engine)
+    engine.close()
+
+
+def test_an_id_that_is_used_again_while_a_load_ends(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(loaded, tmp_path)
+    prompt = Prompt([text(1, 40), document(1), text(2)])
+    ask(engine, prompt)
+    forget(engine)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    engine.add("name", prompt.ids, params, segments=prompt.segments)
+    engine.step()
+    assert engine.scheduler.num_loading == 1
+    engine.abort("name")
+    request = engine.add("name", prompt.ids, params, segments=prompt.segments)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.offloader, "step", list)  # both are loading
+        engine.step()
+    assert engine.scheduler.num_loading == 2
+    while engine.has_work:
+        engine.step()
+    assert (len(request.output_ids), request.num_preemptions) == (4, 0)
+    idle(engine)
+    engine.close()
+
+
 def test_bounds_that_make_no_sense(loaded: LoadedModel) -> None:
     engine = make(loaded)
     params = SamplingParams()
