@@ -66,7 +66,6 @@ class _Rotation:
             turned = torch.cat(pairs, -1)
         return torch.cat((turned, rest), -1)
 
-
     def lengths(self, keys: Tensor) -> Tensor:
         """For each value, the length of the pair that it belongs to. No rotation changes it."""
         size = 2 * len(self._frequencies)
