@@ -73,12 +73,17 @@ def extend_chain(chain: KeyChain, prompt_ids: Sequence[int], segments: Sequence[
     chain.extend(prompt_ids[at:])
 
 
-def _check(bounds: Sequence[tuple[int, int]], num_tokens: int) -> None:
-    if len(bounds) > MAX_SEGMENTS:
+def check_number(num_segments: int) -> None:
+    """Raises ConfigError if a prompt has too many segments."""
+    if num_segments > MAX_SEGMENTS:
         raise ConfigError(
-            f"the prompt has {len(bounds)} segments that may be reused anywhere; expected at most "
+            f"the prompt has {num_segments} segments that may be reused anywhere; expected at most "
             f"{MAX_SEGMENTS}. Join short ones."
         )
+
+
+def _check(bounds: Sequence[tuple[int, int]], num_tokens: int) -> None:
+    check_number(len(bounds))
     before = 0
     for start, end in bounds:
         if not before <= start <= end <= num_tokens:
