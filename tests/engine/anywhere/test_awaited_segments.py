@@ -15,6 +15,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.parts import EngineConfig
+from penstock.engine.request import RequestPhase
 from penstock.stores import memory
 
 PROMPT = Prompt([text(1, 40), document(1), text(2, 40)])
@@ -33,6 +34,22 @@ def engines(loaded: LoadedModel) -> Iterator[list[Engine]]:
     for engine in made:
         engine.close()
     memory.forget_shared("awaited")
+
+
+def test_segments_of_such_a_prompt_are_not_computed_first(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = engines[0]
+    monkeypatch.setattr(decoder.scheduler._awaited, "_patience", lambda *_: 60.0)
+    params = SamplingParams(temperature=0.0, max_tokens=4, awaits_prefill=True)
+    request = decoder.add("awaited", PROMPT.ids, params, segments=PROMPT.segments)
+    for _ in range(20):
+        decoder.step()
+    assert request.phase is RequestPhase.RUNNING
+    assert not request.has_filled
+    assert decoder.pool.num_leading(request.segments[0].keys) == 0
+    decoder.abort("awaited")
+    idle(decoder)
 
 
 @pytest.mark.parametrize("mode", MODES)
