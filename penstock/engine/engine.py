@@ -313,9 +313,10 @@ class Engine(EngineParts):
             for first in range(start, stop, size)
         ]
         chosen = choose_mended(torch.cat(changes), start, look.reused, mending.blend_share)
-        request.mended = chosen
-        request.num_reused_tokens -= len(chosen)
-        request.num_mended_tokens += len(chosen)
+        if request.mended is None:
+            request.num_reused_tokens = sum(map(len, look.reused)) - len(chosen)
+            request.num_mended_tokens = len(chosen)
+        request.mended, request.seen = chosen, look.reused
 
     def close(self) -> None:
         try:

@@ -55,7 +55,8 @@ class Request:
     lookups: list[LookupId] = field(default_factory=list)  # in the remote tier
     fills: set[BlockKey] = field(default_factory=set)  # segments that are computed before it starts
     has_filled: bool = False  # whether its missing segments have been computed
-    mended: Places | None = None  # positions that "blend" computes, once they are chosen
+    mended: Places | None = None  # positions that "blend" computes, once they are chosen ...
+    seen: list[range] = field(default_factory=list)  # ... from these
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # of the prompt: found or loaded when it first started

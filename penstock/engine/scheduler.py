@@ -377,6 +377,8 @@ class Scheduler:
         for request in list(self._running):
             self._preempt(request)
         self._distrusted.update(self._loading)
+        for request in self._loading.values():
+            self._segments.leave(request)
         self.placement.distrust()
         self._pool.distrust()
 
@@ -431,24 +433,30 @@ class Scheduler:
         self._waiting.sort(key=lambda r: r.order)
 
     def _next_waiting(self) -> Request | None:
-        """The most urgent waiting request whose lookups in the remote tier have ended."""
+        """The most urgent waiting request whose lookups in the remote tier have ended, or a fill
+        that it needs."""
         for request in list(self._waiting):
             if request.lookups and self._tiers is not None:
                 if any(map(self._tiers.is_looking_up, request.lookups)):
                     continue
                 request.lookups = []
-            if request.segments and self._waits_for_fills(request):
-                continue
-            return request
+            if not (request.segments and self._waits_for_fills(request)):
+                return request
+            if (fill := self._fills.next_for(request)) is not None:  # it may be new in the queue
+                return fill
         return None
 
     def _waits_for_fills(self, request: Request) -> bool:
         """Whether segments of a waiting request are computed first."""
+        if request.params.awaits_prefill and not request.has_stopped_waiting:
+            return False  # another server computes them
         if not request.has_filled:
-            for fill in self._fills.start(request, self._clock()):
+            wanted = self._segments.wanted(request)
+            for fill in self._fills.start(request, wanted, self._clock()):
                 # As urgent as the request. Its work is not charged again: it is part of the prompt.
                 fill.place = fill.charged_place = replace(request.place)
                 self._enqueue(fill)
+            self._waiting.sort(key=lambda r: r.order)  # one that was there may be more urgent now
         return bool(request.fills)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:

@@ -22,7 +22,7 @@ from penstock.engine.anywhere.pieces import (
     tokenize,
 )
 from penstock.errors import ConfigError
-from penstock.server.errors import ApiError
+from penstock.server.errors import ApiError, from_engine
 
 _Result = TypeVar("_Result")
 
@@ -157,7 +157,10 @@ class Prompts:
         if is_one_text(pieces):
             return PromptTokens(self._ids(text_of(pieces), add_special_tokens, cut))
         before, after = special_ids(self._tokenizer, pieces) if add_special_tokens else ([], [])
-        tokens = tokenize(self._tokenizer, pieces)
+        try:
+            tokens = tokenize(self._tokenizer, pieces)
+        except ConfigError as error:
+            raise from_engine(error) from None
         if cut is None:
             tokens = put_around(tokens, before, after)
         elif cut.keeps_special and cut.max_tokens > len(before) + len(after):

@@ -312,8 +312,12 @@ def test_wrong_segments_are_refused(client: Client, prompt: Any) -> None:
 def test_too_many_segments_are_refused(client: Client) -> None:
     prompt = segmented(*[doc("a")] * 300, *[doc("")] * 3000)  # empty ones count nothing
     assert post(client, COMPLETIONS, prompt=prompt)["usage"]["prompt_tokens"] == 300
-    words = refusal(client, COMPLETIONS, prompt=segmented(*[doc("a")] * 3000))
-    assert "maximum context length" in words or "expected at most" in words
+    words = refusal(client, COMPLETIONS, prompt=segmented(*[doc("a")] * 1025))
+    assert "1025 segments" in words
+    messages = user(*[part("a", MARK)] * 1025)
+    for more in ({}, {"truncate_prompt_tokens": 9}):
+        assert "1025 segments" in refusal(client, CHAT, messages=messages, **more)
+    assert "1025 segments" in refusal(client, "/tokenize", messages=messages)
 
 
 def test_a_prompt_that_is_cut(client: Client, asking: Asking) -> None:

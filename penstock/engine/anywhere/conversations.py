@@ -18,6 +18,7 @@ from penstock.errors import ConfigError
 
 _NONCE_DIGITS = 40
 _NUMBER_DIGITS = 8
+_PART_DIGITS = 12  # that tell a part of a placeholder from other numbers
 
 Render = Callable[[list[dict[str, Any]]], str]
 
@@ -95,6 +96,8 @@ def _has_pieces(content: object) -> TypeGuard[list[PromptPiece]]:
 class _Placeholders:
     def __init__(self) -> None:
         self._nonce = "".join(secrets.choice("0123456789") for _ in range(_NONCE_DIGITS))
+        starts = range(_NONCE_DIGITS - _PART_DIGITS + 1)
+        self._parts = [self._nonce[start : start + _PART_DIGITS] for start in starts]
         self._texts: list[str] = []
 
     @property
@@ -106,7 +109,10 @@ class _Placeholders:
         return "".join(self._put(piece) for piece in pieces)
 
     def split(self, rendered: str) -> list[PromptPiece] | None:
-        """None if the text has not all placeholders. One that is repeated is used repeatedly."""
+        """None if the text has not all placeholders, or a part of one.
+
+        One that is repeated is used repeatedly.
+        """
         found: set[int] = set()
         pieces = []
         at = 0
@@ -120,9 +126,9 @@ class _Placeholders:
                 PromptPiece(self._texts[number], True),
             ]
             at = match.end()
-        if len(found) < len(self._texts):
-            return None
-        return [*pieces, PromptPiece(rendered[at:])]
+        pieces.append(PromptPiece(rendered[at:]))
+        is_cut = any(part in piece.content for piece in pieces[::2] for part in self._parts)
+        return None if is_cut or len(found) < len(self._texts) else pieces
 
     def _put(self, piece: PromptPiece) -> str:
         assert isinstance(piece.content, str)

@@ -7,11 +7,11 @@ waits once; what it then still misses is computed as part of its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.engine.anywhere.segments import Segment
 from penstock.engine.params import SamplingParams
-from penstock.engine.request import Request
+from penstock.engine.request import Request, RequestPhase
 from penstock.keys import KeyChain
 from penstock.types import BlockKey
 
@@ -27,11 +27,14 @@ class Fills:
     def __len__(self) -> int:
         return len(self._fills)
 
-    def start(self, request: Request, now: float) -> list[Request]:
-        """The fills that a request needs and nobody has started yet. It waits for all it needs."""
+    def start(self, request: Request, segments: Sequence[Segment], now: float) -> list[Request]:
+        """The fills that a request needs and nobody has started yet. It waits for all it needs.
+
+        `segments`: those of the request that it wants.
+        """
         request.has_filled = True
         made = []
-        for segment in request.segments:
+        for segment in segments:
             key = segment.keys[-1]
             if key in request.fills or not self._is_missing(segment):
                 continue
@@ -39,9 +42,16 @@ class Fills:
                 made.append(self._make(request, segment, now))
                 self._fills[key] = made[-1]
                 self._waiting[key] = set()
+            fill = self._fills[key]
+            fill.priority = min(fill.priority, request.priority)
             self._waiting[key].add(request)
             request.fills.add(key)
         return made
+
+    def next_for(self, request: Request) -> Request | None:
+        """A fill that a waiting request needs and that has not begun."""
+        fills = (self._fills[key] for key in request.fills)
+        return next((fill for fill in fills if fill.phase is RequestPhase.WAITING), None)
 
     def ended(self, fill: Request) -> None:
         """A fill has ended, computed or not. Requests that waited for it start without it."""

@@ -67,7 +67,7 @@ class Work(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Choose the tokens to mend in these parts of a prompt: `Request.mended`."""
+    """Choose the tokens to mend in these parts of a prompt: see `Request.mended`."""
 
     request: Request
     reused: list[range]
@@ -89,7 +89,7 @@ class SegmentLoads:
         self._block_tokens = block_tokens
         self._take = take
         self._choose = choose
-        self._reuses: dict[str, _Reuse] = {}  # by request
+        self._reuses: dict[Request, _Reuse] = {}
         self._tickets: dict[TicketId, _Coming] = {}
         self._queued: list[_Queued] = []  # to be copied before the next step
         self._looks: list[Look] = []
@@ -110,9 +110,11 @@ class SegmentLoads:
 
         Until they are placed, it has them twice. The request holds the blocks that it shares.
         """
-        shared = [self._pool.share(segment.keys) for segment in self._wanted(request)]
-        num_loads = sum(len(segment.keys) for segment in self._wanted(request))
-        num_loads -= sum(map(len, shared))
+        wanted = self.wanted(request)
+        if not wanted:  # it may be larger than the device: only a part of it is there at a time
+            return True
+        shared = [self._pool.share(segment.keys) for segment in wanted]
+        num_loads = sum(len(segment.keys) for segment in wanted) - sum(map(len, shared))
         num_own = -(-len(request.tokens) // self._block_tokens) - len(request.table)
         slots = self._take(num_loads + num_own, request)
         for each in (*shared, slots or ()):
@@ -121,12 +123,12 @@ class SegmentLoads:
 
     def begin(self, request: Request, num_present: int) -> None:
         """Bring the segments of a request that starts and will have its first tokens."""
-        reuse = self._reuses[request.id] = _Reuse()
-        for segment in self._wanted(request, num_present):
+        reuse = self._reuses[request] = _Reuse()
+        for segment in self.wanted(request, num_present):
             if (coming := self._bring(request, segment)) is not None:
                 reuse.coming.append(coming)
 
-    def _wanted(self, request: Request, num_present: int = 0) -> list[Segment]:
+    def wanted(self, request: Request, num_present: int = 0) -> list[Segment]:
         """The segments to bring, as far as a device with nothing else on it could have them."""
         num_present = max(num_present, len(request.table) * self._block_tokens)
         num_blocks = -(-len(request.tokens) // self._block_tokens)
@@ -144,7 +146,7 @@ class SegmentLoads:
         if coming is None:
             return False
         coming.ticket = None
-        reuse = self._reuses.get(coming.request.id)
+        reuse = self._reuses.get(coming.request)
         if reuse is None or coming not in reuse.coming:
             self._pool.release(coming.slots)
             return True
@@ -166,7 +168,7 @@ class SegmentLoads:
 
     def next_work(self, request: Request, budget: int) -> Work | None:
         """What a running request does next. None if it waits for its segments."""
-        reuse = self._reuses[request.id]
+        reuse = self._reuses[request]
         if not reuse.coming:
             rest = range(request.num_computed, len(request.tokens))
             found = self._computed(request, rest, reuse.placed)[:budget]
@@ -177,7 +179,7 @@ class SegmentLoads:
             return Work(np.arange(request.num_computed, end, dtype=np.int64), end)
         if any(coming.ticket is not None for coming in reuse.coming):
             return None
-        if _must_choose(request):
+        if _must_choose(request, reuse.coming):
             return Work(_NOTHING, last.stop, places=True)
         rest = range(request.num_computed, len(request.tokens))
         placed = [*reuse.placed, *(coming.segment.reused for coming in reuse.coming)]
@@ -186,30 +188,27 @@ class SegmentLoads:
 
     def place(self, request: Request) -> None:
         """Copy all segments of a request. They have arrived, and it has room for them."""
-        reuse = self._reuses[request.id]
+        reuse = self._reuses[request]
         coming, reuse.coming = reuse.coming, []
-        is_first = not request.num_reused_tokens  # later it is placed again, after a preemption
-        parts = []
+        if _must_choose(request, coming):
+            self._looks.append(Look(request, [_placed(request, each) for each in coming]))
+        # After a preemption it is placed again. What is blended is counted when it is chosen.
+        is_counted = not (request.num_reused_tokens or request.params.mending.is_blend)
         for each in coming:
             placing = self._placing(request, each)
             self._queued.append(_Queued(request, placing))
             self._read += each.slots
             reuse.placed.append(each.segment.reused)
-            parts.append(
-                range(each.segment.reused.stop - len(placing.slots), each.segment.reused.stop)
-            )
-            if is_first:
+            if is_counted:
                 request.num_reused_tokens += len(placing.slots)
                 # What was found as a prefix of the prompt is counted as cached, and only so.
                 first = max(each.segment.start, request.num_cached_tokens)
                 request.num_mended_tokens += max(0, each.segment.reused.start - first)
-        if _must_choose(request):
-            self._looks.append(Look(request, parts))
 
     def skip(self, request: Request) -> int:
         """The first position that is not computed or placed."""
         rest = range(request.num_computed, len(request.tokens))
-        found = self._computed(request, rest, self._reuses[request.id].placed)
+        found = self._computed(request, rest, self._reuses[request].placed)
         return int(found[0]) if len(found) else len(request.tokens)
 
     @staticmethod
@@ -237,7 +236,7 @@ class SegmentLoads:
 
     def leave(self, request: Request) -> None:
         """A request releases its blocks. Blocks that are being loaded are freed when that ends."""
-        reuse = self._reuses.pop(request.id, None)
+        reuse = self._reuses.pop(request, None)
         if reuse is None:
             return
         self._queued = [each for each in self._queued if each.request is not request]
@@ -288,9 +287,8 @@ class SegmentLoads:
 
     def _placing(self, request: Request, coming: _Coming) -> Placing:
         segment, size = coming.segment, self._block_tokens
-        # What is present may be shared with other requests: it must not be written.
-        first = max(segment.reused.start, request.num_present)
-        positions = np.arange(first, segment.reused.stop, dtype=np.int64)
+        placed = _placed(request, coming)
+        positions = np.arange(placed.start, placed.stop, dtype=np.int64)
         local = positions - segment.start
         source = np.array(coming.slots, np.int64)
         places = request.table.places
@@ -303,5 +301,19 @@ class SegmentLoads:
         )
 
 
-def _must_choose(request: Request) -> bool:
-    return request.params.mending.is_blend and request.mended is None
+def _placed(request: Request, coming: _Coming) -> range:
+    """The positions that are copied for a segment."""
+    reused = coming.segment.reused
+    # What is present may be shared with other requests: it must not be written.
+    return range(min(max(reused.start, request.num_present), reused.stop), reused.stop)
+
+
+def _must_choose(request: Request, coming: list[_Coming]) -> bool:
+    """Whether there is something to mend that was not considered before a preemption."""
+    if not request.params.mending.is_blend:
+        return False
+    parts = [_placed(request, each) for each in coming]
+    return any(
+        part and not any(old.start <= part.start and part.stop <= old.stop for old in request.seen)
+        for part in parts
+    )

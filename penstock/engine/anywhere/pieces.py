@@ -14,6 +14,7 @@ from itertools import groupby
 from operator import index
 from typing import Any, NamedTuple
 
+from penstock.engine.anywhere.segments import check_number
 from penstock.errors import ConfigError
 
 REUSE_ANYWHERE = "anywhere"
@@ -102,7 +103,11 @@ def is_one_text(pieces: Sequence[PromptPiece]) -> bool:
 
 
 def tokenize(tokenizer: Any, pieces: Sequence[PromptPiece]) -> PromptTokens:
-    """Without the special tokens that the tokenizer adds to a text."""
+    """Without the special tokens that the tokenizer adds to a text.
+
+    Raises ConfigError if there are too many reusable pieces: each takes a call of the tokenizer.
+    """
+    check_number(sum(piece.is_reusable and len(piece.content) > 0 for piece in pieces))
     tokens = PromptTokens([])
     for is_plain, group in groupby(
         (piece for piece in pieces if len(piece.content)),

@@ -57,7 +57,8 @@ def find_segments(
             continue
         tokens = tuple(prompt_ids[start : start + num_blocks * size])
         keys = tuple(KeyChain(namespace, tokens).keys)
-        name = f"segment {start} {end} {mending.words}".encode()
+        # Where the reused tokens end also depends on the prompt's length.
+        name = f"segment {start} {end} {reused.stop} {mending.words}".encode()
         found.append(Segment(start, end, keys, tokens, reused, name, namespace))
     return tuple(found)
 
@@ -72,12 +73,17 @@ def extend_chain(chain: KeyChain, prompt_ids: Sequence[int], segments: Sequence[
     chain.extend(prompt_ids[at:])
 
 
-def _check(bounds: Sequence[tuple[int, int]], num_tokens: int) -> None:
-    if len(bounds) > MAX_SEGMENTS:
+def check_number(num_segments: int) -> None:
+    """Raises ConfigError if a prompt has too many segments."""
+    if num_segments > MAX_SEGMENTS:
         raise ConfigError(
-            f"the prompt has {len(bounds)} segments that may be reused anywhere; expected at most "
+            f"the prompt has {num_segments} segments that may be reused anywhere; expected at most "
             f"{MAX_SEGMENTS}. Join short ones."
         )
+
+
+def _check(bounds: Sequence[tuple[int, int]], num_tokens: int) -> None:
+    check_number(len(bounds))
     before = 0
     for start, end in bounds:
         if not before <= start <= end <= num_tokens:

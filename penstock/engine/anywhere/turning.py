@@ -23,7 +23,8 @@ from penstock.engine.models import LoadedModel
 from penstock.errors import ConfigError
 
 _FROM = 3  # the position whose keys are turned
-_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest key
+_MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of a pair's length
+_ANGLE_ERROR = 2.0**-23  # for each position: models compute angles in float32
 _TOKENS_AT_ONCE = 512  # turned keys are float32: they take several times the memory of the KV
 
 
@@ -70,6 +71,16 @@ class _Rotation:
         if self.is_interleaved:
             return torch.cat((torch.stack(pairs, -1).flatten(-2), rest), -1)
         return torch.cat((*pairs, rest), -1)
+
+    def lengths(self, keys: Tensor) -> Tensor:
+        """For each value, the length of the pair that it belongs to. No rotation changes it."""
+        size = 2 * self.num_pairs
+        turned, rest = keys[..., :size], keys[..., size:].abs()
+        if self.is_interleaved:
+            pairs = torch.hypot(turned[..., 0::2], turned[..., 1::2]).repeat_interleave(2, -1)
+        else:
+            pairs = torch.hypot(*turned.chunk(2, -1)).tile(2)
+        return torch.cat((pairs, rest), -1)
 
 
 class Turner:
@@ -187,6 +198,10 @@ def _candidates(model: Any, head_dim: int) -> Iterator[_Rotation]:
                 yield _Rotation(frequencies.flatten(), is_interleaved=is_interleaved)
 
 
+def _turned(rotation: _Rotation | None, keys: Tensor, turn: int) -> Tensor:
+    return keys if rotation is None else rotation(keys, turn)
+
+
 def _choose(
     candidates: Sequence[_Rotation | None],
     layer: int,
@@ -195,15 +210,19 @@ def _choose(
     turns: Sequence[int],
     dtype: torch.dtype,
 ) -> _Rotation | None:
-    """The first rotation that gives the keys which the model computes."""
-    largest = max(float(keys.abs().max()) for keys in after)
-    limit = _MAX_ERROR[dtype] * largest
+    """The first rotation that gives the keys which the model computes.
+
+    Each value is compared with its own pair: some models have a few keys that are far larger than
+    all others and hardly rotate, and beside them the others would not count.
+    """
     for rotation in candidates:
-        errors = [
-            float(((before if rotation is None else rotation(before, turn)) - keys).abs().max())
-            for turn, keys in zip(turns, after, strict=True)
-        ]
-        if max(errors) <= limit:
+        lengths = before.abs() if rotation is None else rotation.lengths(before)
+        lengths = lengths.clamp(min=torch.finfo(dtype).tiny)
+        limits = [_MAX_ERROR[dtype] + (_FROM + turn) * _ANGLE_ERROR for turn in turns]
+        if all(
+            bool(((_turned(rotation, before, turn) - keys).abs() <= limit * lengths).all())
+            for turn, keys, limit in zip(turns, after, limits, strict=True)
+        ):
             return rotation
     raise ConfigError(
         f"the keys of layer {layer} cannot be turned to other positions: the model's position "

@@ -220,3 +220,24 @@ def test_messages_are_read() -> None:
         read_message({"role": "user", "content": [*parts, one]})
     with pytest.raises(ConfigError, match="reuse"):
         read_message({"role": "user", "content": [{**one, "penstock": {"reuse": "no"}}]})
+
+
+@pytest.mark.parametrize("part", [slice(0, 30), slice(-30, None), slice(20, 50)])
+def test_a_template_that_also_shows_a_part_of_a_text(part: slice) -> None:
+    """It must not show a part of a placeholder."""
+
+    def render_title(messages: list[dict[str, Any]]) -> str:
+        return f"{messages[1]['content'][part]}\n{render(messages)}"
+
+    messages = with_content([PromptPiece("Read this: "), marked("a text " * 20)])
+    (piece,) = render_pieces(messages, render_title)
+    assert piece == PromptPiece(
+        render_title(with_content("Read this: " + "a text " * 20)), is_reusable=False
+    )
+
+
+def test_too_many_segments_are_not_tokenized() -> None:
+    pieces = split_text("a" + "#b" * 5000, "#")
+    with pytest.raises(ConfigError, match="4999 segments"):
+        tokenize(None, pieces)
+    assert len(tokenize(lambda text, **_: {"input_ids": [1]}, pieces[:1000]).segments) == 999

@@ -205,6 +205,18 @@ def test_the_last_token_is_computed_even_if_a_segment_ends_the_prompt(loaded: Lo
     engine.close()
 
 
+def test_a_block_that_is_reused_is_not_taken_for_one_that_was_computed(loaded: LoadedModel) -> None:
+    """If a segment ends the prompt, its last block is computed where it stands."""
+    parts = [text(1), document(1, 160)]
+    for mode in MODES:
+        engine = make(loaded)
+        short = ask(engine, Prompt(parts), mode).request
+        longer = ask(engine, Prompt([*parts, text(2)]), mode)
+        assert short.chain.keys[1] != longer.request.chain.keys[1]
+        assert longer.tokens == Oracle(loaded).answer(Prompt([*parts, text(2)]), mode)[0]
+        engine.close()
+
+
 def test_the_same_segment_twice(loaded: LoadedModel) -> None:
     prompt = Prompt([text(1), document(1), text(2), document(1), text(3)])
     for mode in MODES:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engine.anywhere.prompts import (
+    BLEND_SHARE,
     MODES,
     Oracle,
     Prompt,
@@ -20,9 +21,11 @@ from engine.anywhere.prompts import (
 )
 from tiny import BLOCK_TOKENS, idle
 
+from penstock.engine.anywhere.segments import Segment
 from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
+from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
 from penstock.errors import ConfigError
 
@@ -60,6 +63,57 @@ def test_preempted_requests_are_answered_as_others(
     answers = ask_all(engine, PROMPTS, mode)
     assert [answer.tokens for answer in answers] == reused[mode]
     assert all(answer.request.num_reused_tokens for answer in answers)
+    idle(engine)
+    engine.close()
+
+
+def until_chosen(engine: Engine, prompt: Prompt, share: float) -> Request:
+    """A request that has chosen what to mend, and has mended nothing."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=6,
+        ignore_eos=True,
+        kv_mending={"mode": "blend", "blend_share": share},
+    )
+    request = engine.add("blends", prompt.ids, params, segments=prompt.segments)
+    while request.mended is None:
+        engine.step()
+    return request
+
+
+def test_what_is_mended_is_counted_once(loaded: LoadedModel) -> None:
+    """Also if nothing is left that is not mended."""
+    engine = make(loaded)
+    request = until_chosen(engine, PROMPTS[0], 1.0)
+    num_mended = 110 // BLOCK_TOKENS * BLOCK_TOKENS + 90 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert (request.num_reused_tokens, request.num_mended_tokens) == (0, num_mended)
+    engine.scheduler._preempt(request)
+    while engine.has_work:
+        engine.step()
+    assert (request.num_reused_tokens, request.num_mended_tokens) == (0, num_mended)
+    idle(engine)
+    engine.close()
+
+
+def test_a_segment_that_comes_after_a_preemption_is_mended(
+    loaded: LoadedModel, reused: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(loaded)
+    loads = engine.scheduler._segments
+    bring = loads._bring
+
+    def bring_first(request: Request, segment: Segment) -> Any:
+        return bring(request, segment) if segment is request.segments[0] else None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loads, "_bring", bring_first)
+        request = until_chosen(engine, PROMPTS[0], BLEND_SHARE)
+    assert len(request.seen) == 1
+    engine.scheduler._preempt(request)
+    while engine.has_work:
+        engine.step()
+    assert len(request.seen) == 2
+    assert request.output_ids == reused["blend"][0]
     idle(engine)
     engine.close()
 
@@ -121,6 +175,28 @@ def test_a_request_that_ends_leaves_the_fill_that_others_wait_for(loaded: Loaded
     while engine.has_work:
         engine.step()
     assert kept.num_reused_tokens > 0
+    idle(engine)
+    engine.close()
+
+
+def test_a_fill_is_as_urgent_as_the_most_urgent_that_waits_for_it(loaded: LoadedModel) -> None:
+    engine = make(loaded, max_num_seqs=1, max_num_batched_tokens=32)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    texts = [Prompt([text(n, 60)]) for n in range(4)]
+    one, other = (Prompt([text(n), document(1), text(9)]) for n in (1, 2))
+    late = engine.add("late", one.ids, params, priority=9, segments=one.segments)
+    engine.step()
+    (fill,) = (request for request in engine.scheduler if request.is_fill)
+    engine.scheduler._preempt(fill)
+    between = [engine.add(str(n), texts[n].ids, params, priority=5) for n in (1, 2, 3)]
+    urgent = engine.add("urgent", other.ids, params, segments=other.segments)
+    while urgent.finish_reason is None:
+        engine.step()
+    assert urgent.num_reused_tokens
+    assert not any(request.finish_reason for request in between)
+    while engine.has_work:
+        engine.step()
+    assert late.num_reused_tokens
     idle(engine)
     engine.close()
 
@@ -224,6 +300,70 @@ def test_random_requests_never_spoil_plain_ones(
                 assert requests[name].output_ids == plain[number]
     assert not engine.take_failed()
     assert num_reused > 1000
+    idle(engine)
+    engine.close()
+
+
+def test_segments_that_are_being_loaded_when_an_audit_fails_are_not_used(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    engine = make(loaded, tmp_path)
+    prompt = Prompt([text(1, 40), document(1), text(2)])
+    ask(engine, prompt)
+    forget(engine)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    request = engine.add("loading", prompt.ids, params, segments=prompt.segments)
+    engine.step()
+    assert (engine.scheduler.num_loading, len(engine.scheduler._segments)) == (1, 1)
+    assert engine.offloader is not None
+    assert engine.offloader.drain(30)  # the loads have ended, and nobody knows yet
+    engine.offloader.quarantine()
+    engine._distrust()
+    engine.step()
+    (segment,) = request.segments
+    assert engine.pool.num_leading(segment.keys) == 0
+    while engine.has_work:
+        engine.step()
+    assert len(request.output_ids) == 4
+    idle(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_that_is_larger_than_the_pool(loaded: LoadedModel, mode: str) -> None:
+    """Part of it is in DRAM while it runs, so its segments are computed."""
+    residency = ResidencyConfig(cold=True, prefix_tokens=16, tail_tokens=16)
+    settings: dict[str, Any] = {"residency": residency, "max_num_batched_tokens": 64}
+    engine = make(loaded, num_blocks=16, dram=2048, **settings)
+    prompt = Prompt([text(1, 40), document(1, 300), text(2, 40)])
+    answer = ask(engine, prompt, mode)
+    assert answer.request.num_reused_tokens == 0
+    assert engine.pool.num_leading(answer.request.segments[0].keys) == 0  # nor alone before
+    assert answer.tokens == ask(engine, prompt, "plain").tokens
+    idle(engine)
+    engine.close()
+
+
+def test_an_id_that_is_used_again_while_a_load_ends(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(loaded, tmp_path)
+    prompt = Prompt([text(1, 40), document(1), text(2)])
+    ask(engine, prompt)
+    forget(engine)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    engine.add("name", prompt.ids, params, segments=prompt.segments)
+    engine.step()
+    assert engine.scheduler.num_loading == 1
+    engine.abort("name")
+    request = engine.add("name", prompt.ids, params, segments=prompt.segments)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.offloader, "step", list)  # both are loading
+        engine.step()
+    assert engine.scheduler.num_loading == 2
+    while engine.has_work:
+        engine.step()
+    assert (len(request.output_ids), request.num_preemptions) == (4, 0)
     idle(engine)
     engine.close()
 

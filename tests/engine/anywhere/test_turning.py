@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    kind, more = MODELS[name]
+def make(
+    name: str, dtype: torch.dtype = torch.float32, more: dict[str, Any] | None = None
+) -> LoadedModel:
+    kind, own = MODELS[name]
+    more = {**own, **(more or {})}
     torch.manual_seed(1)
     library: Any = transformers
     config = getattr(library, f"{kind}Config")(**{**SMALL, **more})
@@ -108,6 +112,27 @@ def test_in_bfloat16(name: str) -> None:
     for layer in range(3):
         turned = turner.turn(one[layer], layer, 87)
         assert float((turned - other[layer]).abs().max()) < 0.02 * float(other[layer].abs().max())
+
+
+def test_a_few_large_keys_that_hardly_rotate_do_not_hide_the_others() -> None:
+    """Such as the biases of Qwen2's keys have."""
+    more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e8}}
+    loaded = make("Qwen2", more=more)
+    for layer in loaded.model.model.layers:
+        layer.self_attn.k_proj.bias.data[7] = 1000.0  # the slowest pair of a head
+    loaded = replace(loaded, model=loaded.model.to(torch.bfloat16), dtype=torch.bfloat16)
+    turner = Turner(loaded)
+    one, other = _keys_at(loaded, [3, 90])
+    for layer in range(3):
+        turned = turner.turn(one[layer], layer, 87)
+        error = (turned - other[layer])[..., :7].abs().max()
+        assert float(error) < 0.02 * float(other[layer][..., :7].abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_long_contexts(dtype: torch.dtype) -> None:
+    """Their last angles are rounded by far more than the keys."""
+    Turner(replace(make("default", dtype), max_tokens=1 << 20))
 
 
 def test_positions_that_are_added_cannot_be_turned() -> None:
