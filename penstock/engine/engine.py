@@ -13,6 +13,7 @@ rebuilt, and all other requests are computed again.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HOP_SECONDS = 0.005
+_NODE_SETTLES_SECONDS = 5.0  # after it is back
 _NODE_PATIENCE_SECONDS = 60.0  # of a request that is larger than the device pool
 
 
@@ -116,7 +118,7 @@ class Engine(EngineParts):
         self._arrived: list[Done] = []  # while a step was computed
         self._unread: list[Progress] = []  # of the last step
         self._moves_again = 0.0
-        self._node_gone_since: float | None = None
+        self._first_stuck = self._last_stuck = -math.inf  # when a request was stuck at a node
         self._live: dict[str, _Live] = {}
         self._sequence = count()
         self._chunks: Sequence[Chunk] = ()  # of the step that is being computed
@@ -434,13 +436,20 @@ class Engine(EngineParts):
         return 'because they do not fit its codec. Set host.codec to "raw"'
 
     def _waits_for_node(self) -> bool:
-        """Whether blocks cannot leave the device because a node is gone, but may soon be back."""
-        now = time.monotonic()
-        if self.offloader is None or self.offloader.is_available:
-            self._node_gone_since = None
+        """Whether blocks cannot leave the device because a node is gone, but may soon be back.
+
+        Also if it has just come back, perhaps unnoticed between two steps: its memory is used only
+        once the old one is free, which is when the request that is stuck has left it.
+        """
+        if self.offloader is None or self._node is None:
             return False
-        self._node_gone_since = self._node_gone_since or now
-        return now - self._node_gone_since < _NODE_PATIENCE_SECONDS
+        now = time.monotonic()
+        if now - self._last_stuck > _NODE_PATIENCE_SECONDS:
+            self._first_stuck = now
+        self._last_stuck = now
+        is_back = self.offloader.is_available
+        limit = _NODE_SETTLES_SECONDS if is_back else _NODE_PATIENCE_SECONDS
+        return now - self._first_stuck < limit
 
     def _recover(self, error: Exception, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Rebuild the books after a step or a call failed halfway, and continue.
