@@ -111,12 +111,12 @@ def attend(
         out[: step.num_decode] = step.decode.attend(query[: step.num_decode], layer, scale)
     for span in step.spans:
         new = slice(span.begin, span.begin + span.num_new)
-        # If KV is rounded, a chunk attends to its own keys as they are stored, as later chunks do:
-        # otherwise answers would depend on how a prompt is split.
         if span.positions is not None:
             k, v = step.memory.history(layer, span.blocks)
             out[new] = _attend_scattered(query[new], k, v, span.positions, scale)
             continue
+        # If KV is rounded, a chunk attends to its own keys as they are stored, as later chunks do:
+        # otherwise answers would depend on how a prompt is split.
         if span.num_past or step.memory.rounds:
             num_tokens = span.num_past + span.num_new
             k, v = step.memory.history(layer, span.blocks)
