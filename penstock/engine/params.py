@@ -129,7 +129,7 @@ class Mending:
     """
 
     mode: str = "link"
-    link_tokens: int = 32
+    link_tokens: int = 64
     blend_share: float = 0.15
 
     def __post_init__(self) -> None:
