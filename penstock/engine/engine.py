@@ -376,9 +376,7 @@ class Engine(EngineParts):
         num_prompt = len(request.prompt_ids)
         too_early = len(request.tokens) - num_prompt < params.min_tokens
         ends = (*self._eos_ids, *live.stop_ids) if too_early else ()
-        row = SamplerRow(
-            params, live.generator, request.tokens, num_prompt, ends, live.grammar
-        )
+        row = SamplerRow(params, live.generator, request.tokens, num_prompt, ends, live.grammar)
         live.row = None if too_early else row
         return row
 

@@ -16,6 +16,7 @@ can stall the thread that computes: one that reaches a limit is an error of its 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ _MAX_COMPILING = 32  # waiting or running
 _COMPILERS = 2
 _MASK_THREADS = 2
 _MAX_REASON_CHARS = 300
+# The first rule, after comments and empty lines.
+_GBNF = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*[\w-]+[ \t]*::=")
 
 
 class Grammar:
@@ -194,14 +197,18 @@ class Grammars:
 def _text(source: GrammarSource) -> str:
     """The source in llguidance's words."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
         if source.kind == "json":
-            return LLMatcher.grammar_from_json_schema(source.text, overrides=json.loads(source.options))
+            return LLMatcher.grammar_from_json_schema(
+                source.text, overrides=json.loads(source.options)
+            )
         if source.kind == "regex":
             return LLMatcher.grammar_from_regex(source.text)
-        return LLMatcher.grammar_from_lark(any_to_lark(source.text))
+        return LLMatcher.grammar_from_lark(
+            gbnf_to_lark(source.text) if _GBNF.match(source.text) else source.text
+        )
     except Exception as error:  # a converter in Python, which may fail in any way
         raise _invalid(source, str(error)) from None
 

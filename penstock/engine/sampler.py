@@ -4,8 +4,8 @@ Each random row is drawn separately, from its own copy of the logits with its ow
 the rest of the batch cannot change it. Probabilities are converted to integers before they are
 summed: the sum of integers does not depend on the order, the sum of floats on a device does.
 
-As in vLLM the order is logit_bias, penalties, grammar, temperature, min_p, top_k, top_p. Log probabilities
-are those of the model's logits, before any of these.
+As in vLLM the order is logit_bias, penalties, grammar, temperature, min_p, top_k, top_p. Log
+probabilities are those of the model's logits, before any of these.
 """
 
 from __future__ import annotations
