@@ -25,7 +25,7 @@ def answer_structure(request: GenerationRequest) -> StructuredOutputsParams | No
         schema = {} if form.json_schema.schema_ is None else form.json_schema.schema_
         wanted["response_format"] = {"json": schema, "strict": bool(form.json_schema.strict)}
     if request.structured_outputs is not None:
-        given = request.structured_outputs.model_dump(exclude_none=True)
+        given = request.structured_outputs.model_dump(exclude_none=True, by_alias=True)
         if given:
             wanted["structured_outputs"] = given
     for name, kind in _GUIDED.items():
