@@ -477,7 +477,7 @@ class TextPart(BaseModel):
         return self.penstock is not None and self.penstock.is_anywhere
 
 
-class CalledFunction(_Open):
+class FunctionOfCall(_Open):
     name: str
     arguments: str | None = None
 
@@ -487,7 +487,7 @@ class MessageToolCall(_Open):
 
     id: str | None = None
     type: _Function = "function"
-    function: CalledFunction
+    function: FunctionOfCall
 
     def plain(self) -> dict[str, Any]:
         """In the form that chat templates expect: the arguments as an object, if they are one."""
