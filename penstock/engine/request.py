@@ -89,6 +89,11 @@ class Request:
         return self.tokens[len(self.prompt_ids) :]
 
     @property
+    def needs_its_last_token(self) -> bool:
+        """Whether a token can only be chosen once the one before it is known on the CPU."""
+        return self.params.structured_outputs is not None
+
+    @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 
