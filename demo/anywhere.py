@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from stage import Stage
@@ -12,7 +13,7 @@ from penstock.engine.request import Request
 
 _BLOCK_TOKENS = 32
 _NUM_ANSWER = 8
-_QUESTION_TOKENS = 32
+_QUESTION_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Anywhere:
 
 
 def compare(stage: Stage, num_documents: int, document_tokens: int) -> Anywhere:
-    documents = [stage.writer.opening(800 + n, document_tokens) for n in range(num_documents)]
-    text = stage.writer.opening(700, _QUESTION_TOKENS)
+    documents = [stage.writer.document(800 + n, document_tokens) for n in range(num_documents)]
+    text = stage.writer.document(700, _QUESTION_TOKENS)
     num_tokens = num_documents * document_tokens + 2 * _QUESTION_TOKENS
     with stage.engine(4 * num_tokens, _BLOCK_TOKENS) as engine:
         _ask(engine, text, documents, is_marked=True)  # computes the documents, each alone
@@ -54,13 +55,15 @@ def compare(stage: Stage, num_documents: int, document_tokens: int) -> Anywhere:
     )
 
 
-def _ask(engine: Engine, text: list[int], documents: list[list[int]], *, is_marked: bool) -> Request:
+def _ask(
+    engine: Engine, text: list[int], documents: list[list[int]], *, is_marked: bool
+) -> Request:
     ids, segments = list(text), []
     for document in documents:
         segments.append((len(ids), len(ids) + len(document)))
         ids += document
     params = SamplingParams(temperature=0, max_tokens=_NUM_ANSWER, ignore_eos=True)
-    name = f"documents {len(documents[0])} {is_marked} {documents[0][-40:]}"
+    name = f"{time.monotonic_ns()}"
     marked = segments if is_marked else []
     request = engine.add(name, ids + text, params, segments=marked)
     while engine.has_work:
