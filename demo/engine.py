@@ -5,9 +5,10 @@
 (a) time to first token: recomputed, loaded from DRAM, loaded from disk
 (b) twenty sessions in a device pool that holds three, with offloading off and on
 (c) a server killed with kill -9, and the conversation resumed from its disk
+(d) documents in another order, with their KV reused anywhere: sooner, but lossy
 
 Writes DIR/report.html with charts, and DIR/results.json. Takes less than five minutes on two cores.
-Exits with 1 if a single token differs from the run without loads.
+Exits with 1 if a single token of (a) to (c) differs from the run without loads.
 """
 
 from __future__ import annotations

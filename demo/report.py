@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from anywhere import Anywhere
 from charts import draw_first_token, draw_restart, draw_sessions, times
 from first_token import NAMES, NUM_LOADS, FirstToken
 from restart import Reply, Restart
@@ -44,7 +45,10 @@ PAGE = """<!doctype html>
 <p class="faint">{machine}</p>
 </body></html>
 """
-_CLAIM = "Whether KV was loaded or computed, every answer is the same, token for token."
+_CLAIM = (
+    "Whether KV was loaded or computed, every answer is the same, token for token. Only reuse "
+    "anywhere, at the end, is lossy."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Found:
     off: Run
     on: Run
     restart: Restart
+    anywhere: Anywhere
     token_bytes: int
     verdict: str
     identical: bool
@@ -141,6 +146,37 @@ def restart_rows(restart: Restart) -> Rows:
     return Rows("Killed with kill -9 and restarted", headers, rows)
 
 
+def anywhere_rows(found: Anywhere) -> Rows:
+    rows = [
+        ("computed, exact", f"{found.computed_seconds:.3f} s", "", "", ""),
+        (
+            "reused anywhere, lossy",
+            f"{found.reused_seconds:.3f} s",
+            times(found.computed_seconds / found.reused_seconds),
+            f"{found.num_reused:,}",
+            f"{found.num_mended:,}",
+        ),
+    ]
+    headers = ("", "first token", "faster", "tokens reused", "mended")
+    return Rows(_anywhere_title(found), headers, rows)
+
+
+def _anywhere_title(found: Anywhere) -> str:
+    return f"{found.num_documents} documents in another order, {found.num_tokens:,} tokens (lossy)"
+
+
+def _on_anywhere(found: Anywhere) -> str:
+    return (
+        f"{found.num_documents} documents have stood in an earlier prompt. Now they come in "
+        "another order: their KV is no prefix, so usually all of it is computed again. If the "
+        "documents are marked, their KV is used where they stand, and only the first tokens of "
+        "each, and what is not a document, are computed. This is lossy: a document's KV does not "
+        f"know what stands before it. Here the first {found.num_equal} of {found.num_answer} "
+        "tokens of the answers are equal. It is done only where a request asks for it: see "
+        "docs/anywhere.md."
+    )
+
+
 def _cached(reply: Reply) -> tuple[str, str]:
     return f"{reply.num_prompt:,}", f"{reply.num_cached:,}"
 
@@ -156,6 +192,9 @@ def write_page(found: Found, out: Path) -> Path:
         + session_rows(found.shape, found.off, found.on).html(),
         _section("restart", draw_restart(found.restart, out), _on_restart(found))
         + restart_rows(found.restart).html(),
+        f"<h2>{html.escape(_anywhere_title(found.anywhere))}</h2>\n"
+        f"<p>{html.escape(_on_anywhere(found.anywhere))}</p>\n"
+        + anywhere_rows(found.anywhere).html(),
     ]
     page = out / "report.html"
     page.write_text(
@@ -233,4 +272,5 @@ def as_results(found: Found) -> dict[str, Any]:
             "on": run(found.on),
         },
         "restart": asdict(found.restart),
+        "anywhere": asdict(found.anywhere),
     }

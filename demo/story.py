@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anywhere
 import first_token
 import report
 import restart
@@ -28,6 +29,8 @@ from penstock.engine.models import load_model
 from penstock.units import counted
 
 LEAST_CONVERSATION_TOKENS = 192
+LEAST_DOCUMENT_TOKENS = 128
+_ANYWHERE_SECONDS = 14.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,12 @@ class Settings:
     sessions_seconds: float  # planned time of both runs together
     shape: sessions.Shape | None  # None: chosen by this machine's speed
     restart_tokens: int
+    documents: tuple[int, int]  # how many, and tokens of each
     plan_seconds: float  # planned time of the whole demo
 
 
-FULL = Settings((512, 2_048, 8_000), 8, 90.0, None, 1_024, 280.0)
-QUICK = Settings((128, 256), 4, 10.0, sessions.Shape.of(4, 2, 80, 4, 1), 192, 265.0)
+FULL = Settings((512, 2_048, 8_000), 8, 90.0, None, 1_024, (4, 384), 265.0)
+QUICK = Settings((128, 256), 4, 10.0, sessions.Shape.of(4, 2, 80, 4, 1), 192, (2, 128), 265.0)
 
 
 def tell(settings: Settings, out: Path, console: Console, started: float) -> dict[str, Any]:
@@ -56,6 +60,8 @@ def tell(settings: Settings, out: Path, console: Console, started: float) -> dic
         console.print(report.session_rows(shape, off, on).rich())
         resumed = story.restart(stage, scratch / "kv")
         console.print(report.restart_rows(resumed).rich())
+        elsewhere = story.anywhere(stage)
+        console.print(report.anywhere_rows(elsewhere).rich())
     notes = [*story.notes(), *neighbours.note()]
     seconds = time.monotonic() - started
     found = report.Found(
@@ -64,6 +70,7 @@ def tell(settings: Settings, out: Path, console: Console, started: float) -> dic
         off,
         on,
         resumed,
+        elsewhere,
         stage.token_bytes,
         stage.comparison.verdict,
         not stage.comparison.different,
@@ -148,6 +155,20 @@ class _Story:
         if num_tokens < wished:
             self._cut(f"a conversation of {num_tokens:,} tokens instead of {wished:,}")
         return restart.play(stage, num_tokens, 2 * self.settings.num_answer, directory)
+
+    def anywhere(self, stage: Stage) -> anywhere.Anywhere:
+        self.screen.say(
+            "\n(d) The same documents in another order, reused anywhere: lossy, so only where a "
+            "request asks for it",
+            style="bold",
+        )
+        num_documents, wished = self.settings.documents
+        # Everything is computed twice: each document alone, and all of them together.
+        num_tokens = self.pace.tokens(_ANYWHERE_SECONDS / 2, num_documents * wished)
+        size = max(LEAST_DOCUMENT_TOKENS, min(wished, num_tokens // num_documents))
+        if size < wished:
+            self._cut(f"documents of {size:,} tokens instead of {wished:,}")
+        return anywhere.compare(stage, num_documents, size)
 
     def notes(self) -> list[str]:
         if not self.cuts:

@@ -96,6 +96,10 @@ class Writer:
         ids = self._ids(whole.split(_MARK)[1])
         return ids[1:] if answer_ids and answer_ids[-1] == ids[0] else ids
 
+    def document(self, seed: int, num_tokens: int) -> list[int]:
+        """A logbook alone."""
+        return self._cut(seed, num_tokens)
+
     def text(self, seed: int, num_tokens: int) -> str:
         """A logbook of about `num_tokens` as text, for a request to a server."""
         text: str = self._tokenizer.decode(self._cut(seed, num_tokens))

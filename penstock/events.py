@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -333,6 +333,16 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedSegment:
+    """A segment of a prompt whose KV may be used wherever it stands. See docs/anywhere.md."""
+
+    start: int  # its place in the prompt, in tokens
+    keys: tuple[BlockKey, ...] = field(repr=False)  # of its full blocks
+    num_first_tokens: int  # mended at its start
+    blend_share: float  # of the reused tokens, mended anywhere in it
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """A request has ended, as recorded in a trace: its blocks, and where they were found."""
 
@@ -348,6 +358,11 @@ class Served:
     reason: str
     seconds: float
     first_token_seconds: float | None
+    segments: tuple[ServedSegment, ...] = ()
+    num_reused: int = 0
+    num_mended: int = 0
+    # The keys of the prompt's full blocks if nothing were marked. To compute them takes time.
+    plain_keys: Callable[[], Sequence[BlockKey]] = field(default=tuple, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

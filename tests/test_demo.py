@@ -83,9 +83,20 @@ def test_a_killed_server_leaves_its_kv(results: dict[str, Any]) -> None:
     assert restart["resumed"]["num_cached"] > restart["resumed"]["num_prompt"] / 2
 
 
+def test_documents_in_another_order_are_reused(results: dict[str, Any]) -> None:
+    found = results["anywhere"]
+    assert found["num_tokens"] == 2 * 128 + 2 * 64
+    assert found["num_reused"] == 2 * (128 - 32)
+    assert found["num_mended"] == 2 * 32
+    assert found["computed_seconds"] > 0
+    assert found["reused_seconds"] > 0
+    assert 0 <= found["num_equal"] <= found["num_answer"] == 8
+
+
 def test_the_page_is_whole(out: Path) -> None:
     page = (out / "report.html").read_text()
     assert "all identical" in page
+    assert "This is lossy" in page
     named = set(re.findall(r'(?:src|srcset)="([^"]+)"', page))
     assert named == {f"{name}{theme}.png" for name in PICTURES for theme in ("", "-dark")}
     for name in named:

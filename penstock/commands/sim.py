@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -223,7 +224,8 @@ def sim(
     Runs the same bookkeeping, policies and decisions as a server; only links, computing and the
     clock are simulated. Separate several sizes or policies with commas to compare them. The results
     also show two limits: the offline optimum, which knows the future and which no policy beats, and
-    an unbounded cache. With --instances, a router sends the requests to several instances.
+    an unbounded cache. A trace with segments that may be reused anywhere (docs/anywhere.md) is also
+    simulated without its marks. With --instances, a router sends the requests to several instances.
     """
     from penstock.commands.sim_fleet import (
         FleetOptions,
@@ -291,6 +293,9 @@ def sim(
     if fleet is not None:
         fleet.check(room, hardware)
     found = _traces(traces or [], generate, requests, seed, format, block_tokens)
+    if any(trace.has_segments for trace in found):
+        # Beside a trace with segments, the same without marks.
+        found = [same for trace in found for same in _with_and_without(trace)]
     if window is not None or state_groups:
         from penstock.commands.sim_groups import draw_groups, replay_all
 
@@ -342,6 +347,12 @@ def sim(
         print_json(results)
     else:
         draw(results, sizes, room.unit)
+
+
+def _with_and_without(trace: Trace) -> list[Trace]:
+    if not trace.has_segments:
+        return [trace]
+    return [trace, replace(trace.without_marks(), name=f"{trace.name} without marks")]
 
 
 def _traces(

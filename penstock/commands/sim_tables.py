@@ -32,6 +32,8 @@ def draw(results: dict[str, Any], sizes: Sequence[Sizes], unit: str) -> None:
         console.print(_hits(pairs, shown, unit, is_timed=results["is_timed"]))
         if results["is_timed"]:
             console.print(_times(pairs, shown, unit))
+            if trace["has_segments"]:
+                console.print(_reuse(pairs, shown, unit))
             if any(point["links"] for point, _ in pairs):
                 console.print(_links(pairs, shown, unit))
     if results["is_timed"]:
@@ -118,6 +120,15 @@ def _times(pairs: _Pairs, shown: Sequence[str], unit: str) -> Any:
             f"{point['output_tokens_per_second']:,.0f}",
             f"{sum(point['rejections'].values()):,}",
         )
+    return table
+
+
+def _reuse(pairs: _Pairs, shown: Sequence[str], unit: str) -> Any:
+    names = ("found as a prefix", "reused anywhere", "mended", "of prompts with")
+    table = new_table("policy", *_size_names(shown, unit), *names, title="Tokens of prompts")
+    for point, size in pairs:
+        counts = ("num_prefix_tokens", "num_reused_tokens", "num_mended_tokens", "num_input_tokens")
+        table.add_row(*_head(point, size, shown), *(f"{point[name]:,}" for name in counts))
     return table
 
 

@@ -320,7 +320,7 @@ class Engine(EngineParts):
             self._choose_mended(look)
         return bool(placings)
 
-    def _choose_mended(self, look: Look) -> None:
+    def _choose_mended(self, look: Look[Request]) -> None:
         request, mending = look.request, look.request.params.mending
         start, stop = request.num_computed, look.reused[-1].stop
         size = self._config.max_num_batched_tokens

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 from penstock.codecs.names import is_lossy
 from penstock.engine.request import Request
 from penstock.types import Slot, Tier
+
+
+class _Counted(Protocol):
+    num_lossy_tokens: int
 
 
 class LossyBlocks:
@@ -25,7 +30,7 @@ class LossyBlocks:
         self._is_host_lossy = is_lossy(codecs.get(Tier.HOST, ""))
         self._slots: set[Slot] = set()
 
-    def loaded(self, request: Request, num_blocks: int, slots: Iterable[Slot | None]) -> None:
+    def loaded(self, request: _Counted, num_blocks: int, slots: Iterable[Slot | None]) -> None:
         """`num_blocks` arrived for a request, in these slots; None: they stay in HOST."""
         if self._is_any_lossy and num_blocks:
             request.num_lossy_tokens += num_blocks * self._block_tokens
@@ -36,7 +41,7 @@ class LossyBlocks:
         if self._is_any_lossy:
             self._slots.add(slot)
 
-    def shared(self, request: Request, slots: Iterable[Slot]) -> None:
+    def shared(self, request: _Counted, slots: Iterable[Slot]) -> None:
         """A request uses blocks that are on the device already."""
         if self._is_any_lossy:
             num_blocks = sum(slot in self._slots for slot in slots)

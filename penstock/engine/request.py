@@ -67,6 +67,7 @@ class Request:
     # Numbers of blocks, until it is first preempted: matched in a tier, received from it, and lost.
     matched: Counter[Tier] = field(default_factory=Counter)
     found: Counter[Tier] = field(default_factory=Counter)
+    found_elsewhere: Counter[Tier] = field(default_factory=Counter)  # of these, of segments
     lost: Counter[Verdict] = field(default_factory=Counter)
     estimate: tuple[float | None, float | None] = (None, None)  # seconds to load and to compute
     stages: list[Stage] = field(default_factory=list)
@@ -92,6 +93,14 @@ class Request:
     def needs_its_last_token(self) -> bool:
         """Whether a token can only be chosen once the one before it is known on the CPU."""
         return self.params.structured_outputs is not None
+
+    @property
+    def is_blended(self) -> bool:
+        return self.params.mending.is_blend
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.phase is RequestPhase.WAITING
 
     @property
     def num_uncomputed(self) -> int:

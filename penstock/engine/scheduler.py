@@ -19,9 +19,9 @@ from penstock.costs.choose import LoadChoice
 from penstock.engine.admission import Admission
 from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
 from penstock.engine.announcer import Announcer
-from penstock.engine.anywhere.fills import Fills
+from penstock.engine.anywhere.fills import Fills, make_fill
 from penstock.engine.anywhere.loads import Look, SegmentLoads
-from penstock.engine.anywhere.turning import Placing
+from penstock.engine.anywhere.placing import Placing
 from penstock.engine.auditing import EngineAudits
 from penstock.engine.awaited_prefills import AwaitedPrefills, ComputeSeconds
 from penstock.engine.blocks import BlockPool, CompletedBlocks
@@ -118,7 +118,7 @@ class Scheduler:
             pool, tiers, block_tokens, max(block_tokens, max_num_batched_tokens // 4), announcer
         )
         self._awaited = AwaitedPrefills(pool, tiers, block_tokens, compute_seconds, announcer)
-        self._segments = SegmentLoads(
+        self._segments: SegmentLoads[Request] = SegmentLoads(
             pool,
             tiers,
             block_tokens,
@@ -126,7 +126,9 @@ class Scheduler:
             lambda match, num_past: self._choose(match, num_past),
             self._lossy,
         )
-        self._fills = Fills(lambda segment: self._segments.num_missing(segment) > 0)
+        self._fills: Fills[Request] = Fills(
+            lambda segment: self._segments.num_missing(segment) > 0, make_fill
+        )
         self._cold_reads = cold_reads
         self._rotation = rotation or Rotation(None)
         self._audits = audits
@@ -265,7 +267,7 @@ class Scheduler:
                 budget -= num_tokens
         return chunks
 
-    def take_placings(self) -> tuple[list[Placing], list[Look]]:
+    def take_placings(self) -> tuple[list[Placing], list[Look[Request]]]:
         """What must be done before the chunks are computed.
 
         First KV is copied, whose sources are held until the next step. Then the tokens to mend are

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from penstock.costs.rates import LinkRate, PrefillRate
+from penstock.engine.anywhere.segments import Segment
 from penstock.engine.blocks import BlockPool
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Chunk, Scheduler
@@ -22,13 +24,15 @@ from penstock.events import (
     ResidentShare,
     Sequences,
     Served,
+    ServedSegment,
     Stage,
     StepFailed,
     Stepped,
     TierUsage,
     tell,
 )
-from penstock.types import Done, Tier
+from penstock.keys import KeyChain
+from penstock.types import BlockKey, Done, Tier
 from penstock.units import format_bytes
 
 log = logging.getLogger("penstock.engine")
@@ -194,11 +198,15 @@ class Story:
             finished.num_output,
             tuple(keys[:num_prompt]),
             tuple(keys[num_prompt:num_computed]),
-            _counts(request.found),
+            _counts(request.found - request.found_elsewhere),
             request.tenant,
             finished.reason,
             finished.seconds,
             finished.first_token_seconds,
+            served_segments(request),
+            request.num_reused_tokens,
+            request.num_mended_tokens,
+            partial(_plain_keys, request.segments, request.prompt_ids),
         )
 
     def _history(self, request: Request, finished: Finished) -> RequestStory:
@@ -239,3 +247,16 @@ def _counts(by_tier: Counter[Tier]) -> tuple[tuple[Tier, int], ...]:
 
 def _ms(seconds: float | None) -> str:
     return "?" if seconds is None else f"{seconds * 1000:.0f} ms"
+
+
+def served_segments(request: Request) -> tuple[ServedSegment, ...]:
+    mending = request.params.mending
+    share = mending.blend_share if mending.is_blend else 0.0
+    return tuple(
+        ServedSegment(each.start, each.keys, mending.num_first_tokens, share)
+        for each in request.segments
+    )
+
+
+def _plain_keys(segments: Sequence[Segment], prompt_ids: Sequence[int]) -> Sequence[BlockKey]:
+    return KeyChain(segments[0].namespace, prompt_ids).keys if segments else ()

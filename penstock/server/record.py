@@ -19,7 +19,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from queue import Empty, Full, Queue
 
@@ -33,8 +33,7 @@ from penstock.sim.formats.record import (
     heading,
     request_line,
 )
-from penstock.sim.trace import TraceRequest
-from penstock.types import BlockKey
+from penstock.sim.trace import TraceRequest, TraceSegment
 
 log = logging.getLogger("penstock.server")
 
@@ -148,8 +147,14 @@ class Recorder:
             round(max(0.0, served.arrival - self._started), 6),
             served.num_prompt,
             served.num_output,
-            prompt_blocks=(),
-            session=self._name(served.tenant.encode(), _SESSION_BYTES) if served.tenant else "",
+            served.prompt_keys,
+            served.output_keys,
+            self._name(served.tenant.encode(), _SESSION_BYTES) if served.tenant else "",
+            tuple(
+                TraceSegment(each.start, each.keys, each.num_first_tokens, each.blend_share)
+                for each in served.segments
+            ),
+            tuple(served.plain_keys()),
         )
         hits = {tier: num * self._block_tokens for tier, num in served.found}
         first = served.first_token_seconds
@@ -159,13 +164,10 @@ class Recorder:
             None if first is None else round(first, 6),
             round(served.seconds, 6),
             served.reason,
+            served.num_reused,
+            served.num_mended,
         )
-        return request_line(
-            recorded, self._names(served.prompt_keys), self._names(served.output_keys)
-        )
-
-    def _names(self, keys: Iterable[BlockKey]) -> list[str]:
-        return [self._name(key, NAME_BYTES) for key in keys]
+        return request_line(recorded, lambda key: self._name(key, NAME_BYTES))
 
     def _name(self, data: bytes, num_bytes: int) -> str:
         return blake3(data, key=self._salt).digest(length=num_bytes).hex()

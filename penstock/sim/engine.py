@@ -144,6 +144,8 @@ class SimulatedEngine:
             self._settle()
             self._take_arrivals()
             chunks = self._scheduler.schedule()
+            while not chunks and self._scheduler.has_begun:
+                chunks = self._scheduler.schedule()
             if chunks:
                 yield from self._step(chunks)
             elif len(self._scheduler.decoders):

@@ -315,9 +315,9 @@ class _Fleet:
             journey = handover.journey
             assert journey.decoder is not None
             number = journey.sequence.number
-            journey.second = Sim(
-                number, self._trace.requests[number], self._trace.block_tokens, now
-            )
+            # It has the blocks of the prompt, whatever they were made of.
+            request = replace(self._trace.requests[number], segments=())
+            journey.second = Sim(number, request, self._trace.block_tokens, now)
             self._deliver(journey.decoder, journey.second)
 
     def _is_there(self, handover: _Handover, source: int) -> bool:

@@ -135,5 +135,7 @@ def _whole(journey: Journey) -> Sim:
     second.arrival = first.arrival
     second.num_device_blocks = first.num_device_blocks
     second.loaded_blocks = first.loaded_blocks
+    second.num_reused_tokens = first.num_reused_tokens
+    second.num_mended_tokens = first.num_mended_tokens
     second.num_recomputed_tokens += first.num_recomputed_tokens
     return second

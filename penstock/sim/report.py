@@ -36,6 +36,7 @@ def trace_facts(trace: Trace) -> dict[str, Any]:
         "name": trace.name,
         "block_tokens": trace.block_tokens,
         "num_requests": len(requests),
+        "has_segments": trace.has_segments,
         "num_blocks": sum(len(request.prompt_blocks) for request in requests),
         "num_input_tokens": sum(request.num_input_tokens for request in requests),
         "num_output_tokens": sum(request.num_output_tokens for request in requests),
@@ -62,7 +63,8 @@ def _point_facts(
     if isinstance(found, Replayed):
         written = {"num_written_blocks": found.num_written, "num_refused_blocks": found.num_refused}
         return common | {"num_hits": found.num_hits} | written
-    return common | timed_facts(found)
+    prefix = {"num_prefix_tokens": sum(found.hits.values()) * block_tokens}
+    return common | prefix | timed_facts(found)
 
 
 def timed_facts(found: Simulated) -> dict[str, Any]:
@@ -77,7 +79,12 @@ def timed_facts(found: Simulated) -> dict[str, Any]:
         for name, lane in LINKS.items()
         if lane in found.carried
     }
-    return {
+    reuse = {
+        "num_reused_tokens": found.num_reused_tokens,
+        "num_mended_tokens": found.num_mended_tokens,
+        "num_input_tokens": found.num_input_tokens,
+    }
+    return reuse | {
         "hit_rate_by_tier": {
             tier.label: found.hit_rate_of(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)
         },

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 
+import numpy as np
+
+from penstock.engine.table import Places
 from penstock.sim.trace import TraceRequest
-from penstock.types import KEY_BYTES, BlockKey, LookupId, Slot, Tier
+from penstock.types import KEY_BYTES, BlockKey, LookupId, Slot, Tier, Verdict
 
 
 class SequencePhase(Enum):
@@ -19,6 +23,30 @@ class SequencePhase(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedSegment:
+    """A segment, and which positions of the prompt are reused."""
+
+    start: int
+    keys: tuple[BlockKey, ...]
+    reused: range
+    blend_share: float
+
+
+class _Table:
+    """The blocks of a sequence, as `SegmentLoads` sees them."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots = slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def places(self) -> Places:
+        return np.array(self._slots, np.int64)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Like the engine's `Request`, but tokens are only counted."""
@@ -27,6 +55,7 @@ class Sequence:
     request: TraceRequest
     block_tokens: int
     arrival: float
+    fill: int = 0  # above 0: it computes a segment for the request of the same number
 
     phase: SequencePhase = SequencePhase.WAITING
     slots: list[Slot] = field(default_factory=list)
@@ -46,7 +75,24 @@ class Sequence:
     first_token: float | None = None
     finished: float | None = None
     refusal: str = ""  # why it was refused
-    lookup: LookupId | None = None  # in the remote tier; it starts once this has ended
+    lookups: list[LookupId] = field(default_factory=list)  # in the remote tier: it waits for them
+    # As in the engine's `Request`, for what is reused anywhere.
+    segments: tuple[SimulatedSegment, ...] = field(init=False)
+    num_present: int = 0
+    num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_mended_tokens: int = 0
+    num_lossy_tokens: int = 0
+    has_filled: bool = False
+    mended: Places | None = None
+    seen: list[range] = field(default_factory=list)
+    fills: set[BlockKey] = field(default_factory=set)
+    found: Counter[Tier] = field(default_factory=Counter)
+    found_elsewhere: Counter[Tier] = field(default_factory=Counter)
+    lost: Counter[Verdict] = field(default_factory=Counter)
+    priority: int = 0
+    tenant: str = ""
     _keys: list[BlockKey] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +100,56 @@ class Sequence:
         self.num_tokens = request.num_input_tokens
         # Some traces also name a prompt's last block if it is incomplete.
         self._keys = [*request.prompt_blocks[: self.num_prompt_blocks], *request.output_blocks]
+        self.segments = tuple(
+            SimulatedSegment(
+                each.start,
+                each.blocks,
+                range(
+                    each.start + each.num_first_tokens,
+                    each.start + len(each.blocks) * self.block_tokens,
+                ),
+                each.blend_share,
+            )
+            for each in request.segments
+        )
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.number, self.fill)
+
+    @property
+    def name(self) -> str:
+        return f"{self.number} {self.fill}" if self.fill else str(self.number)
+
+    @property
+    def tokens(self) -> range:
+        return range(self.num_tokens)
+
+    @property
+    def table(self) -> _Table:
+        return _Table(self.slots)
+
+    @property
+    def is_blended(self) -> bool:
+        return any(segment.blend_share for segment in self.segments)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.phase is SequencePhase.WAITING
+
+    def blend(self, parts: list[range]) -> None:
+        """Choose the tokens to mend. Which they are is not known: they are spread evenly."""
+        share = max(segment.blend_share for segment in self.segments)
+        chosen = [
+            part.start + np.arange(count, dtype=np.int64) * len(part) // count
+            for part in parts
+            if (count := min(len(part), round(share * len(part))))
+        ]
+        if self.mended is None:
+            self.num_mended_tokens = sum(map(len, chosen))
+            self.num_reused_tokens = sum(map(len, parts)) - self.num_mended_tokens
+        self.mended = np.concatenate([np.zeros(0, np.int64), *chosen])
+        self.seen = parts
 
     @property
     def num_prompt_blocks(self) -> int:
@@ -71,7 +167,8 @@ class Sequence:
 
     @property
     def max_total_tokens(self) -> int:
-        return self.request.num_input_tokens + self.num_output_tokens
+        num_new = 0 if self.fill else self.num_output_tokens
+        return self.request.num_input_tokens + num_new
 
     @property
     def num_output_tokens(self) -> int:

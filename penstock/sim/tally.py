@@ -18,10 +18,12 @@ class SimulatedRequest:
 
     num_device_blocks: int
     num_loaded_blocks: int
-    num_computed_blocks: int
+    num_computed_blocks: int  # neither found nor loaded as a prefix
     first_token_seconds: float | None
     seconds: float | None
     refusal: str = ""
+    num_reused_tokens: int = 0  # of segments, whose KV was used where they stand
+    num_mended_tokens: int = 0  # of the same segments, computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Simulated:
     first_token_seconds: tuple[float, ...] = field(repr=False)  # sorted
     carried: dict[tuple[Tier, Direction], Carried] = field(repr=False)
     requests: tuple[SimulatedRequest, ...] = field(repr=False)
+    num_reused_tokens: int = 0
+    num_mended_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -108,6 +112,8 @@ def tally(
         ),
         carried=carried,
         requests=tuple(map(_result, sequences)),
+        num_reused_tokens=sum(sequence.num_reused_tokens for sequence in served),
+        num_mended_tokens=sum(sequence.num_mended_tokens for sequence in served),
     )
 
 
@@ -120,4 +126,6 @@ def _result(sequence: Sim) -> SimulatedRequest:
         None if first is None else first - sequence.arrival,
         None if end is None else end - sequence.arrival,
         sequence.refusal,
+        sequence.num_reused_tokens,
+        sequence.num_mended_tokens,
     )

@@ -27,7 +27,7 @@ STORY = "A penstock carries water from the reservoir to the turbine. " * 12
 BLOCK_TOKENS = 16
 
 
-def ask(client: Client, prompt: str, **fields: Any) -> Any:
+def ask(client: Client, prompt: Any, **fields: Any) -> Any:
     body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True, **fields}
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -46,7 +46,10 @@ def test_real_requests_are_recorded(spawn: Callable[..., Spawned], tmp_path: Pat
         answers = [ask(client, STORY), ask(client, STORY)]
         text = STORY + answers[0]["choices"][0]["text"] + " And then it went on to say more."
         answers += [ask(client, text), ask(client, STORY, cache_salt="secret-name")]
-        wait_until(lambda: num_lines(path) == 5, "the lines are written while it serves")
+        mark = {"penstock": {"reuse": "anywhere"}}
+        marked_text = {"segments": ["Read this first.", {"text": STORY * 2, **mark}, "What is it?"]}
+        answers.append(ask(client, marked_text))
+        wait_until(lambda: num_lines(path) == 6, "the lines are written while it serves")
     assert server.end() == 0
 
     record = read_record(path)
@@ -65,7 +68,17 @@ def test_real_requests_are_recorded(spawn: Callable[..., Spawned], tmp_path: Pat
         assert each.total_seconds is not None
         assert 0 < each.first_token_seconds < each.total_seconds
         assert each.finish_reason == "length"
-    first, second, longer, other = record.requests
+    first, second, longer, other, marked = record.requests
+    details = answers[-1]["usage"]["prompt_tokens_details"]
+    assert marked.num_reused_tokens == details["reused_tokens"] > 0
+    assert marked.num_mended_tokens == details["mended_tokens"] == 32
+    (segment,) = marked.request.segments
+    assert segment.num_first_tokens == 32
+    num_blocks = len(first.request.prompt_blocks)  # the segment begins with the same text
+    assert segment.blocks[: num_blocks - 1] == first.request.prompt_blocks[: num_blocks - 1]
+    assert len(marked.request.plain_blocks) == len(marked.request.prompt_blocks)
+    assert marked.request.plain_blocks != marked.request.prompt_blocks
+    assert read_trace(path).has_segments
     assert first.hit_tokens == {}
     assert set(second.hit_tokens) == {Tier.DEVICE}
     assert second.request.prompt_blocks == first.request.prompt_blocks

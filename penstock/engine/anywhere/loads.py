@@ -13,48 +13,49 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from penstock.costs.choose import LoadChoice
 from penstock.engine.admit import Choose
-from penstock.engine.anywhere.segments import Segment
-from penstock.engine.anywhere.turning import Placing
+from penstock.engine.anywhere.placing import Placing
+from penstock.engine.anywhere.segmented import AnySegment, Segmented
 from penstock.engine.blocks import BlockPool
 from penstock.engine.lossy import LossyBlocks
-from penstock.engine.request import Request
 from penstock.engine.table import Places
 from penstock.engine.tiers import EngineTiers
 from penstock.types import Done, Slot, TicketId, Verdict
 
 _NOTHING: Places = np.zeros(0, np.int64)
 
-Take = Callable[[int, Request], list[Slot] | None]
+_Request = TypeVar("_Request", bound=Segmented)
+
+Take = Callable[[int, _Request], list[Slot] | None]
 """Holds so many device blocks for a request; None if there is no room."""
 
 
 @dataclass(slots=True, eq=False)
-class _Coming:
+class _Coming(Generic[_Request]):
     """A segment whose blocks are held, or are being loaded."""
 
-    request: Request
-    segment: Segment
+    request: _Request
+    segment: AnySegment
     slots: list[Slot]  # of its blocks
     num_shared: int  # the first of them that the device had
     ticket: TicketId | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Reuse:
+class _Reuse(Generic[_Request]):
     """One request's segments, in order."""
 
-    coming: list[_Coming] = field(default_factory=list)
+    coming: list[_Coming[_Request]] = field(default_factory=list)
     placed: list[range] = field(default_factory=list)  # positions that are not computed
 
 
-class _Queued(NamedTuple):
-    request: Request
+class _Queued(NamedTuple, Generic[_Request]):
+    request: _Request
     placing: Placing
 
 
@@ -66,20 +67,20 @@ class Work(NamedTuple):
     places: bool = False  # whether its segments are placed first
 
 
-class Look(NamedTuple):
+class Look(NamedTuple, Generic[_Request]):
     """Choose the tokens to mend in these parts of a prompt: see `Request.mended`."""
 
-    request: Request
+    request: _Request
     reused: list[range]
 
 
-class SegmentLoads:
+class SegmentLoads(Generic[_Request]):
     def __init__(
         self,
         pool: BlockPool,
         tiers: EngineTiers | None,
         block_tokens: int,
-        take: Take,
+        take: Take[_Request],
         choose: Choose,
         lossy: LossyBlocks,
     ) -> None:
@@ -89,23 +90,23 @@ class SegmentLoads:
         self._block_tokens = block_tokens
         self._take = take
         self._choose = choose
-        self._reuses: dict[Request, _Reuse] = {}
-        self._tickets: dict[TicketId, _Coming] = {}
-        self._queued: list[_Queued] = []  # to be copied before the next step
-        self._looks: list[Look] = []
+        self._reuses: dict[_Request, _Reuse[_Request]] = {}
+        self._tickets: dict[TicketId, _Coming[_Request]] = {}
+        self._queued: list[_Queued[_Request]] = []  # to be copied before the next step
+        self._looks: list[Look[_Request]] = []
         self._read: list[Slot] = []  # held for copies that were handed out
 
     def __len__(self) -> int:
         """The number of loads that are under way."""
         return len(self._tickets)
 
-    def num_missing(self, segment: Segment) -> int:
+    def num_missing(self, segment: AnySegment) -> int:
         """How many blocks of a segment are neither on the device nor in the tiers."""
         keys = segment.keys[self._pool.num_leading(segment.keys) :]
         num_there = self._tiers.match(keys).num_blocks if self._tiers and keys else 0
         return len(keys) - num_there
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, request: _Request) -> bool:
         """Whether the device has room for a waiting request and for its segments.
 
         Until they are placed, it has them twice. The request holds the blocks that it shares.
@@ -121,14 +122,14 @@ class SegmentLoads:
             self._pool.release(each)
         return slots is not None
 
-    def begin(self, request: Request, num_present: int) -> None:
+    def begin(self, request: _Request, num_present: int) -> None:
         """Bring the segments of a request that starts and will have its first tokens."""
         reuse = self._reuses[request] = _Reuse()
         for segment in self.wanted(request, num_present):
             if (coming := self._bring(request, segment)) is not None:
                 reuse.coming.append(coming)
 
-    def wanted(self, request: Request, num_present: int = 0) -> list[Segment]:
+    def wanted(self, request: _Request, num_present: int = 0) -> list[AnySegment]:
         """The segments to bring, as far as a device with nothing else on it could have them."""
         num_present = max(num_present, len(request.table) * self._block_tokens)
         num_blocks = -(-len(request.tokens) // self._block_tokens)
@@ -156,7 +157,9 @@ class SegmentLoads:
             if verdict is Verdict.OK:
                 self._pool.name(slot, key)
         if not request.num_preemptions:
-            request.found.update(tier for tier in done.sources if tier is not None)
+            tiers = [tier for tier in done.sources if tier is not None]
+            request.found.update(tiers)
+            request.found_elsewhere.update(tiers)
             request.lost.update(verdict for verdict in done.verdicts if verdict is not Verdict.OK)
         if done.num_leading_ok < len(loaded):  # it is computed
             reuse.coming.remove(coming)
@@ -166,7 +169,7 @@ class SegmentLoads:
             self._lossy.loaded(request, len(loaded), loaded)
         return True
 
-    def next_work(self, request: Request, budget: int) -> Work | None:
+    def next_work(self, request: _Request, budget: int) -> Work | None:
         """What a running request does next. None if it waits for its segments."""
         reuse = self._reuses[request]
         if not reuse.coming:
@@ -186,14 +189,14 @@ class SegmentLoads:
         found = self._computed(request, rest, placed)[:budget]
         return Work(found, max(last.stop, int(found[-1]) + 1), places=True)
 
-    def place(self, request: Request) -> None:
+    def place(self, request: _Request) -> None:
         """Copy all segments of a request. They have arrived, and it has room for them."""
         reuse = self._reuses[request]
         coming, reuse.coming = reuse.coming, []
         if _must_choose(request, coming):
             self._looks.append(Look(request, [_placed(request, each) for each in coming]))
         # After a preemption it is placed again. What is blended is counted when it is chosen.
-        is_counted = not (request.num_reused_tokens or request.params.mending.is_blend)
+        is_counted = not (request.num_reused_tokens or request.is_blended)
         for each in coming:
             placing = self._placing(request, each)
             self._queued.append(_Queued(request, placing))
@@ -205,14 +208,14 @@ class SegmentLoads:
                 first = max(each.segment.start, request.num_cached_tokens)
                 request.num_mended_tokens += max(0, each.segment.reused.start - first)
 
-    def skip(self, request: Request) -> int:
+    def skip(self, request: _Request) -> int:
         """The first position that is not computed or placed."""
         rest = range(request.num_computed, len(request.tokens))
         found = self._computed(request, rest, self._reuses[request].placed)
         return int(found[0]) if len(found) else len(request.tokens)
 
     @staticmethod
-    def _computed(request: Request, positions: range, placed: list[range]) -> Places:
+    def _computed(request: _Request, positions: range, placed: list[range]) -> Places:
         """Those of `positions` that must be computed, because they are not placed, or mended."""
         if not placed or placed[-1].stop <= positions.start:
             return np.arange(positions.start, positions.stop, dtype=np.int64)
@@ -223,7 +226,7 @@ class SegmentLoads:
             is_computed[request.mended] = True
         return np.flatnonzero(is_computed[positions.start : positions.stop]) + positions.start
 
-    def take_placings(self) -> tuple[list[Placing], list[Look]]:
+    def take_placings(self) -> tuple[list[Placing], list[Look[_Request]]]:
         """What is to be copied and then chosen, before the next step is computed."""
         queued, self._queued = self._queued, []
         looks, self._looks = self._looks, []
@@ -234,7 +237,7 @@ class SegmentLoads:
         self._pool.release(self._read)
         self._read = []
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: _Request) -> None:
         """A request releases its blocks. Blocks that are being loaded are freed when that ends."""
         reuse = self._reuses.pop(request, None)
         if reuse is None:
@@ -248,7 +251,7 @@ class SegmentLoads:
                 assert self._tiers is not None
                 self._tiers.cancel(coming.ticket)
 
-    def _bring(self, request: Request, segment: Segment) -> _Coming | None:
+    def _bring(self, request: _Request, segment: AnySegment) -> _Coming[_Request] | None:
         """None if it has to be computed: it is not there, loading takes longer, or no room."""
         slots = self._pool.share(segment.keys)
         num_shared = len(slots)
@@ -270,7 +273,7 @@ class SegmentLoads:
         return coming
 
     def _room_for_load(
-        self, request: Request, segment: Segment, num_shared: int
+        self, request: _Request, segment: AnySegment, num_shared: int
     ) -> list[Slot] | None:
         if self._tiers is None:
             return None
@@ -285,7 +288,7 @@ class SegmentLoads:
             self._tiers.note(match)
         return self._take(len(keys), request)
 
-    def _placing(self, request: Request, coming: _Coming) -> Placing:
+    def _placing(self, request: _Request, coming: _Coming[_Request]) -> Placing:
         segment, size = coming.segment, self._block_tokens
         placed = _placed(request, coming)
         positions = np.arange(placed.start, placed.stop, dtype=np.int64)
@@ -301,16 +304,16 @@ class SegmentLoads:
         )
 
 
-def _placed(request: Request, coming: _Coming) -> range:
+def _placed(request: _Request, coming: _Coming[_Request]) -> range:
     """The positions that are copied for a segment."""
     reused = coming.segment.reused
     # What is present may be shared with other requests: it must not be written.
     return range(min(max(reused.start, request.num_present), reused.stop), reused.stop)
 
 
-def _must_choose(request: Request, coming: list[_Coming]) -> bool:
+def _must_choose(request: _Request, coming: list[_Coming[_Request]]) -> bool:
     """Whether there is something to mend that was not considered before a preemption."""
-    if not request.params.mending.is_blend:
+    if not request.is_blended:
         return False
     parts = [_placed(request, each) for each in coming]
     return any(

@@ -9,7 +9,6 @@ rotary embedding is either reproduced, or refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.engine import fp8
+from penstock.engine.anywhere.placing import Placing
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan
 from penstock.engine.models import LoadedModel
 from penstock.errors import ConfigError
@@ -26,20 +26,6 @@ _FROM = 3  # the position whose keys are turned
 _MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of a pair's length
 _ANGLE_ERROR = 2.0**-23  # for each position: models compute angles in float32
 _TOKENS_AT_ONCE = 512  # turned keys are float32: they take several times the memory of the KV
-
-
-@dataclass(frozen=True, slots=True)
-class Placing:
-    """Copy KV of tokens from blocks of a segment to blocks of a prompt, turned by `turn` positions.
-
-    All arrays have one number for each token: block and place within it.
-    """
-
-    source_slots: NDArray[np.int64]
-    source_offsets: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    turn: int
 
 
 class _Rotation:

@@ -6,6 +6,14 @@
      ["9f…", "07…"], "output_blocks": ["c4…"], "session": "51d0…", "hit_tokens": {"device": 64},
      "first_token_seconds": 0.03, "total_seconds": 0.81, "finish_reason": "stop"}
 
+A prompt with segments that may be reused anywhere (docs/anywhere.md) has two more fields:
+
+    "segments": [{"start": 70, "blocks": ["aa…"], "link_tokens": 32}], "plain_blocks": ["9f…", …]
+
+Its `prompt_blocks` depend on the segments; `plain_blocks` are those of the same tokens without
+marks. A segment's `blocks` are those of its tokens alone. `link_tokens` or `blend_share` say how it
+is mended.
+
 A block's name has 32 hexadecimal digits, or 64 if it is not shortened. Requests are written when
 they end, so they are sorted here. A server that appends to the file writes another header: from
 there on, times count from that server's start, and no name equals an earlier one.
@@ -15,7 +23,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -25,7 +33,7 @@ from blake3 import blake3
 from penstock.errors import TraceError
 from penstock.sim.formats.entries import MAX_BLOCK_TOKENS, Entry, entries
 from penstock.sim.formats.lines import TraceFile
-from penstock.sim.trace import Trace, TraceRequest
+from penstock.sim.trace import Trace, TraceRequest, TraceSegment
 from penstock.types import KEY_BYTES, BlockKey, Tier
 
 VERSION = 1
@@ -41,6 +49,8 @@ class RecordedRequest:
     first_token_seconds: float | None = None  # since its arrival
     total_seconds: float | None = None
     finish_reason: str = ""
+    num_reused_tokens: int = 0  # of segments, whose KV was used where they stand
+    num_mended_tokens: int = 0  # of the same segments, computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +101,39 @@ def heading(
     return json.dumps(fields) + "\n"
 
 
-def request_line(
-    recorded: RecordedRequest, names: Iterable[str] | None = None, output_names: Iterable[str] = ()
-) -> str:
-    """One request as a line. `names` are written instead of the blocks' own keys, if given."""
+def request_line(recorded: RecordedRequest, name: Callable[[BlockKey], str] = bytes.hex) -> str:
+    """One request as a line, with the names of its blocks."""
     request = recorded.request
-    if names is None:
-        names = map(bytes.hex, request.prompt_blocks)
-        output_names = map(bytes.hex, request.output_blocks)
     fields: dict[str, Any] = {
         "arrival_seconds": request.arrival_seconds,
         "input_tokens": request.num_input_tokens,
         "output_tokens": request.num_output_tokens,
-        "prompt_blocks": list(names),
-        "output_blocks": list(output_names),
+        "prompt_blocks": list(map(name, request.prompt_blocks)),
+        "output_blocks": list(map(name, request.output_blocks)),
         "session": request.session,
     }
+    if request.segments:
+        fields["segments"] = [_segment_fields(each, name) for each in request.segments]
+        fields["plain_blocks"] = list(map(name, request.plain_blocks))
     if recorded.total_seconds is not None:
         fields["hit_tokens"] = {tier.label: num for tier, num in recorded.hit_tokens.items()}
         if recorded.first_token_seconds is not None:
             fields["first_token_seconds"] = recorded.first_token_seconds
         fields["total_seconds"] = recorded.total_seconds
         fields["finish_reason"] = recorded.finish_reason
+        if request.segments:
+            fields["reused_tokens"] = recorded.num_reused_tokens
+            fields["mended_tokens"] = recorded.num_mended_tokens
     return json.dumps(fields, separators=(",", ":")) + "\n"
+
+
+def _segment_fields(segment: TraceSegment, name: Callable[[BlockKey], str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"start": segment.start, "blocks": list(map(name, segment.blocks))}
+    if segment.num_first_tokens:
+        fields["link_tokens"] = segment.num_first_tokens
+    if segment.blend_share:
+        fields["blend_share"] = segment.blend_share
+    return fields
 
 
 def write_trace(trace: Trace, path: Path) -> None:
@@ -149,7 +169,7 @@ def _read(file: TraceFile) -> TraceRecord:
                 raise entry.fault(
                     "expected a header with `penstock_record` before the first request."
                 )
-            found.append(_request(entry, names, offset))
+            found.append(_request(entry, names, offset, block_tokens))
             continue
         again = _block_tokens(entry)
         if block_tokens and again != block_tokens:
@@ -179,7 +199,8 @@ def _block_tokens(entry: Entry) -> int:
     return block_tokens
 
 
-def _request(entry: Entry, names: _Names, offset: float) -> RecordedRequest:
+def _request(entry: Entry, names: _Names, offset: float, block_tokens: int) -> RecordedRequest:
+    segments = _segments(entry, names, block_tokens) if "segments" in entry.fields else ()
     request = TraceRequest(
         entry.duration("arrival_seconds") + offset,
         entry.count("input_tokens"),
@@ -187,6 +208,8 @@ def _request(entry: Entry, names: _Names, offset: float) -> RecordedRequest:
         _blocks(entry, "prompt_blocks", names),
         _blocks(entry, "output_blocks", names) if "output_blocks" in entry.fields else (),
         entry.text("session") if "session" in entry.fields else "",
+        segments,
+        _blocks(entry, "plain_blocks", names) if segments else (),
     )
     if "total_seconds" not in entry.fields:
         return RecordedRequest(request)
@@ -197,7 +220,40 @@ def _request(entry: Entry, names: _Names, offset: float) -> RecordedRequest:
         entry.duration("first_token_seconds") if has_first else None,
         entry.duration("total_seconds"),
         entry.text("finish_reason") if "finish_reason" in entry.fields else "",
+        entry.count("reused_tokens") if "reused_tokens" in entry.fields else 0,
+        entry.count("mended_tokens") if "mended_tokens" in entry.fields else 0,
     )
+
+
+def _segments(entry: Entry, names: _Names, block_tokens: int) -> tuple[TraceSegment, ...]:
+    given = entry.require("segments", "a list of segments")
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise entry.fault("`segments`: expected a list of objects with `start` and `blocks`.")
+    before = 1
+    found = []
+    for fields in given:
+        inner = Entry(entry.file, entry.number, fields)
+        share = fields.get("blend_share", 0.0)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise entry.fault(f"`blend_share` is {share!r}: expected a number from 0 to 1.")
+        num_first = inner.count("link_tokens") if "link_tokens" in fields else 0
+        segment = TraceSegment(
+            inner.count("start"), _blocks(inner, "blocks", names), num_first, float(share)
+        )
+        num_tokens = len(segment.blocks) * block_tokens
+        if segment.start < before or segment.start + num_tokens >= entry.count("input_tokens"):
+            raise entry.fault(
+                f"a segment has {num_tokens} tokens from {segment.start} on: expected segments in "
+                "order, that do not overlap, after the prompt's first token and before its last."
+            )
+        if num_first >= num_tokens:
+            raise entry.fault(
+                f"`link_tokens` is {num_first} for a segment of {num_tokens} tokens: expected "
+                "fewer; leave out segments of which nothing is reused."
+            )
+        before = segment.start + num_tokens
+        found.append(segment)
+    return tuple(found)
 
 
 def _blocks(entry: Entry, name: str, names: _Names) -> tuple[BlockKey, ...]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine.anywhere.turning import Placing, Turner, _keys_at
+from penstock.engine.anywhere.placing import Placing
+from penstock.engine.anywhere.turning import Turner, _keys_at
 from penstock.engine.attention.torch import NAME, register
 from penstock.engine.models import LoadedModel
 from penstock.errors import ConfigError

@@ -1,0 +1,62 @@
+"""A request with segments, as far as `loads` and `fills` need to know one.
+
+The engine's requests are of this kind, and the simulator's: what is reused is decided by the same
+code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence, Sized
+from typing import Protocol
+
+from penstock.engine.table import Places
+from penstock.types import BlockKey, Tier, Verdict
+
+
+class AnySegment(Protocol):
+    @property
+    def start(self) -> int: ...
+    @property
+    def keys(self) -> Sequence[BlockKey]: ...
+    @property
+    def reused(self) -> range: ...
+
+
+class AnyTable(Sized, Protocol):
+    @property
+    def places(self) -> Places: ...
+
+
+class Segmented(Protocol):
+    """See `penstock.engine.request.Request`."""
+
+    priority: int
+    num_computed: int
+    num_present: int
+    num_preemptions: int
+    num_cached_tokens: int
+    num_loaded_tokens: int
+    num_reused_tokens: int
+    num_mended_tokens: int
+    num_lossy_tokens: int
+    has_filled: bool
+    mended: Places | None
+    seen: list[range]
+    fills: set[BlockKey]
+    found: Counter[Tier]
+    found_elsewhere: Counter[Tier]
+    lost: Counter[Verdict]
+
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def tokens(self) -> Sized: ...
+    @property
+    def table(self) -> AnyTable: ...
+    @property
+    def segments(self) -> Sequence[AnySegment]: ...
+    @property
+    def is_blended(self) -> bool: ...
+    @property
+    def is_waiting(self) -> bool: ...
