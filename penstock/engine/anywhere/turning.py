@@ -160,6 +160,7 @@ class _Captured:
     """Takes the keys of a step instead of storing them (see `attention.torch.KvMemory`)."""
 
     rounds = False
+    block_tokens = 1
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
