@@ -65,8 +65,8 @@ def _attend_scattered(
         total += 1.0
     begin = 0
     if WINDOW:
-        earliest = tl.min(tl.where(rows < num_rows, at, last))
-        begin = tl.maximum(earliest - WINDOW + 1, 0)
+        at = tl.where(rows < num_rows, at, last)
+        begin = tl.maximum(tl.min(at) - WINDOW + 1, 0)
     for first in range(begin, last + 1, TILE):
         tokens = first + tl.arange(0, TILE)
         there = (tokens <= last)[:, None] & is_dim[None, :]

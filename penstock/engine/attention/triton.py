@@ -138,7 +138,7 @@ def _attend_parts(
         at = place * (KV_HEADS * GROUP) + head * GROUP + members
         is_kept = is_member
         if WINDOW:
-            is_kept = is_member & (begin < end)
+            is_kept = members < tl.where(begin < end, GROUP, 0)
             mask = is_kept[:, None] & is_dim[None, :]
         tl.store(sums + at[:, None] * DIM + dims[None, :], values, mask=mask)
         tl.store(largest + at, most, mask=is_kept)
