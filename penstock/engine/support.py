@@ -150,14 +150,18 @@ def _reason_in_layers(config: Any, layers: list[Attention]) -> str:
             f"{counted(len(layers), 'call')} to the attention function instead of one each"
         )
     first = layers[0]
-    alike = {"layer": first.layer, "window": None, "cap": 0.0, "has_sinks": False}
-    if any(replace(seen, **alike) != replace(first, **alike) for seen in layers):
+    if len({_without_rules(seen) for seen in layers}) > 1:
         return "its layers have different numbers or sizes of heads"
     if not first.is_causal:
         return "its attention is not causal, as in an encoder"
     if first.extras:
         return f"its attention needs {', '.join(first.extras)}, which Penstock does not support"
     return ""
+
+
+def _without_rules(seen: Attention) -> Attention:
+    """What all layers must have in common."""
+    return replace(seen, layer=None, window=None, cap=0.0, has_sinks=False)
 
 
 def _in_effect(config: Any, window: int | None) -> int:
@@ -180,9 +184,7 @@ def _reason_in_masks(config: Any, layers: list[Attention], windows: list[int]) -
         if found is None:
             return f"layer {layer.layer} hides other tokens than those before a window"
         if found != asked:
-            return (
-                f"layer {layer.layer} asks for {_words(asked)}, but its mask has {_words(found)}"
-            )
+            return f"layer {layer.layer} asks for {_words(asked)}, but its mask has {_words(found)}"
     return ""
 
 

@@ -109,9 +109,7 @@ class _Decode:
         self.fetcher: Fetcher | None = None  # in steps that fetch cold blocks
         self.between_waves: Callable[[], None] = lambda: None
 
-    def attend(
-        self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL
-    ) -> Tensor:
+    def attend(self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL) -> Tensor:
         shape = self._shape
         num_waves = 1 if self.fetcher is None else self._plan.num_waves
         for wave in range(num_waves):

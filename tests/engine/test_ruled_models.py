@@ -42,9 +42,7 @@ def expected(loaded: LoadedModel, *prompts: list[int]) -> list[torch.Tensor]:
         loaded.model.config._attn_implementation = ATTENTION
 
 
-def chill(
-    blocks: Iterable[tuple[Sequence, int, int]], pool: DevicePool, host: HostArena
-) -> None:
+def chill(blocks: Iterable[tuple[Sequence, int, int]], pool: DevicePool, host: HostArena) -> None:
     """Move blocks, given as sequence, index and pin, to HOST."""
     for sequence, index, pin in blocks:
         slot = sequence.table.chill(index, Slot(pin))

@@ -192,9 +192,9 @@ def _keys_at(loaded: LoadedModel, positions: Sequence[int]) -> list[list[Tensor]
 
 
 def _candidates(model: Any, head_dim: int) -> Iterator[_Rotation]:
-    for module in model.modules():
-        frequencies = getattr(module, "inv_freq", None)
-        if isinstance(frequencies, Tensor) and 0 < 2 * frequencies.numel() <= head_dim:
+    for name, frequencies in model.named_buffers():
+        # Models with two rotations name them: sliding_attention_inv_freq.
+        if name.endswith("inv_freq") and 0 < 2 * frequencies.numel() <= head_dim:
             for is_interleaved in (False, True):
                 yield _Rotation(frequencies.flatten(), is_interleaved=is_interleaved)
 

@@ -349,9 +349,7 @@ class DecodeBatch:
         self._values = np.empty((*room, pool.shape[5]), np.float32)
         self._num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
-    def attend(
-        self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL
-    ) -> Tensor:
+    def attend(self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL) -> Tensor:
         """query [sequences, heads, head_dim]; their last tokens' KV must be in the pool."""
         wide = query.to(torch.float32).contiguous()
         out = torch.empty_like(wide)

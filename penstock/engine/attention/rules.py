@@ -87,18 +87,19 @@ def _attend_with_scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, rules: LayerRules
 ) -> Tensor:
     """Like torch's attention, for rules that change scores. Computes in float32."""
-    heads, num_rows = query.shape[1:3]
-    q = query.float().unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # a group's rows in a row
-    scores = (q @ key.float().transpose(2, 3) * scale).unflatten(2, (-1, num_rows))
+    (heads, num_rows, dim), (kv_heads, num_tokens) = query.shape[1:], key.shape[1:3]
+    # The rows of a group's heads, one after the other.
+    q = query.float().reshape(kv_heads, -1, dim)
+    scores = (q @ key[0].float().transpose(1, 2) * scale).view(heads, num_rows, num_tokens)
     if rules.cap:
         scores = (scores / rules.cap).tanh_() * rules.cap
-    scores = scores.masked_fill_(~mask, float("-inf")).flatten(1, 2)
+    scores = scores.masked_fill_(~mask, float("-inf"))
     if rules.sinks is not None:
-        sinks = rules.sinks.float().view(1, heads, 1, 1).expand(1, heads, num_rows, 1)
+        sinks = rules.sinks.float().view(heads, 1, 1).expand(heads, num_rows, 1)
         scores = torch.cat([scores, sinks], -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]]
-    weights = weights.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-    return (weights @ value.float()).unflatten(2, (-1, num_rows)).flatten(1, 2).to(query.dtype)
+    weights = scores.softmax(-1)[..., :num_tokens].reshape(kv_heads, -1, num_tokens)
+    out: Tensor = weights @ value[0].float()
+    return out.view(1, heads, num_rows, dim).to(query.dtype)
 
 
 @cache

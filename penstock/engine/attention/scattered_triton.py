@@ -14,8 +14,9 @@ import triton.language as tl
 from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.triton import soften
 
-_ROWS = 64
-_TILE_TOKENS = 64
+_SHAPE = (64, 64, 3)  # rows, tokens of a tile, stages
+# Wide heads would not fit a GPU's shared memory.
+_WIDE_SHAPES = {2: (64, 32, 2), 4: (16, 32, 1)}  # by the size of a value in bytes
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(-1e38)  # less than any score
 
@@ -51,7 +52,7 @@ def _attend_scattered(
     mask = (rows < num_rows)[:, None] & is_dim[None, :]
     at = tl.load(positions + rows, mask=rows < num_rows, other=0)
     last = tl.max(at)
-    factor = scale if CAP else scale * _LOG2_E
+    factor = scale if CAP > 0 else scale * _LOG2_E
     q = tl.load(
         query + rows.to(tl.int64)[:, None] * row_stride + head * head_stride + dims[None, :],
         mask=mask,
@@ -74,7 +75,7 @@ def _attend_scattered(
         k = tl.load(key + offsets, mask=there, other=0.0)
         v = tl.load(value + offsets, mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
-        if CAP:
+        if CAP > 0:
             scores = soften(scores, CAP) * _LOG2_E
         # The first tile has the first token, to which all attend: no sum is ever empty.
         scores = tl.where(tokens[None, :] <= at[:, None], scores, float("-inf"))
@@ -108,7 +109,9 @@ def attend_scattered(
     """
     num_rows, heads, dim = query.shape
     out = query.new_empty(query.shape)
-    _attend_scattered[(triton.cdiv(num_rows, _ROWS), heads)](
+    dim_pad = max(16, triton.next_power_of_2(dim))
+    rows, tile, stages = _SHAPE if dim_pad <= 128 else _WIDE_SHAPES[query.element_size()]
+    _attend_scattered[(triton.cdiv(num_rows, rows), heads)](
         query,
         key.contiguous(),
         value.contiguous(),
@@ -122,14 +125,14 @@ def attend_scattered(
         KV_HEADS=key.shape[1],
         GROUP=heads // key.shape[1],
         DIM=dim,
-        DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        ROWS=_ROWS,
-        TILE=_TILE_TOKENS,
+        DIM_PAD=dim_pad,
+        ROWS=rows,
+        TILE=tile,
         PRECISION="ieee" if query.element_size() == 4 else "tf32",
         WINDOW=rules.window,
         CAP=rules.cap,
         HAS_SINKS=rules.sinks is not None,
         num_warps=4,
-        num_stages=3,
+        num_stages=stages,
     )
     return out

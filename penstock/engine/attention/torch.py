@@ -40,9 +40,7 @@ class SequenceSpan:
 
 
 class DecodeKernel(Protocol):
-    def attend(
-        self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL
-    ) -> Tensor:
+    def attend(self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL) -> Tensor:
         """Attend with queries [sequences, heads, head_dim]. The result has the same shape."""
         ...
 

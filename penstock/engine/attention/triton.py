@@ -89,7 +89,7 @@ def _attend_parts(
     dims = tl.arange(0, DIM_PAD)
     is_member = members < GROUP
     is_dim = dims < DIM
-    factor = scale if CAP else scale * _LOG2_E
+    factor = scale if CAP > 0 else scale * _LOG2_E
     described = waves + wave * WAVE_NUMBERS
     first_of_wave = tl.load(described + 3)
     total_work = tl.load(described + 4) * KV_HEADS
@@ -125,7 +125,7 @@ def _attend_parts(
             v = tl.load(value_rows[:, None] + dims[None, :], mask=there, other=0)
             k, v = widen(k, kind, FP8), widen(v, kind, FP8)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
-            if CAP:
+            if CAP > 0:
                 scores = soften(scores, CAP) * _LOG2_E
             scores = tl.where(inside[None, :], scores, float("-inf"))
             new_most = tl.maximum(most, tl.max(scores, 1))
