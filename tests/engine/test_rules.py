@@ -9,6 +9,7 @@ import torch
 from engine import test_attention
 from torch import Tensor
 
+from penstock.engine import fp8
 from penstock.engine.attention.rules import LayerRules, attend_by_rules
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 9.0])  # one larger than all scores
@@ -75,6 +76,19 @@ def test_a_cpu_obeys_them(rule: str) -> None:
     assert torch.equal(batch.attend(query, 1, SCALE, RULES[rule]), found)
     alone = test_attention.decode(pool, tables[-1:], LENGTHS[-1:], 4)
     assert torch.equal(alone.attend(query[-1:], 1, SCALE, RULES[rule])[0], found[-1])
+
+
+def test_kv_in_8_bits_is_attended_to_as_its_values_in_float32() -> None:
+    torch.manual_seed(0)
+    pool = test_attention.make_pool(60, 2, 32, fp8.DTYPE)
+    wide = pool.float()  # kernels read it by address
+    tables = test_attention.make_tables(LENGTHS, 60)
+    query = 3 * torch.randn(len(LENGTHS), 4, 32)
+    found, wanted = (
+        test_attention.decode(each, tables, LENGTHS, 4).attend(query, 1, SCALE, RULES["all"])
+        for each in (pool, wide)
+    )
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("rule", RULES)
