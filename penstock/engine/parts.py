@@ -160,6 +160,7 @@ class EngineParts:
             LAYOUT,
             self.block_tokens,
             rope=loaded.rope,
+            settings=loaded.attention,
             loss=loss,
         )
         self.device = DevicePool(

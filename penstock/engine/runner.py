@@ -135,6 +135,7 @@ class TorchMemory:
     ) -> None:
         """`pool` has shape [blocks, layers, 2, block_tokens, kv_heads, head_dim]."""
         self.rounds = pool.dtype is fp8.DTYPE
+        self.block_tokens = block_tokens
         # Torch cannot index e4m3 on all devices, but it can index bytes.
         self._pool = pool.view(torch.uint8) if self.rounds else pool
         self._host = host

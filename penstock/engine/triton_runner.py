@@ -21,6 +21,7 @@ from penstock.engine import fp8
 from penstock.engine.anywhere.blending import key_changes
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
+from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, span_blocks
@@ -72,6 +73,7 @@ class _Memory:
 
     def __init__(self, shape: _Shape, addresses: Tensor) -> None:
         self.rounds = shape.is_fp8
+        self.block_tokens = shape.block_tokens
         self._shape = shape
         self._addresses = addresses  # of each row's keys in the first layer; 0: already written
 
@@ -107,7 +109,7 @@ class _Decode:
         self.fetcher: Fetcher | None = None  # in steps that fetch cold blocks
         self.between_waves: Callable[[], None] = lambda: None
 
-    def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
+    def attend(self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL) -> Tensor:
         shape = self._shape
         num_waves = 1 if self.fetcher is None else self._plan.num_waves
         for wave in range(num_waves):
@@ -125,11 +127,12 @@ class _Decode:
                 self._num_programs,
                 wave,
                 fetched,
+                rules,
                 is_fp8=shape.is_fp8,
             )
             if self.fetcher is not None:
                 self.fetcher.end(layer, wave)
-        attended: Tensor = kernels.merge_parts(query, self._plan, self._room)
+        attended: Tensor = kernels.merge_parts(query, self._plan, self._room, rules)
         return attended
 
 
@@ -166,6 +169,7 @@ class TritonRunner:
         self.num_fetched = 0  # cold blocks fetched during their step
         self.num_ahead = 0  # of those, blocks whose first layers were fetched before it
         self._num_heads = loaded.num_heads
+        self._windows = loaded.windows or (0,) * loaded.num_layers
         self._device = pool.tensor.device
         self._like = torch.empty(0, dtype=loaded.dtype, device=self._device)
         self._model = loaded.model
@@ -394,7 +398,8 @@ class TritonRunner:
         scale = self._fused.scale
 
         def attend_layer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(step, layer, query, key, value, scale).flatten(1)
+            rules = LayerRules(window=self._windows[layer])
+            return attend(step, layer, query, key, value, scale, rules).flatten(1)
 
         return self._fused.forward(ids, positions, addresses, kept, attend_layer)
 
