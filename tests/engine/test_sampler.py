@@ -172,7 +172,9 @@ def test_the_nucleus_is_the_one_a_full_sort_finds(seed: int, top_p: float, scale
             break
         expected.append(token_id)
         held += int(weights[token_id])
-    assert _nucleus(weights, top_p).tolist() == expected
+    ids, kept = _nucleus(weights, top_p)
+    assert ids.tolist() == expected
+    assert torch.equal(kept, weights[ids])
 
 
 def test_min_p_is_a_share_of_the_likeliest() -> None:
