@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from engine.test_faults import POINTS
 from engine.test_soak import make_prompts
-from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
+from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle, tiny_model
 
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.engine.engine import Engine
@@ -29,8 +29,14 @@ from penstock.engine.residency import ResidencyConfig
 
 HOT = ResidencyConfig(cold=False)
 COLD = ResidencyConfig(prefix_tokens=16, tail_tokens=16, high_watermark=0.9, low_watermark=0.8)
-PROMPTS = make_prompts(random.Random(0))
+NUM_IDS = 500  # few, so that the tests are fast
+PROMPTS = [[token % NUM_IDS for token in ids] for ids in make_prompts(random.Random(0))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def loaded(tokenizer: Any) -> LoadedModel:
+    return tiny_model(tokenizer, NUM_IDS)
 
 
 @contextmanager
@@ -130,7 +136,7 @@ def drawn_params(rng: random.Random, told: Callable[[], str]) -> SamplingParams:
         min_tokens=rng.choice((0, 0, 1)),
         ignore_eos=rng.random() < 0.5,
         stop=stop,
-        stop_token_ids=[rng.randrange(1, 40_000) for _ in range(rng.choice((0, 0, 3000)))],
+        stop_token_ids=[rng.randrange(1, NUM_IDS) for _ in range(rng.choice((0, 0, 30)))],
         logprobs=rng.choice((None, 0, 2)),
         logit_bias=rng.choice((None, None, {17: 1.5, 4: -3.0})),
         # Such a request needs its last token; now and then only.
@@ -150,8 +156,7 @@ def drawn(num: int) -> list[tuple[list[int], SamplingParams, int]]:
     ]
 
 
-NUM = 120
-REQUESTS = drawn(NUM)
+REQUESTS = drawn(48)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +168,7 @@ def expected(loaded: LoadedModel) -> dict[str, Answer]:
         watched.run()
         assert not engine.ahead.num_ahead
         ends = [answer.end[0] for answer in watched.answers.values()]
-        assert min(ends.count("stop"), ends.count("length")) > 10
+        assert min(ends.count("stop"), ends.count("length")) > 5
         return watched.answers
 
 
@@ -193,11 +198,11 @@ def test_random_requests_are_told_the_same(
             if running and rng.random() < 0.02:
                 name = rng.choice(running)
                 engine.abort(name)
-        assert engine.ahead.num_ahead > 100
+        assert engine.ahead.num_ahead > 20
         if num_blocks == 18 and residency is HOT:
-            assert engine.scheduler.num_preemptions > 5
+            assert engine.scheduler.num_preemptions > 2
         if residency is COLD:
-            assert engine.scheduler.placement.num_left > 20
+            assert engine.scheduler.placement.num_left > 5
         for name, answer in watched.answers.items():
             if watched.requests[name].finish_reason == "abort":
                 assert answer.tokens == expected[name].tokens[: len(answer.tokens)]
@@ -207,7 +212,7 @@ def test_random_requests_are_told_the_same(
         # What was saved on the way is what the prompts and answers have.
         engine.pool.forget()
         again = Watched(engine)
-        for number, (ids, params, _) in enumerate(REQUESTS[:20]):
+        for number, (ids, params, _) in enumerate(REQUESTS[:12]):
             again.add(str(number), ids, params)
         again.run()
         for name, answer in again.answers.items():
@@ -259,7 +264,9 @@ def test_a_step_too_many_is_never_offered_or_saved(loaded: LoadedModel) -> None:
         watched.add("long", prompt, replace(GREEDY, max_tokens=40))
         watched.run()
         said = watched.answers["long"].tokens
-        last = next(n for n in range(15, 40) if (16 + n) % 16 == 0 and said[n - 1] not in said[:n - 1])
+        last = next(
+            n for n in range(15, 40) if (16 + n) % 16 == 0 and said[n - 1] not in said[: n - 1]
+        )
         engine.pool.forget()
         assert engine.offloader is not None
         engine.offloader.drain()

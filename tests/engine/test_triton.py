@@ -180,7 +180,7 @@ def test_numbers_are_put_where_they_are_wanted_and_not_beyond() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert box.tolist() == numbers.tolist() + [-1] * 70
-    assert kept.tolist() == numbers.tolist()[:128] + [-1]
+    assert kept.tolist() == [*numbers.tolist()[:128], -1]
 
 
 def test_tokens_that_the_cpu_does_not_know_are_those_that_were_kept() -> None:
