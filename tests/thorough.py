@@ -79,6 +79,10 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     "engine/test_engine_folder.py": ("test_every_spelling_of_a_path*",),
     "engine/test_two_ended_loads.py": ("*",),
     "engine/test_faults.py": ("*",),
+    "engine/test_ahead.py": (
+        "test_a_step_that_fails*",
+        *("*preempted?", "*cold?", "*in turns?"),
+    ),
     "engine/test_cold.py": ("*",),
     "engine/test_shared.py": ("*",),
     "engine/test_rotation.py": ("*",),

@@ -158,6 +158,9 @@ class EngineOptions:
     max_model_len: int | None = option(
         None, "Maximum context length, prompt plus output. Defaults to the model's.", "N", low=2
     )
+    launch_ahead: bool = option(
+        True, "On a GPU, launch the next step before the last one's tokens are read."
+    )
     cold_kv: bool = option(
         True, "Allow part of a running sequence's KV to stay in DRAM and be read from there."
     )

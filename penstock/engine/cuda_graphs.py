@@ -3,7 +3,8 @@
 A graph is captured for each of some batch sizes. A step that fetches more cold blocks than fit the
 buffers at once runs kernel by kernel. Rows that are left over attend to one scratch
 block and are written nowhere. Everything that a graph reads is in tensors that keep their address,
-so blocks may move between replays.
+so blocks may move between replays. A step's plan is sent before its graph is replayed: an event
+behind it tells when the next plan may be filled in, long before the graph ends.
 """
 
 from __future__ import annotations
@@ -73,11 +74,13 @@ class CudaGraphs:
         """
         size = next(size for size in self._sizes if size >= len(row.singles))
         fetches = self._fill(row, size)
+        self._plan.send()
         if self._plan.num_waves > 1:  # such steps are long, and each would need its own graph
             return self._step(size, fetches=fetches, between_waves=between_waves)
         if (size, fetches) not in self._captured:
             self._capture(size, fetches=fetches)
             self._fill(row, size)
+            self._plan.send()
         graph, logits = self._captured[size, fetches]
         graph.replay()
         return logits
@@ -95,6 +98,7 @@ class CudaGraphs:
     @torch.inference_mode()
     def _capture(self, size: int, *, fetches: bool) -> None:
         self._fill(None, size)
+        self._plan.send()
         stream: Any = _cuda.Stream()
         stream.wait_stream(_cuda.current_stream())
         with _cuda.stream(stream):
@@ -111,7 +115,6 @@ class CudaGraphs:
     ) -> Tensor:
         plan = self._plan
         rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
-        plan.send()
         return self._forward(
             *rows, self._kept[:size], size, [], fetches=fetches, between_waves=between_waves
         )

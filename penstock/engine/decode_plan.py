@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from penstock.engine.attention.packed_triton import WAVE_NUMBERS
 from penstock.engine.attention.triton import pull_plan
 from penstock.engine.fetch_choice import Fetches
 from penstock.engine.table import Places
+
+_cuda: Any = torch.cuda  # mostly untyped
 
 NO_FETCHES = Fetches(np.zeros(0, np.int64), (), (), ())
 
@@ -54,7 +57,8 @@ class DecodePlan:
     fetches nothing has one wave.
 
     The plan also has the rows of a replayed step: their token ids, positions, and the addresses of
-    their keys in the first layer. A step that was sent must end before the next one is filled in.
+    their keys in the first layer. `fill` waits until the plan before has been read from pinned
+    memory, which is when its step begins on the device. A step ends before the next one is read.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class DecodePlan:
         self._staged = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=on_gpu)
         self._sent = torch.zeros(ends[-1], dtype=torch.int64, device=device)
         self._on_gpu = on_gpu
+        self._read: Any = _cuda.Event() if on_gpu else None  # the plan that was sent last
         self._small_end = begins[10]
         self._large_begins = begins[10:]
         host = self._staged.numpy()
@@ -114,6 +119,8 @@ class DecodePlan:
         `table` has the addresses of all sequences' blocks; `num_blocks` and `lengths` say how many
         blocks and tokens each sequence has.
         """
+        if self._read is not None:
+            self._read.synchronize()
         count = len(lengths)
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
         first_items = np.concatenate([[0], np.cumsum(num_parts)])
@@ -161,8 +168,9 @@ class DecodePlan:
         return waves
 
     def send(self) -> None:
-        """Queue the transfer to the device on the current stream. A graph may capture this."""
+        """Queue the transfer to the device on the current stream."""
         if self._on_gpu:
             pull_plan(self._staged.data_ptr(), self._sent, self._small_end, self._large_begins)
+            self._read.record()
         else:
             self._sent.copy_(self._staged)

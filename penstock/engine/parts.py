@@ -83,6 +83,7 @@ class EngineConfig:
     residency: ResidencyConfig = field(default_factory=ResidencyConfig)
     audit_share: float = 0.0  # of requests that would be loaded: computed instead, and compared
     kv_cache_dtype: str = _DEFAULTS.kv_cache_dtype
+    launch_ahead: bool | None = None  # see `ahead`; None: on a GPU
 
     def __post_init__(self) -> None:
         check_kv_cache_dtype(self.kv_cache_dtype)

@@ -30,6 +30,7 @@ from penstock.engine.fetching import Fetcher, fetch_room
 from penstock.engine.fused import FusedDecoder, can_fuse
 from penstock.engine.mailbox import Mailbox
 from penstock.engine.models import LoadedModel
+from penstock.engine.params import MAX_LOGPROBS
 from penstock.engine.runner import PackedRow, places_of, span_of
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import Addresses, Places
@@ -145,6 +146,11 @@ class _Reads(NamedTuple):
     fetches: Fetches
 
 
+class _Mark(NamedTuple):
+    event: Any
+    is_long: bool  # whether the step takes long
+
+
 class TritonRunner:
     """Runs on a GPU or, without graphs, in Triton's interpreter on a CPU."""
 
@@ -232,7 +238,12 @@ class TritonRunner:
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
-        self._mailbox = Mailbox(max_num_seqs) if on_gpu else None
+        max_numbers = max_num_seqs * (3 + 2 * MAX_LOGPROBS)  # see `sampler`
+        self._mailbox = Mailbox(max_numbers, max_num_seqs, self._device) if on_gpu else None
+        # The numbers posted last, for tokens that the CPU does not know.
+        self._kept = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
+        if self._mailbox is not None:
+            self._kept = self._mailbox.kept
         self._is_long = False  # whether the step that was queued last takes long
         self._graphs = None
         if on_gpu and use_graphs:
@@ -258,7 +269,6 @@ class TritonRunner:
             raise
 
     def _run(self, chunks: Sequence[Chunk], between_layers: Callable[[], None]) -> Tensor:
-        self.wait(between_layers)  # the plan has room for only one step
         row = PackedRow.of(chunks, self._shape.block_tokens)
         num_parts = sum(-(-(c.start + 1) // kernels.PART_TOKENS) for c in row.singles)
         if num_parts > self._max_parts:  # too many for the plan at once
@@ -275,7 +285,7 @@ class TritonRunner:
             if row.sampled == list(range(len(row.sampled))):  # a slice needs no index on the GPU
                 logits = logits[: len(row.sampled)].to(torch.float32, copy=True)
             else:
-                logits = logits[row.sampled].float()
+                logits = logits[self._send(np.array(row.sampled, np.int64))].float()
         else:
             logits = self._run_without_graph(row, between_layers)
         if self._fetcher is not None:
@@ -293,19 +303,28 @@ class TritonRunner:
         # Not the fused pass: it writes each layer's keys before they could be compared.
         return key_changes(self._model, ids, positions, _Memory(self._shape, addresses), span)
 
-    def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
+    def mark(self) -> Any:
         if self._device.type != "cuda":
-            return
+            return None
         done: Any = _cuda.Event()
         done.record()
-        while self._is_long and not done.query():
+        is_long, self._is_long = self._is_long, False
+        return _Mark(done, is_long)
+
+    def wait(self, between_layers: Callable[[], None] = lambda: None, end: Any = None) -> None:
+        mark: _Mark | None = end or self.mark()
+        if mark is None:
+            return
+        while mark.is_long and not mark.event.query():
             between_layers()
             time.sleep(_POLL_SECONDS)
-        self._is_long = False
-        done.synchronize()
+        mark.event.synchronize()
 
     def post(self, numbers: Tensor) -> Callable[[], list[int]]:
-        return numbers.tolist if self._mailbox is None else self._mailbox.post(numbers)
+        if self._mailbox is not None:
+            return self._mailbox.post(numbers)
+        self._kept[: len(numbers)] = numbers[: len(self._kept)]
+        return numbers.tolist
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Compile the kernels and capture the graphs, so that no request waits for them."""
@@ -347,8 +366,8 @@ class TritonRunner:
             )
             self._plan.send()
             fetches = len(reads.fetches.sources) > 0
-        kept = torch.tensor(row.sampled or [0], device=self._device)
-        ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
+        kept = self._send(np.array(row.sampled or [0], np.int64))
+        ids, positions, addresses = self._send(self._inputs(row))
         logits = self.forward(
             ids,
             positions,
@@ -378,6 +397,7 @@ class TritonRunner:
         `fetches`: whether the plan names cold blocks to fetch during the computation.
         `between_waves` is called in each layer if they come in several waves.
         """
+        kernels.take_kept(ids, self._kept)
         self._decode.between_waves = between_waves
         self._decode.fetcher = self._fetcher if fetches else None
         if self._decode.fetcher is not None:
@@ -443,11 +463,19 @@ class TritonRunner:
         addresses = np.where(row.is_written, self._addresses.of(row.places) + offsets, 0)
         return np.stack([row.token_ids, row.positions, addresses])
 
+    def _send(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Queue a copy to the device, behind steps that are computed there."""
+        staged = torch.from_numpy(numbers)
+        if self._device.type != "cuda":
+            return staged.to(self._device)
+        # Torch keeps the pinned memory until the copy has ended.
+        return staged.pin_memory().to(self._device, non_blocking=True)
+
     def _spans(self, row: PackedRow) -> list[SequenceSpan]:
         spans = []
         for begin, chunk in row.longer:
             table = self._addresses.of(places_of(chunk, self._shape.block_tokens))
-            blocks = torch.from_numpy(table).to(self._device)
+            blocks = self._send(table)
             spans.append(span_of(begin, chunk, blocks, self._device))
         return spans
 

@@ -341,12 +341,25 @@ def _pull_plan(
     _pull_part(source, sent, waves, num_waves * WAVE_NUMBERS, num_programs, WIDTH)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers"])
-def _push_numbers(numbers, target, count, WIDTH: tl.constexpr):  # noqa: N803
+@triton.jit(
+    do_not_specialize=["count", "num_kept"], do_not_specialize_on_alignment=["numbers", "target"]
+)
+def _push_numbers(numbers, target, count, kept, num_kept, WIDTH: tl.constexpr):  # noqa: N803
     places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = places < count
     there = target.to(tl.pointer_type(tl.int64)) + places
-    tl.store(there, tl.load(numbers + places, mask=inside), mask=inside)
+    found = tl.load(numbers + places, mask=inside)
+    tl.store(there, found, mask=inside)
+    tl.store(kept + places, found, mask=inside & (places < num_kept))
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ids"])
+def _take_kept(ids, kept, count, WIDTH: tl.constexpr):  # noqa: N803
+    places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    inside = places < count
+    found = tl.load(ids + places, mask=inside, other=0)
+    is_kept = inside & (found < 0)
+    tl.store(ids + places, tl.load(kept + (-1 - found), mask=is_kept, other=0), mask=is_kept)
 
 
 def aligned_bytes(heads: Any, *, is_fp8: bool = False) -> int:
@@ -545,7 +558,15 @@ def pull_plan(staged: int, sent: Any, small_end: int, begins: Any) -> None:
     _pull_plan[(num_programs,)](staged, sent, small_end, *begins, num_programs, WIDTH=256)
 
 
-def push_numbers(numbers: Any, target: int) -> None:
-    """Write 64-bit numbers to pinned DRAM without the copy engines."""
+def push_numbers(numbers: Any, target: int, kept: Any) -> None:
+    """Write 64-bit numbers to pinned DRAM without the copy engines, and the first ones to `kept`,
+    as many as it has room for."""
     count, width = numbers.numel(), 128
-    _push_numbers[(triton.cdiv(count, width),)](numbers, target, count, WIDTH=width)
+    grid = (triton.cdiv(count, width),)
+    _push_numbers[grid](numbers, target, count, kept, kept.numel(), WIDTH=width)
+
+
+def take_kept(ids: Any, kept: Any) -> None:
+    """Replace each `~n` below zero by the n-th number in `kept`."""
+    count, width = ids.numel(), 128
+    _take_kept[(triton.cdiv(count, width),)](ids, kept, count, WIDTH=width)
