@@ -25,7 +25,7 @@ from penstock.engine.attention import cold_serving as serving
 from penstock.engine.attention.cold_serving import WORD, load_word, make_serve, store_word
 from penstock.engine.table import Places
 
-_WORD_BYTES = 8 * WORD
+WORD_BYTES = 8 * WORD
 _LEAVE_SECONDS = 5.0  # how long the threads may take to leave a step that has ended
 
 
@@ -72,7 +72,7 @@ class ColdThreads:
         `host_form`: the form of HOST's blocks, if they are packed.
         """
         self.shape = shape
-        self.max_tasks = max_tasks
+        self.max_tasks, self.max_blocks = max_tasks, max_blocks
         self.step = 0  # the number of the last step that was opened
         heads, dim, layers = shape.num_heads, shape.head_dim, shape.num_layers
         group = heads // shape.kv_heads
@@ -120,12 +120,12 @@ class ColdThreads:
 
     @property
     def done_address(self) -> int:
-        return self._shared.data_ptr() + self.shape.num_layers * _WORD_BYTES
+        return self._shared.data_ptr() + self.shape.num_layers * WORD_BYTES
 
     @property
     def gave_up_address(self) -> int:
         """The GPU writes the number of a step there in which it has waited for too long."""
-        return self._shared.data_ptr() + 2 * self.shape.num_layers * _WORD_BYTES
+        return self._shared.data_ptr() + 2 * self.shape.num_layers * WORD_BYTES
 
     @property
     def num_threads(self) -> int:
@@ -161,16 +161,27 @@ class ColdThreads:
         """The step that was opened last has failed, or will not run: nobody may wait for it."""
         store_word(self._word(serving.CANCELLED), self.step)
         for layer in range(self.shape.num_layers):
-            store_word(self.done_address + layer * _WORD_BYTES, self.step)
+            store_word(self.done_address + layer * WORD_BYTES, self.step)
 
     def check(self) -> None:
         """Raise ColdAttentionFailed if the GPU did not get an answer. Call it after each step."""
-        if load_word(self.gave_up_address) == self.step > 0 and not self._is_broken:
+        if load_word(self.gave_up_address) and not self._is_broken:
             self._is_broken = True
             raise ColdAttentionFailed(
                 "the processor did not attend to its part of the cold KV in time; from now on, the "
                 "device attends to all of it"
             )
+
+    def ask_all(self) -> bool:
+        """Ask for all layers at once, without a GPU. False if the threads do not answer in time."""
+        for layer in range(self.shape.num_layers):
+            store_word(self.asked_address + layer * WORD_BYTES, self.step)
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while not self._has_ended(self.step):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0001)
+        return True
 
     def bytes_per_second(self) -> float | None:
         """How fast the threads read KV in the last step. None if they did not finish one."""
@@ -222,8 +233,8 @@ class ColdThreads:
         )
 
     def _has_ended(self, step: int) -> bool:
-        last_layer = self.done_address + (self.shape.num_layers - 1) * _WORD_BYTES
+        last_layer = self.done_address + (self.shape.num_layers - 1) * WORD_BYTES
         return load_word(last_layer) >= step
 
     def _word(self, number: int) -> int:
-        return int(self._control.ctypes.data) + number * _WORD_BYTES
+        return int(self._control.ctypes.data) + number * WORD_BYTES

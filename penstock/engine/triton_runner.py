@@ -22,8 +22,11 @@ from penstock.engine.anywhere.blending import key_changes
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
+from penstock.engine.cold_attention import ColdAttention
+from penstock.engine.cold_opening import measure_rates, open_cold_attention
+from penstock.engine.cold_split import COLD_DEVICE
 from penstock.engine.cuda_graphs import CudaGraphs
-from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, span_blocks
+from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, StepKind, span_blocks
 from penstock.engine.fetch_choice import Fetches
 from penstock.engine.fetching import Fetcher, fetch_room
 from penstock.engine.fused import FusedDecoder, can_fuse
@@ -105,10 +108,13 @@ class _Decode:
         self._room = room
         self._num_programs = num_programs
         self.fetcher: Fetcher | None = None  # in steps that fetch cold blocks
+        self.cold: ColdAttention | None = None  # in steps in which the CPU attends to some
         self.between_waves: Callable[[], None] = lambda: None
 
     def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
         shape = self._shape
+        if self.cold is not None:
+            self.cold.ask(query, layer, scale)
         num_waves = 1 if self.fetcher is None else self._plan.num_waves
         for wave in range(num_waves):
             if num_waves > 1:  # queueing them takes long: the GPU accepts only so much at once
@@ -129,6 +135,8 @@ class _Decode:
             )
             if self.fetcher is not None:
                 self.fetcher.end(layer, wave)
+        if self.cold is not None:
+            self.cold.collect(self._room, layer)
         attended: Tensor = kernels.merge_parts(query, self._plan, self._room)
         return attended
 
@@ -157,10 +165,12 @@ class TritonRunner:
         max_num_seqs: int,
         use_graphs: bool = True,
         host_form: LosslessFormat | None = None,
+        cold_attention: str = COLD_DEVICE,
     ) -> None:
         """`host_form`: the form of HOST's blocks, if they are packed.
 
-        Cold blocks can be read only if `reads_host` is True afterwards.
+        Cold blocks can be read only if `reads_host` is True afterwards. `cold_attention`: see
+        `cold_split`.
         """
         register()
         self.num_fetched = 0  # cold blocks fetched during their step
@@ -215,7 +225,21 @@ class TritonRunner:
         if can_fuse(loaded.model):
             self._fused = FusedDecoder(loaded.model, loaded.max_tokens, block_tokens, kv_dtype)
         self._fetcher = None
-        if buffers is not None:
+        self._cold: ColdAttention | None = None
+        if buffers is not None and host is not None:
+            if cold_attention != COLD_DEVICE:
+                self._cold = open_cold_attention(
+                    cold_attention,
+                    loaded,
+                    kv_dtype,
+                    block_tokens,
+                    host,
+                    host_form,
+                    max_rows=max_num_seqs,
+                    span_blocks=self._plan.span_blocks,
+                    part_tokens=kernels.PART_TOKENS,
+                    device=self._device,
+                )
             like = _as_copied(pool.tensor)
             self._fetcher = Fetcher(
                 self._plan,
@@ -224,6 +248,7 @@ class TritonRunner:
                 like.shape[2:],
                 like,
                 host_form,
+                self._cold,
             )
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
@@ -232,14 +257,19 @@ class TritonRunner:
         self._is_long = False  # whether the step that was queued last takes long
         self._graphs = None
         if on_gpu and use_graphs:
-            can_fetch = self._fetcher is not None
+            kinds = [StepKind()]
+            if self._fetcher is not None:
+                kinds.append(StepKind(fetches=True))
+            if self._cold is not None:
+                kinds.append(StepKind(fetches=True, on_cpu=True))
             self._graphs = CudaGraphs(
                 self.fill,
+                self._send,
                 self.forward,
                 self._plan,
                 max_num_seqs,
                 self._device,
-                can_fetch=can_fetch,
+                kinds,
             )
 
     @torch.inference_mode()
@@ -251,6 +281,8 @@ class TritonRunner:
         except BaseException:
             if self._fetcher is not None:
                 self._fetcher.cut_short()
+            if self._cold is not None:
+                self._cold.cut_short()
             raise
 
     def _run(self, chunks: Sequence[Chunk], between_layers: Callable[[], None]) -> Tensor:
@@ -290,15 +322,16 @@ class TritonRunner:
         return key_changes(self._model, ids, positions, _Memory(self._shape, addresses), span)
 
     def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
-        if self._device.type != "cuda":
-            return
-        done: Any = _cuda.Event()
-        done.record()
-        while self._is_long and not done.query():
-            between_layers()
-            time.sleep(_POLL_SECONDS)
-        self._is_long = False
-        done.synchronize()
+        if self._device.type == "cuda":
+            done: Any = _cuda.Event()
+            done.record()
+            while self._is_long and not done.query():
+                between_layers()
+                time.sleep(_POLL_SECONDS)
+            self._is_long = False
+            done.synchronize()
+        if self._cold is not None:
+            self._cold.check()
 
     def post(self, numbers: Tensor) -> Callable[[], list[int]]:
         return numbers.tolist if self._mailbox is None else self._mailbox.post(numbers)
@@ -307,6 +340,11 @@ class TritonRunner:
         """Compile the kernels and capture the graphs, so that no request waits for them."""
         if self._graphs is not None:
             self._graphs.capture_all(progress)
+        if self._cold is not None and self._device.type == "cuda":
+            progress("measuring how fast the CPU attends")
+            self._cold.rates = measure_rates(
+                self._cold.threads, self._shape.host_form, self._seconds_without_cold()
+            )
         progress("compiling the kernels for prompts")
         self._compile_prefill()
         if self._device.type == "cuda":
@@ -314,8 +352,25 @@ class TritonRunner:
 
     def close(self) -> None:
         """Wait for blocks that were fetched ahead for a step that will not run."""
+        if self._cold is not None:
+            self._cold.cut_short()
         if self._device.type == "cuda":
             _cuda.synchronize(self._device)
+        if self._cold is not None:
+            self._cold.close()
+
+    @torch.inference_mode()
+    def _seconds_without_cold(self) -> float:
+        if self._graphs is None:
+            return 0.0
+        seconds = []
+        for _ in range(3):
+            _cuda.synchronize()
+            started = time.perf_counter()
+            self._graphs.replay_empty()
+            _cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
 
     @torch.inference_mode()
     def _compile_prefill(self) -> None:
@@ -328,11 +383,11 @@ class TritonRunner:
             num_blocks = (num_past + num_new) // block_tokens
             blocks = torch.full((num_blocks,), any_block, device=self._device)
             spans = [SequenceSpan(0, num_new, num_past, blocks)]
-            self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, fetches=False)
+            self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, kind=StepKind())
         self.post(zeros[:1])()
 
     def _run_without_graph(self, row: PackedRow, between_layers: Callable[[], None]) -> Tensor:
-        fetches = False
+        kind = StepKind()
         if row.singles:
             reads = self._reads(row.singles)
             self._plan.fill(
@@ -341,8 +396,8 @@ class TritonRunner:
                 reads.lengths,
                 fetches=reads.fetches,
             )
-            self._plan.send()
-            fetches = len(reads.fetches.sources) > 0
+            kind = self._kind_of(reads)
+            self._send(kind)
         kept = torch.tensor(row.sampled or [0], device=self._device)
         ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
         logits = self.forward(
@@ -352,7 +407,7 @@ class TritonRunner:
             kept,
             len(row.singles),
             self._spans(row),
-            fetches=fetches,
+            kind=kind,
             between_waves=between_layers,
         )
         return logits[: len(row.sampled)].float()
@@ -366,16 +421,16 @@ class TritonRunner:
         num_singles: int,
         spans: Sequence[SequenceSpan],
         *,
-        fetches: bool,
+        kind: StepKind,
         between_waves: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Logits of the rows `kept`. Single tokens, which the plan describes, come first.
 
-        `fetches`: whether the plan names cold blocks to fetch during the computation.
         `between_waves` is called in each layer if they come in several waves.
         """
         self._decode.between_waves = between_waves
-        self._decode.fetcher = self._fetcher if fetches else None
+        self._decode.fetcher = self._fetcher if kind.fetches else None
+        self._decode.cold = self._cold if kind.on_cpu else None
         if self._decode.fetcher is not None:
             self._decode.fetcher.begin()
         memory = _Memory(self._shape, addresses)
@@ -398,11 +453,10 @@ class TritonRunner:
 
         return self._fused.forward(ids, positions, addresses, kept, attend_layer)
 
-    def fill(self, row: PackedRow | None, num_rows: int) -> bool:
-        """Fill the plan with `num_rows` rows: those of `row`, then rows that do nothing.
-
-        Returns whether cold blocks must be fetched.
-        """
+    def fill(self, row: PackedRow | None, num_rows: int) -> StepKind:
+        """Fill the plan with `num_rows` rows: those of `row`, then rows that do nothing."""
+        if row is None and self._cold is not None:  # a step that was filled in will not run
+            self._cold.cut_short()
         singles = [] if row is None else row.singles
         reads = self._reads(singles)
         others = [1] * (num_rows - len(singles))  # one block and one token each
@@ -414,7 +468,18 @@ class TritonRunner:
             rows,
             reads.fetches,
         )
-        return len(reads.fetches.sources) > 0
+        return self._kind_of(reads)
+
+    def _kind_of(self, reads: _Reads) -> StepKind:
+        """What the step does with cold blocks. The CPU's threads get their tasks."""
+        on_cpu = self._cold is not None and self._cold.fill(reads.fetches.on_cpu, reads.lengths)
+        return StepKind(on_cpu or len(reads.fetches.sources) > 0, on_cpu)
+
+    def _send(self, kind: StepKind) -> None:
+        """Queue the transfer of the plan to the device."""
+        self._plan.send()
+        if kind.on_cpu and self._cold is not None:
+            self._cold.send()
 
     def _reads(self, singles: Sequence[Chunk]) -> _Reads:
         places = [places_of(chunk, self._shape.block_tokens) for chunk in singles]
