@@ -1,6 +1,6 @@
 """The CPU's part in decode with cold KV: how fast it attends, and what whole steps gain.
 
-    python -m benchmarks.cold_attention [--kernel-only] [--tiny] [--out FILE]
+    python -m benchmarks.cold_attention [--kernel-only | --steps-only] [--tiny] [--out FILE]
 
 First the threads alone and beside a busy link, by their number, with raw and with packed blocks;
 then whole decode steps with `cold_attention` device, cpu and auto. Figures are GB/s of raw KV; the
@@ -10,26 +10,40 @@ limit is one large pinned copy in the same run. `--tiny` shows on a CPU that it 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.gpu_decode import Bench
+from benchmarks.gpu_model import BLOCK_TOKENS, link_bytes_per_second, random_llama
+from benchmarks.harness import seconds_of
 from penstock.codecs.lossless import LosslessCodec
 from penstock.codecs.lossless_format import LosslessFormat, fit_lossless
+from penstock.codecs.names import LOSSLESS, RAW
 from penstock.engine.attention.cold_serving import WORD, load_word, store_word
+from penstock.engine.cold_opening import measure_rates
+from penstock.engine.cold_split import COLD_AUTO, COLD_CPU, COLD_DEVICE
 from penstock.engine.cold_threads import ColdShape, ColdTasks, ColdThreads
-from penstock.engine.table import PACKED_MARK
+from penstock.engine.models import LoadedModel
+from penstock.engine.scheduler import Chunk
+from penstock.engine.table import PACKED_MARK, BlockTable
+from penstock.engine.triton_runner import TritonRunner
 
 _cuda: Any = torch.cuda
 LLAMA = ColdShape(32, 32, 8, 128, 16, 2)
 TINY = ColdShape(2, 4, 2, 64, 16, 2)
+STEPS = ((1, 32_768, 0.9), (1, 131_072, 0.9), (4, 32_768, 0.9), (4, 32_768, 0.1))
 _RUN_BLOCKS = 32
 _SAMPLES = 64  # different blocks; the others are copies of them
 
@@ -144,9 +158,72 @@ def measure_kernel(rows: Rows, shape: ColdShape, num_blocks: int, counts: list[i
         del blocks
 
 
+def _step(runner: TritonRunner, chunks: list[Chunk]) -> None:
+    runner.run(chunks)
+    runner.wait()
+
+
+def measure_steps(rows: Rows, codec: str, link: float, loaded: LoadedModel) -> None:
+    """Decode steps whose sequences are cold from their beginning, with each setting."""
+    bench = Bench(16.0, 16.0, codec, loaded, COLD_AUTO)
+    runner = bench.runner
+    cold, fetcher = runner._cold, runner._fetcher
+    if cold is None or fetcher is None:
+        raise SystemExit("the CPU takes no part: see the log")
+    runner.run([sequence.last() for sequence in bench.sequences(1, 2048, 0.0)])
+    runner.wait()
+    cold.rates = measure_rates(cold.threads, bench.form, runner._seconds_without_cold())
+    assert cold.rates is not None
+    rows.add(codec=codec, threads=cold.threads.num_threads, rates=str(cold.rates))
+    split, rates = cold._split, cold.rates
+    for batch, context, share in STEPS:
+        sequences = bench.sequences(batch, context, 0.0)
+        num = int(share * context) // BLOCK_TOKENS
+        for sequence in sequences:
+            places = sequence.table.places.tolist()
+            moved = [~place if index < num else place for index, place in enumerate(places)]
+            sequence.table = BlockTable()
+            sequence.table.extend_places(moved)
+        chunks = [sequence.last() for sequence in sequences]
+        cold_bytes = batch * num * bench.block_bytes
+        first: torch.Tensor | None = None
+        for mode in (COLD_DEVICE, COLD_CPU, COLD_AUTO):
+            cold._split, cold.rates = replace(split, mode=mode), rates
+            fetcher.choose_nothing()
+            logits = runner.run(chunks).clone()
+            runner.wait()
+            again = runner.run(chunks).clone()
+            runner.wait()
+            first = logits if first is None else first
+            if mode == COLD_CPU and not torch.equal(logits, again):
+                raise SystemExit("the same split gave other logits")
+            spans = cold.num_spans
+            for _ in range(4):  # the rates settle
+                _step(runner, chunks)
+            spans = (cold.num_spans - spans) // 4
+            wall = median(seconds_of(partial(_step, runner, chunks)) for _ in range(6))
+            rows.add(
+                codec=codec,
+                batch=batch,
+                context=context,
+                cold=share,
+                mode=mode,
+                ms=wall * 1000,
+                cold_gb_per_second=cold_bytes / wall / 1e9,
+                of_raw_link=cold_bytes / wall / link,
+                on_cpu=spans * split.span_bytes / cold_bytes,
+                cpu_gb_per_second=(cold.threads.bytes_per_second() or 0.0) / 1e9,
+                largest_difference=float((again - first).abs().max()),
+                largest_logit=float(first.abs().max()),
+            )
+    bench.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cold_attention")
     parser.add_argument("--kernel-only", action="store_true")
+    parser.add_argument("--steps-only", action="store_true")
+    parser.add_argument("--codecs", default=f"{RAW},{LOSSLESS}", help="of DRAM, in steps")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--gib", type=float, default=4.0, help="DRAM for the kernel's blocks")
     parser.add_argument("--out", type=Path)
@@ -156,7 +233,16 @@ def main() -> None:
         measure_kernel(rows, TINY, 128, [1, 2])
     else:
         num_blocks = int(options.gib * (1 << 30)) // (LLAMA.num_layers * LLAMA.layer_bytes)
-        measure_kernel(rows, LLAMA, num_blocks, [4, 8, 12, 14, 15])
+        if not options.steps_only:
+            measure_kernel(rows, LLAMA, num_blocks, [8, 12, 14, 15])
+        if not options.kernel_only:
+            link = link_bytes_per_second()
+            rows.add(link_gb_per_second=link / 1e9)
+            loaded = random_llama()
+            for codec in options.codecs.split(","):
+                measure_steps(rows, codec, link, loaded)
+                gc.collect()
+                _cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Opens the CPU's part in attention to cold KV, if model and machine allow it, and measures rates."""
+"""Opens the CPU's part in attention to cold KV, if model and machine allow it, and measures it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def why_not(loaded: LoadedModel, kv_dtype: torch.dtype) -> str:
         if getattr(config, name, None):
             return "it caps the scores of attention"
     kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None)):
-        if getattr(config, "use_sliding_window", True):
-            return "it attends in windows"
+    has_windows = not kinds and getattr(config, "sliding_window", None)
+    is_used = getattr(config, "use_sliding_window", True)
+    if is_used and (kinds - {"full_attention"} or has_windows):
+        return "it attends in windows"
     if any(name.endswith("sinks") for name, _ in loaded.model.named_parameters()):
         return "it has attention sinks"
     return ""
@@ -121,7 +122,7 @@ def measure_rates(
     link = target.numel() / min(copies) * raw_bytes / block_bytes
     addresses = sample.data_ptr() + np.arange(num_blocks, dtype=np.int64) * block_bytes
     addresses += 0 if form is None else PACKED_MARK
-    run = max(1, TASK_TOKENS // shape.block_tokens)
+    run = max(1, num_blocks // (4 * threads.num_threads))
     begins = np.arange(0, num_blocks, run)[: threads.max_tasks]
     ends = np.minimum(begins + run, num_blocks)
     tasks = np.stack([np.zeros_like(begins), begins, ends], axis=1)
@@ -134,4 +135,6 @@ def measure_rates(
             threads.cancel()
             return None
         rates.append(threads.bytes_per_second() or 0.0)
+    if not max(rates):
+        return None
     return ColdRates(link, max(rates) * _BESIDE_LINK, step_seconds)

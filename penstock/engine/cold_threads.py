@@ -1,4 +1,4 @@
-"""Threads that attend to cold blocks where they lie in DRAM, while the GPU works (see `cold_split`).
+"""Threads that attend to cold blocks where they lie in DRAM (see `cold_split`).
 
 For each step that has work for them, the engine's thread opens the step with its tasks. In each
 layer, the GPU writes the queries to pinned DRAM and asks; the threads leave one result per task and
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class ColdShape(NamedTuple):
 
 
 class ColdTasks(NamedTuple):
-    """What the threads do in each layer of a step. A task is a run of whole blocks of a sequence."""
+    """What the threads do in each layer. A task is a run of whole blocks of a sequence."""
 
     blocks: Places  # addresses, task after task
     tasks: NDArray[np.int64]  # [tasks, 3]: row of the queries, first block, end of its blocks

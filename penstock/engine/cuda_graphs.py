@@ -1,9 +1,9 @@
 """Steps of single tokens, captured once as CUDA graphs and replayed.
 
-A graph is captured for each of some batch sizes and kinds of steps. A step that fetches more cold blocks than fit the
-buffers at once runs kernel by kernel. Rows that are left over attend to one scratch
-block and are written nowhere. Everything that a graph reads is in tensors that keep their address,
-so blocks may move between replays.
+A graph is captured for each of some batch sizes and kinds of steps. A step that fetches more cold
+blocks than fit the buffers at once runs kernel by kernel. Rows that are left over attend to one
+scratch block and are written nowhere. Everything that a graph reads is in tensors that keep their
+address, so blocks may move between replays.
 """
 
 from __future__ import annotations

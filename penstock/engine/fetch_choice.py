@@ -81,9 +81,7 @@ class _Chosen:
 
 
 class FetchChoice:
-    def __init__(
-        self, max_fetched: int, span_blocks: int, cpu_part: CpuPart | None = None
-    ) -> None:
+    def __init__(self, max_fetched: int, span_blocks: int, cpu_part: CpuPart | None = None) -> None:
         """`max_fetched`: in one wave; a span of a sequence has `span_blocks` blocks, all in one."""
         self.max_fetched = max_fetched
         self._cpu_part = cpu_part
@@ -115,9 +113,7 @@ class FetchChoice:
         self.is_steady &= bool(chosen.waves)  # without any, the step does not tell what to fetch
         num_there += [0] * (len(chosen.waves) - len(num_there))
         num_sources = [len(wave) for wave in chosen.waves]
-        fetches = Fetches(
-            chosen.sources, num_sources, num_there, chosen.span_waves, chosen.on_cpu
-        )
+        fetches = Fetches(chosen.sources, num_sources, num_there, chosen.span_waves, chosen.on_cpu)
         return FetchPlan(np.concatenate(chosen.tables), fetches)
 
     def fetch_ahead(self) -> None:
