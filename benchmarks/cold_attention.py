@@ -31,9 +31,9 @@ from benchmarks.harness import seconds_of
 from penstock.codecs.lossless import LosslessCodec
 from penstock.codecs.lossless_format import LosslessFormat, fit_lossless
 from penstock.codecs.names import LOSSLESS, RAW
+from penstock.config.options import COLD_AUTO, COLD_CPU, COLD_DEVICE
 from penstock.engine.attention.cold_serving import WORD, load_word, store_word
 from penstock.engine.cold_opening import measure_rates
-from penstock.engine.cold_split import COLD_AUTO, COLD_CPU, COLD_DEVICE
 from penstock.engine.cold_threads import ColdShape, ColdTasks, ColdThreads
 from penstock.engine.models import LoadedModel
 from penstock.engine.scheduler import Chunk

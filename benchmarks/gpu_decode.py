@@ -26,7 +26,7 @@ from benchmarks.gpu_model import BLOCK_TOKENS, Sequence, link_bytes_per_second, 
 from benchmarks.harness import seconds_of
 from penstock.codecs.lossless_format import fit_lossless
 from penstock.codecs.names import LOSSLESS, RAW
-from penstock.engine.cold_split import COLD_DEVICE
+from penstock.config.options import COLD_DEVICE
 from penstock.engine.models import LoadedModel
 from penstock.engine.runner import PackedRow
 from penstock.engine.triton_runner import TritonRunner

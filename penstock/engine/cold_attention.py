@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.config.options import COLD_AUTO
 from penstock.engine.attention import cold_triton as kernels
-from penstock.engine.cold_split import COLD_AUTO, ColdRates, ColdSplit
+from penstock.engine.cold_split import ColdRates, ColdSplit
 from penstock.engine.cold_threads import (
     WORD_BYTES,
     ColdAttentionFailed,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-COLD_AUTO, COLD_DEVICE, COLD_CPU = "auto", "device", "cpu"
+from penstock.config.options import COLD_AUTO, COLD_CPU
 
 _LEAST_GAIN = 0.05  # of the time that the link would need alone
 
@@ -40,13 +40,14 @@ def num_for_cpu(
         return 0
     alone = cold_bytes / rates.link
     share_bytes = (alone - rates.other_seconds) / (1 / rates.link + 1 / rates.cpu)
-    chosen = min(num_spans, limit, int(share_bytes // span_bytes))
-    if chosen < 1:
-        return 0
-    taken = chosen * span_bytes
-    link_seconds = (cold_bytes - taken) / rates.link
-    cpu_seconds = taken / rates.cpu + rates.other_seconds
-    return chosen if max(link_seconds, cpu_seconds) <= (1 - _LEAST_GAIN) * alone else 0
+    least = max(0, int(share_bytes // span_bytes))
+
+    def seconds(count: int) -> float:
+        taken = count * span_bytes
+        return max((cold_bytes - taken) / rates.link, taken / rates.cpu + rates.other_seconds)
+
+    chosen = min((min(each, num_spans, limit) for each in (least, least + 1)), key=seconds)
+    return chosen if seconds(chosen) <= (1 - _LEAST_GAIN) * alone else 0
 
 
 def divide(count: int, available: Sequence[int]) -> list[int]:

@@ -104,6 +104,7 @@ def _open_engine(
         residency,
         options.audit_share,
         options.kv_cache_dtype,
+        options.cold_attention,
     )
     tell("allocating memory for KV")
     try:

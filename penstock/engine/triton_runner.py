@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.codecs.lossless_format import LosslessFormat
+from penstock.config.options import COLD_DEVICE
 from penstock.engine import fp8
 from penstock.engine.anywhere.blending import key_changes
 from penstock.engine.attention import packed_triton as packed
@@ -24,7 +25,6 @@ from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.cold_attention import ColdAttention
 from penstock.engine.cold_opening import measure_rates, open_cold_attention
-from penstock.engine.cold_split import COLD_DEVICE
 from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, StepKind, span_blocks
 from penstock.engine.fetch_choice import Fetches
