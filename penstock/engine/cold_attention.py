@@ -100,7 +100,9 @@ class ColdAttention:
             raise ColdAttentionFailed("the threads that attend to cold KV do not end their step")
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
         first_places = np.cumsum(num_parts) - num_parts
-        tasks, pairs, rows = [], [], []
+        tasks: list[tuple[int, int, int]] = []
+        pairs: list[Places] = []
+        rows: list[int] = []
         begin = 0
         for row, spans in enumerate(share.spans):
             if len(spans):

@@ -1,4 +1,4 @@
-"""Which cold blocks the CPU attends to: as many as end together with the link, and always the same."""
+"""Which cold blocks the CPU attends to: as many as end together with the link."""
 
 from __future__ import annotations
 

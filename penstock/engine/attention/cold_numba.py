@@ -6,12 +6,11 @@ depends on the run alone: one thread computes it, in the order of the blocks.
 
 A block's keys and values of one layer lie in one piece, which is read from its beginning to its end
 and widened to float32 in the processor's cache. All query heads of a KV head share what was read.
-Compiled by numba for a model's shape at first use, then cached on disk.
+Compiled by numba for a model's shape at first use, then cached on disk (see `cold_serving`).
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numba
@@ -19,7 +18,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 # Sums may be reordered, else nothing is vectorised; infinities must keep their meaning.
-_FAST = {"contract", "reassoc", "nsz", "arcp", "nnan"}
+FAST = {"contract", "reassoc", "nsz", "arcp", "nnan"}
 
 
 @numba.extending.intrinsic
@@ -48,7 +47,7 @@ def _exp2(x: Any) -> Any:
     return (p * x + np.float32(1)) * power.view(np.float32)
 
 
-@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+@numba.njit(fastmath=FAST, nogil=True, cache=True)
 def _widen(narrow: Any, wide: Any) -> None:
     """The bits of a bfloat16 are the upper half of a float32."""
     for x in range(len(wide)):
@@ -118,106 +117,102 @@ def _read(place: int, layer: int, item_bytes: int, form: Any, wide: Any) -> None
         wide[:] = carray(_pointer(address), (len(wide),), np.uint32)  # type: ignore[call-arg]
 
 
-@cache
-def make_attend(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
-    """The compiled attention of one run of blocks, for this shape.
-
-    The shape is part of the code, so that the compiler can keep sums in registers.
-    """
+@numba.njit(fastmath=FAST, inline="always")
+def attend(
+    query: Any,  # [heads, dim], times the scale
+    blocks: Any,  # addresses
+    layer: int,
+    item_bytes: int,
+    form: Any,  # the numbers of the packed blocks' form
+    wide: Any,  # scratch: u32, one layer of a block
+    scores: Any,  # scratch: [group, block_tokens]
+    largest: Any,  # [heads]
+    totals: Any,  # [heads]
+    sums: Any,  # [heads, dim]
+    kv_heads: int,
+    group: int,
+    dim: int,
+    block_tokens: int,
+) -> None:
+    """Attend to a run of blocks. Inlined, so that the compiler knows the shape."""
     step = kv_heads * dim
-
-    @numba.njit(fastmath=_FAST, nogil=True, cache=True)
-    def attend(
-        query: Any,  # [heads, dim], times the scale
-        blocks: Any,  # addresses
-        layer: int,
-        item_bytes: int,
-        form: Any,  # the numbers of the packed blocks' form
-        wide: Any,  # scratch: u32, one layer of a block
-        scores: Any,  # scratch: [group, block_tokens]
-        largest: Any,  # [heads]
-        totals: Any,  # [heads]
-        sums: Any,  # [heads, dim]
-    ) -> None:
-        largest[:] = -np.inf
-        totals[:] = 0
-        sums[:] = 0
-        keys = wide[: block_tokens * step].view(np.float32)
-        values = wide[block_tokens * step :].view(np.float32)
-        for place in blocks:
-            _read(place, layer, item_bytes, form, wide)
-            for head in range(kv_heads):
-                first = head * group
-                j = 0
-                while j + 4 <= group:
-                    q0, q1 = query[first + j], query[first + j + 1]
-                    q2, q3 = query[first + j + 2], query[first + j + 3]
-                    for o in range(block_tokens):
-                        k = keys[o * step + head * dim : o * step + head * dim + dim]
-                        s0 = s1 = s2 = s3 = np.float32(0)
-                        for x in range(dim):
-                            s0 += q0[x] * k[x]
-                            s1 += q1[x] * k[x]
-                            s2 += q2[x] * k[x]
-                            s3 += q3[x] * k[x]
-                        scores[j, o], scores[j + 1, o] = s0, s1
-                        scores[j + 2, o], scores[j + 3, o] = s2, s3
-                    j += 4
-                while j < group:
-                    q0 = query[first + j]
-                    for o in range(block_tokens):
-                        k = keys[o * step + head * dim : o * step + head * dim + dim]
-                        s0 = np.float32(0)
-                        for x in range(dim):
-                            s0 += q0[x] * k[x]
-                        scores[j, o] = s0
-                    j += 1
-                for j in range(group):
-                    row, value = scores[j], sums[first + j]
-                    most = largest[first + j]
-                    for o in range(block_tokens):
-                        most = max(most, row[o])
-                    if most > largest[first + j]:
-                        shrink = _exp2(largest[first + j] - most)
-                        largest[first + j] = most
-                        totals[first + j] *= shrink
-                        for x in range(dim):
-                            value[x] *= shrink
-                    added = np.float32(0)
-                    for o in range(block_tokens):
-                        weight = _exp2(row[o] - most)
-                        row[o] = weight
-                        added += weight
-                    totals[first + j] += added
-                j = 0
-                while j + 2 <= group:
-                    a, b = scores[j], scores[j + 1]
-                    u, w = sums[first + j], sums[first + j + 1]
-                    o = 0
-                    while o + 4 <= block_tokens:
-                        at = o * step + head * dim
-                        v0, v1 = values[at : at + dim], values[at + step : at + step + dim]
-                        at += 2 * step
-                        v2, v3 = values[at : at + dim], values[at + step : at + step + dim]
-                        a0, a1, a2, a3 = a[o], a[o + 1], a[o + 2], a[o + 3]
-                        b0, b1, b2, b3 = b[o], b[o + 1], b[o + 2], b[o + 3]
-                        for x in range(dim):
-                            u[x] += a0 * v0[x] + a1 * v1[x] + a2 * v2[x] + a3 * v3[x]
-                            w[x] += b0 * v0[x] + b1 * v1[x] + b2 * v2[x] + b3 * v3[x]
-                        o += 4
-                    while o < block_tokens:
-                        v0 = values[o * step + head * dim : o * step + head * dim + dim]
-                        for x in range(dim):
-                            u[x] += a[o] * v0[x]
-                            w[x] += b[o] * v0[x]
-                        o += 1
-                    j += 2
-                while j < group:
-                    a, u = scores[j], sums[first + j]
-                    for o in range(block_tokens):
-                        v0 = values[o * step + head * dim : o * step + head * dim + dim]
-                        for x in range(dim):
-                            u[x] += a[o] * v0[x]
-                    j += 1
-
-    return attend
+    largest[:] = -np.inf
+    totals[:] = 0
+    sums[:] = 0
+    keys = wide[: block_tokens * step].view(np.float32)
+    values = wide[block_tokens * step :].view(np.float32)
+    for place in blocks:
+        _read(place, layer, item_bytes, form, wide)
+        for head in range(kv_heads):
+            first = head * group
+            j = 0
+            while j + 4 <= group:
+                q0, q1 = query[first + j], query[first + j + 1]
+                q2, q3 = query[first + j + 2], query[first + j + 3]
+                for o in range(block_tokens):
+                    k = keys[o * step + head * dim : o * step + head * dim + dim]
+                    s0 = s1 = s2 = s3 = np.float32(0)
+                    for x in range(dim):
+                        s0 += q0[x] * k[x]
+                        s1 += q1[x] * k[x]
+                        s2 += q2[x] * k[x]
+                        s3 += q3[x] * k[x]
+                    scores[j, o], scores[j + 1, o] = s0, s1
+                    scores[j + 2, o], scores[j + 3, o] = s2, s3
+                j += 4
+            while j < group:
+                q0 = query[first + j]
+                for o in range(block_tokens):
+                    k = keys[o * step + head * dim : o * step + head * dim + dim]
+                    s0 = np.float32(0)
+                    for x in range(dim):
+                        s0 += q0[x] * k[x]
+                    scores[j, o] = s0
+                j += 1
+            for j in range(group):
+                row, value = scores[j], sums[first + j]
+                most = largest[first + j]
+                for o in range(block_tokens):
+                    most = max(most, row[o])
+                if most > largest[first + j]:
+                    shrink = _exp2(largest[first + j] - most)
+                    largest[first + j] = most
+                    totals[first + j] *= shrink
+                    for x in range(dim):
+                        value[x] *= shrink
+                added = np.float32(0)
+                for o in range(block_tokens):
+                    weight = _exp2(row[o] - most)
+                    row[o] = weight
+                    added += weight
+                totals[first + j] += added
+            j = 0
+            while j + 2 <= group:
+                a, b = scores[j], scores[j + 1]
+                u, w = sums[first + j], sums[first + j + 1]
+                o = 0
+                while o + 4 <= block_tokens:
+                    at = o * step + head * dim
+                    v0, v1 = values[at : at + dim], values[at + step : at + step + dim]
+                    at += 2 * step
+                    v2, v3 = values[at : at + dim], values[at + step : at + step + dim]
+                    a0, a1, a2, a3 = a[o], a[o + 1], a[o + 2], a[o + 3]
+                    b0, b1, b2, b3 = b[o], b[o + 1], b[o + 2], b[o + 3]
+                    for x in range(dim):
+                        u[x] += a0 * v0[x] + a1 * v1[x] + a2 * v2[x] + a3 * v3[x]
+                        w[x] += b0 * v0[x] + b1 * v1[x] + b2 * v2[x] + b3 * v3[x]
+                    o += 4
+                while o < block_tokens:
+                    v0 = values[o * step + head * dim : o * step + head * dim + dim]
+                    for x in range(dim):
+                        u[x] += a[o] * v0[x]
+                        w[x] += b[o] * v0[x]
+                    o += 1
+                j += 2
+            while j < group:
+                a, u = scores[j], sums[first + j]
+                for o in range(block_tokens):
+                    v0 = values[o * step + head * dim : o * step + head * dim + dim]
+                    for x in range(dim):
+                        u[x] += a[o] * v0[x]
+                j += 1

@@ -20,7 +20,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from penstock.engine.attention.cold_numba import make_attend
+from penstock.engine.attention.cold_numba import FAST, attend
 
 WORD = 8  # numbers between two words: a cache line of 64 bytes
 # Words that only the threads and the engine's thread use. Then `next` and `finished` of each layer.
@@ -30,14 +30,15 @@ _SPINS = 20_000  # about 5 ms, then sleep between looks
 _IDLE_LOOKS = 500  # about 0.1 s, then return to Python
 _LOOK_MICROSECONDS = 100
 
-_yield = types.ExternalFunction("sched_yield", types.intc())
-_usleep = types.ExternalFunction("usleep", types.intc(types.uintc))
-_clock_gettime = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.intp))
+_types: Any = types  # untyped
+_yield = _types.ExternalFunction("sched_yield", _types.intc())
+_usleep = _types.ExternalFunction("usleep", _types.intc(_types.uintc))
+_clock_gettime = _types.ExternalFunction("clock_gettime", _types.intc(_types.intc, _types.intp))
 _MONOTONIC = 1
 
 
 @numba.njit(nogil=True, cache=True)
-def _seconds(clock: Any) -> float:
+def _seconds(clock: Any) -> Any:
     """`clock`: room for what the system answers."""
     _clock_gettime(_MONOTONIC, clock.ctypes.data)
     return float(clock[0]) + clock[1] * 1e-9
@@ -96,9 +97,9 @@ def _pause(looks: int) -> None:
 @cache
 def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
     """The compiled loop for models of this shape."""
-    attend = make_attend(kv_heads, group, dim, block_tokens)
 
-    @numba.njit(nogil=True)
+    # Only numbers come from outside, or numba could not find its cached code again.
+    @numba.njit(fastmath=FAST, nogil=True, cache=True)
     def serve(
         control: int,  # the address of the threads' own words
         asked: int,  # addresses of the words that the GPU shares
@@ -163,6 +164,10 @@ def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
                             largest[task],
                             totals[task],
                             sums[task],
+                            kv_heads,
+                            group,
+                            dim,
+                            block_tokens,
                         )
                         if _add(finished + layer * word, 1) + 1 == num_tasks:
                             times[layer, 1] = _seconds(clock)
