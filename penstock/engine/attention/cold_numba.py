@@ -17,6 +17,8 @@ import numba
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
+from penstock.engine.attention.cold_vectors import unpack_16, unpack_64
+
 # Sums may be reordered, else nothing is vectorised; infinities must keep their meaning.
 FAST = {"contract", "reassoc", "nsz", "arcp", "nnan"}
 
@@ -63,30 +65,24 @@ def _unpack(region: Any, form: Any, wide: Any) -> None:
     codes = region[region_values : region_values + region_values // 2]
     exponents_at = region_values + region_values // 2
     exceptions = region[exponents_at + 2 * region_rows :]
+    plain_at = region.ctypes.data
+    out_at = wide.ctypes.data
     for row in range(region_rows):
-        plain = region[row * row_values : (row + 1) * row_values]
         pairs = codes[row * half : (row + 1) * half]
         out = wide[row * row_values : (row + 1) * row_values]
-        largest = np.uint32(region[exponents_at + row])
-        widest = np.uint32(0)
-        for x in range(half):
-            both = np.uint32(pairs[x])
-            a, b = both & np.uint32(15), both >> np.uint32(4)
-            widest = max(widest, max(a, b))
-            e = np.uint32(0) if a == 14 else (largest - a) & np.uint32(0xFF)
-            f = np.uint32(0) if b == 14 else (largest - b) & np.uint32(0xFF)
-            v, w = np.uint32(plain[2 * x]), np.uint32(plain[2 * x + 1])
-            out[2 * x] = (
-                (v & np.uint32(0x80)) << np.uint32(24)
-                | e << np.uint32(23)
-                | (v & np.uint32(0x7F)) << np.uint32(16)
-            )
-            out[2 * x + 1] = (
-                (w & np.uint32(0x80)) << np.uint32(24)
-                | f << np.uint32(23)
-                | (w & np.uint32(0x7F)) << np.uint32(16)
-            )
-        if widest == 15:
+        largest = int(region[exponents_at + row])
+        exceptions_here = 0
+        x = 0
+        while x < row_values:
+            at = row * row_values + x
+            codes_at = plain_at + region_values + at // 2
+            if x + 64 <= row_values:
+                exceptions_here |= unpack_64(plain_at + at, codes_at, largest, out_at + 4 * at)
+                x += 64
+            else:
+                exceptions_here |= unpack_16(plain_at + at, codes_at, largest, out_at + 4 * at)
+                x += 16
+        if exceptions_here:
             place = int(region[exponents_at + region_rows + row])
             for x in range(row_values):
                 if (pairs[x // 2] >> np.uint8(4 * (x % 2))) & np.uint8(15) == 15:
