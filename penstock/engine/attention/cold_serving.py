@@ -86,7 +86,9 @@ def store_word(address: int, value: int) -> None:
     _store(address, value)  # type: ignore[call-arg]
 
 
-_read_word: Any = _load  # mypy takes it for the function that makes it
+# mypy takes them for the functions that make them.
+_read_word: Any = _load
+_write_word: Any = _store
 
 
 @numba.njit(nogil=True, cache=True)
@@ -174,7 +176,7 @@ def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
                         )
                         if _add(finished + layer * word, 1) + 1 == num_tasks:
                             times[layer, 1] = _seconds(clock)
-                            _store(done + layer * word, step)
+                            _write_word(done + layer * word, step)
                     if ends:
                         break
                 last = step
