@@ -89,6 +89,7 @@ def store_word(address: int, value: int) -> None:
 # mypy takes them for the functions that make them.
 _read_word: Any = _load
 _write_word: Any = _store
+_add_to_word: Any = _add
 
 
 @numba.njit(nogil=True, cache=True)
@@ -136,7 +137,7 @@ def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
                 _pause(looks)
                 continue
             looks = 0
-            _add(control + INSIDE * word, 1)
+            _add_to_word(control + INSIDE * word, 1)
             if _read_word(control + OPEN * word) == step:  # else it has been closed in between
                 num_tasks = _read_word(control + NUM_TASKS * word)
                 for layer in range(num_layers):
@@ -152,7 +153,7 @@ def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
                         waits += 1
                         _pause(waits)
                     while not ends:
-                        task = _add(next_task + layer * word, 1)
+                        task = _add_to_word(next_task + layer * word, 1)
                         if task >= num_tasks:
                             break
                         if task == 0:
@@ -174,12 +175,12 @@ def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
                             dim,
                             block_tokens,
                         )
-                        if _add(finished + layer * word, 1) + 1 == num_tasks:
+                        if _add_to_word(finished + layer * word, 1) + 1 == num_tasks:
                             times[layer, 1] = _seconds(clock)
                             _write_word(done + layer * word, step)
                     if ends:
                         break
                 last = step
-            _add(control + INSIDE * word, -1)
+            _add_to_word(control + INSIDE * word, -1)
 
     return serve
