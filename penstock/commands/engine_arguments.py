@@ -38,7 +38,8 @@ _PANELS: dict[str, tuple[str, ...]] = {
         *("max_waiting", "launch_ahead", "segment_separator"),
     ),
     "KV placement": (
-        *("cold_kv", "resident_prefix_tokens", "resident_tail_tokens", "session_device_tokens"),
+        *("cold_kv", "cold_attention", "resident_prefix_tokens", "resident_tail_tokens"),
+        "session_device_tokens",
         *("device_high_watermark", "device_low_watermark", "max_cold_gib_per_step"),
         "turn_seconds",
     ),

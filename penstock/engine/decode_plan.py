@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,19 @@ from torch import Tensor
 
 from penstock.engine.attention.packed_triton import WAVE_NUMBERS
 from penstock.engine.attention.triton import pull_plan
-from penstock.engine.fetch_choice import Fetches
+from penstock.engine.fetch_choice import ON_CPU, Fetches
 from penstock.engine.table import Places
 
 _cuda: Any = torch.cuda  # mostly untyped
 
 NO_FETCHES = Fetches(np.zeros(0, np.int64), (), (), ())
+
+
+class StepKind(NamedTuple):
+    """What a step does with cold blocks, besides what its plan says."""
+
+    fetches: bool = False
+    on_cpu: bool = False  # the CPU attends to some of them
 
 
 def span_blocks(part_tokens: int, block_tokens: int) -> int:
@@ -125,7 +132,6 @@ class DecodePlan:
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
         first_items = np.concatenate([[0], np.cumsum(num_parts)])
         num_items = int(first_items[-1])
-        self._num_items[0] = num_items
         self._num_blocks[0] = len(table)
         self._num_fetched[0] = len(fetches.sources)
         self._fetched[: len(fetches.sources)] = fetches.sources
@@ -140,11 +146,15 @@ class DecodePlan:
         num_waves = max(1, len(fetches.num_sources))
         self._num_waves[0] = num_waves
         num_in_wave = np.array([num_items])
-        if num_waves > 1:
+        has_cpu_part = len(fetches.on_cpu.blocks) > 0
+        if num_waves > 1 or has_cpu_part:
             waves = self._waves_of(sequences, parts, fetches.span_waves)
             order = np.argsort(waves, kind="stable")
+            order = order[waves[order] != ON_CPU]
             sequences, parts = sequences[order], parts[order]
-            num_in_wave = np.bincount(waves, minlength=num_waves)
+            num_in_wave = np.bincount(waves[order], minlength=num_waves)
+            num_items = len(order)
+        self._num_items[0] = num_items
         self._item_sequences[:num_items] = sequences
         self._item_parts[:num_items] = parts
         self._table[: len(table)] = table

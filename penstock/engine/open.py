@@ -105,6 +105,7 @@ def _open_engine(
         options.audit_share,
         options.kv_cache_dtype,
         None if options.launch_ahead else False,
+        options.cold_attention,
     )
     tell("allocating memory for KV")
     try:
