@@ -173,14 +173,18 @@ class ColdThreads:
             )
 
     def ask_all(self) -> bool:
-        """Ask for all layers at once, without a GPU. False if the threads do not answer in time."""
+        """Ask for one layer after the other, without a GPU. False if the threads do not answer.
+
+        As on a GPU, a layer is asked for when the results of the last one have been collected: all
+        layers leave theirs at the same place.
+        """
+        deadline = time.monotonic() + _LEAVE_SECONDS
         for layer in range(self.shape.num_layers):
             store_word(self.asked_address + layer * WORD_BYTES, self.step)
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while not self._has_ended(self.step):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.0001)
+            while load_word(self.done_address + layer * WORD_BYTES) < self.step:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0)
         return True
 
     def bytes_per_second(self) -> float | None:
