@@ -40,6 +40,7 @@ ALLOWED = {
         "transfer/cuda_stages",
         "transfer/pinning",
         "engine",
+        "connectors/sglang/storage",
         "connectors/vllm/device",
     },
     "numpy": {
@@ -53,7 +54,8 @@ ALLOWED = {
     "triton": {"codecs/lossless_triton", "transfer/cuda_stage", "engine"},
     "transformers": {"engine"},
     "numba": {"codecs/lossless_numba", "engine"},
-    "vllm": {"connectors/vllm"},
+    "sglang": {"connectors/sglang"},
+    "vllm": {"connectors/vllm", "connectors/vllm_tier"},
     "redis": {"stores/redis", "stores/redis_urls"},
     "obstore": {"stores/s3"},
     "mooncake": {"stores/mooncake_library"},
