@@ -9,10 +9,14 @@ from penstock.build import build_offloader, tier_codecs
 from penstock.codecs.blocks import BlockValues, PartValues
 from penstock.config import Config
 from penstock.events import Observer
+from penstock.metrics import Metrics
+from penstock.metrics.endpoint import MetricsEndpoint
 from penstock.node.attach import NodeOpening
 from penstock.stores.base import Arena
 from penstock.tiers import Tiers
 from penstock.types import BlockSpec, Slot
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class BorrowedPool:
@@ -54,3 +58,8 @@ def open_below(
         return NodeOpening(config).attach(spec, pool, values, observers=observers, name=name)
     codecs = tier_codecs(config, values)
     return build_offloader(config, spec, pool, codecs=codecs, observers=observers)
+
+
+def serve_metrics(metrics: Metrics, port: int) -> MetricsEndpoint:
+    """Serve /metrics to this machine. Raises ConfigError if the port is taken."""
+    return MetricsEndpoint("127.0.0.1", port, metrics.expose, _CONTENT_TYPE, lambda: None)

@@ -106,3 +106,24 @@ class TierSettings:
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default
         }
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings(TierSettings):
+    """Settings of a store below an engine that has a first tier of its own."""
+
+    flags: ClassVar[tuple[str, ...]] = ("weights_stay",)
+
+    metrics_port: int | None = option(
+        None,
+        "Serve Prometheus metrics on this port of 127.0.0.1. If there are several ranks, each has "
+        "a port: this one and those after it.",
+        "N",
+        low=1,
+        high=65535,
+    )
+    weights_stay: bool = option(
+        False,
+        "Promise that weights are not replaced while the engine runs. Stored KV then stays in use "
+        "after the engine has reset its cache.",
+    )

@@ -38,8 +38,11 @@ _REPLACE_WEIGHTS = (
     *("modelexpress_config", "quantization_param_path"),
     "remote_instance_weight_loader_start_seed_via_transfer_engine",
 )
-# Variables that say where SGLang stores and logs, and what it does in tests.
-_HARMLESS_VARIABLES = ("SGLANG_HICACHE_", "SGLANG_TEST_", "SGLANG_LOG", "SGLANG_CACHE_DIR")
+# Variables that say where SGLang stores and logs, what a run is called, and what tests do.
+_HARMLESS_VARIABLES = (
+    *("SGLANG_HICACHE_", "SGLANG_TEST_", "SGLANG_LOG", "SGLANG_CACHE_DIR"),
+    *("SGLANG_RUN_ID", "SGLANG_DISABLE_OUTLINES_DISK_CACHE"),
+)
 
 
 def model_namespace(arguments: Mapping[str, Any], version: str, config: Any) -> Namespace:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from penstock.config.options import OPTIONS, option
-from penstock.connectors.settings import TierSettings
+from penstock.connectors.settings import StoreSettings
 from penstock.errors import ConfigError
 
 STORAGE = "PenstockStorage"
@@ -26,25 +26,12 @@ _OF_SGLANG = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class SglangSettings(TierSettings):
+class SglangSettings(StoreSettings):
     """Settings of the store below SGLang, named as the options of `penstock serve`."""
 
     found_in: ClassVar[str] = f'"{SECTION}" in {EXTRA_CONFIG}'
     flags: ClassVar[tuple[str, ...]] = ("weights_stay", "allow_untested_sglang")
 
-    metrics_port: int | None = option(
-        None,
-        "Serve Prometheus metrics on this port of 127.0.0.1, and those of rank N on the Nth port "
-        "after it.",
-        "N",
-        low=1,
-        high=65535,
-    )
-    weights_stay: bool = option(
-        False,
-        "Promise that weights are not replaced while SGLang runs. Stored KV then stays in use "
-        "after SGLang flushes its cache.",
-    )
     allow_untested_sglang: bool = option(
         False, "Allow SGLang versions that Penstock has not been tested with."
     )

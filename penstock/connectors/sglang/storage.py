@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_server_args
 
 from penstock.config import Config
-from penstock.connectors.borrowed import open_below
+from penstock.connectors.borrowed import open_below, serve_metrics
 from penstock.connectors.sglang.exchange import BlockExchange
 from penstock.connectors.sglang.hits import PoolPresence, leading, usable
 from penstock.connectors.sglang.identity import model_namespace
@@ -48,7 +48,6 @@ from penstock.units import MiB, format_bytes
 log = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 64 * MiB  # for loads, and as much for saves
-_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MAIN = str(PoolName.KV)
 # Pools whose pages differ between tensor-parallel ranks even if those of the main pool do not.
 _ALWAYS_SHARDED = (str(PoolName.MAMBA),)
@@ -112,7 +111,7 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         namespace = model_namespace(arguments, sglang.__version__, self._storage_config)
         spec = namespace.block_spec(self._block_bytes)
         if (port := self._settings.metrics_port) is not None:
-            self._endpoint = _serve(metrics, port + _place(self._storage_config))
+            self._endpoint = serve_metrics(metrics, port + _place(self._storage_config))
         num_buffers = max(1, _BUFFER_BYTES // spec.stride_bytes)
         buffers = HostArena(spec, 2 * num_buffers * spec.stride_bytes)
         tiers = open_below(
@@ -409,7 +408,3 @@ def _where(config: Config) -> str:
     if config.remote.url is not None:
         places.append("a remote store")
     return " and ".join(places)
-
-
-def _serve(metrics: Metrics, port: int) -> MetricsEndpoint:
-    return MetricsEndpoint("127.0.0.1", port, metrics.expose, _CONTENT_TYPE, lambda: None)
