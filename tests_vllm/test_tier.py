@@ -20,6 +20,7 @@ from penstock.errors import ConfigError
 
 base = pytest.importorskip("vllm.v1.kv_offload.base")
 specs = pytest.importorskip("vllm.v1.kv_cache_interface")
+numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 if not hasattr(base, "TierFilter"):
     pytest.skip("these tiers are those of vLLM 0.32", allow_module_level=True)
@@ -81,7 +82,7 @@ class Engine:
         self.manager = self.connector.scheduler.manager
         (self.tier,) = self.manager.secondary_tiers
         assert self.tier.recover()
-        self.memory = self.manager.primary_tier.get_kv_memoryview()
+        self.memory: Any = numpy.asarray(self.manager.primary_tier.get_kv_memoryview())
         self.num_requests = 0
 
     def step(self) -> None:
@@ -104,7 +105,7 @@ class Engine:
         output = self.manager.prepare_store(keys, request)
         for key, chunk in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
             row = self.memory[int(chunk)]
-            row[:] = content(key[0], len(row))
+            row[:] = numpy.frombuffer(content(key[0], len(row)), dtype=numpy.uint8)
         self.manager.complete_store(output.keys_to_store, request)
         self.manager.on_request_finished(request)
         self.settle()
@@ -125,7 +126,7 @@ class Engine:
         hits = [key for key, result in results.items() if result is base.LookupResult.HIT]
         loaded = self.manager.prepare_load(hits, request)
         values = {
-            key[0]: bytes(self.memory[int(chunk)])
+            key[0]: self.memory[int(chunk)].tobytes()
             for key, chunk in zip(hits, loaded.chunk_ids, strict=True)
         }
         self.manager.complete_load(hits, request)
@@ -134,7 +135,7 @@ class Engine:
         return values
 
     def close(self) -> None:
-        self.memory.release()
+        self.memory = None
         self.connector.shutdown()
 
 

@@ -45,7 +45,9 @@ _HARMLESS_VARIABLES = (
 )
 
 
-def model_namespace(arguments: Mapping[str, Any], version: str, config: Any) -> Namespace:
+def model_namespace(
+    arguments: Mapping[str, Any], version: str, config: Any, block_bytes: int
+) -> Namespace:
     """The namespace of the model that a server with these resolved arguments runs.
 
     `config` is SGLang's `HiCacheStorageConfig`. What differs between its pools and ranks is part of
@@ -56,7 +58,7 @@ def model_namespace(arguments: Mapping[str, Any], version: str, config: Any) -> 
         weights=_weights(arguments),
         dtype=f"{arguments.get('dtype')} kv {arguments.get('kv_cache_dtype')} "
         f"{arguments.get('quantization')}",
-        layout=f"sglang {version} {config.model_name}",
+        layout=f"sglang {version} {config.model_name}: blocks of {block_bytes} bytes",
         block_tokens=max(1, int(arguments.get("page_size") or 1)),
         rope=_config_digest(arguments),
         shard_size=max(1, int(config.tp_size)),

@@ -108,7 +108,9 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
     def _open(self) -> BlockExchange:
         config, metrics = self._config, Metrics()
         arguments = get_server_args().resolved_dict()
-        namespace = model_namespace(arguments, sglang.__version__, self._storage_config)
+        namespace = model_namespace(
+            arguments, sglang.__version__, self._storage_config, self._block_bytes
+        )
         spec = namespace.block_spec(self._block_bytes)
         if (port := self._settings.metrics_port) is not None:
             self._endpoint = serve_metrics(metrics, port + _place(self._storage_config))
