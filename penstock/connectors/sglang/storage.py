@@ -107,7 +107,7 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _open(self) -> BlockExchange:
         config, metrics = self._config, Metrics()
-        arguments = get_server_args().resolved_dict()
+        arguments = {**get_server_args().resolved_dict(), "the device": _device()}
         namespace = model_namespace(
             arguments, sglang.__version__, self._storage_config, self._block_bytes
         )
@@ -374,6 +374,13 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
             self._endpoint = None
         if exchange is not None and not exchange.close():
             log.warning("A tier did not answer in time; the pages not yet written to it are lost")
+
+
+def _device() -> str:
+    """The kind of device: kernels and layouts are chosen by it."""
+    if not torch.cuda.is_available():
+        return "no GPU"
+    return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
 
 
 def _bytes(page: torch.Tensor) -> torch.Tensor:
