@@ -25,6 +25,7 @@ from penstock.config.options import OPTIONS
 from penstock.connectors.sglang.settings import SglangSettings, extra_config, flags
 
 EXAMPLE = (
+    "Example: penstock sglang-config --disk-path /var/cache/penstock --disk-size 500\n\n"
     "Example: sglang serve MODEL $(penstock sglang-config --disk-path /var/cache/penstock "
     "--disk-size 500)\n\n"
     "Example: sglang serve MODEL $(penstock sglang-config --node unix:///run/penstock/node.sock)"
