@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -375,3 +378,52 @@ def test_threads_that_set_get_and_ask_at_once(start: Start) -> None:
 def test_a_key_in_the_wrong_place_is_named(start: Start) -> None:
     with pytest.raises(ConfigError, match="did you mean disk_path"):
         start(settings={"disk_paht": "/x"})
+
+
+def test_ranks_share_replicated_kv_through_a_node(start: Start, tmp_path: Path) -> None:
+    socket = tmp_path / "node.sock"
+    command = [sys.executable, "-m", "penstock", "node", "--socket", str(socket)]
+    node = subprocess.Popen([*command, "--kv-offloading-size", "0.0625"], env=os.environ)
+    try:
+        shared = {"disk_path": None, "disk_size": None, "node": f"unix://{socket}", "set": None}
+        kind = {"is_mla_model": True, "tp_size": 2, "settings": shared}
+        writer = start(tp_rank=0, **kind)
+        reader = start(tp_rank=1, beside=True, **kind)
+        stored = [writer.page(number) for number in range(12)]
+        assert all(writer.storage.batch_set_v1(HASHES, writer.places(12)))
+        assert reader.storage.batch_exists(HASHES) == 12
+        assert all(reader.storage.batch_get_v1(HASHES, reader.places(12)))
+        assert all(torch.equal(reader.page(number), page) for number, page in enumerate(stored))
+        node.kill()
+        node.wait()
+        assert reader.storage.batch_exists(HASHES) == 0, "SGLang goes on without the node"
+        assert reader.storage.batch_get_v1(HASHES, reader.places(12)) == [False] * 12
+        assert reader.storage._exchange.is_working
+    finally:
+        node.kill()
+        node.wait()
+
+
+def test_a_read_that_ends_after_its_deadline_touches_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.stores.disk import DiskStore
+
+    first = start()
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    first.drain()
+    again = start(settings={"set": {"host.size": "2MiB", "transfer.load_deadline_seconds": 0.2}})
+    answering, read = threading.Event(), DiskStore.read
+
+    def hang(self: DiskStore, blocks: Any) -> Any:
+        assert answering.wait(60)
+        return read(self, blocks)
+
+    monkeypatch.setattr(DiskStore, "read", hang)
+    before = again.main.kv_buffer.clone()
+    assert again.storage.batch_get_v1(HASHES, again.places(12)) == [False] * 12
+    answering.set()
+    again.drain()
+    assert torch.equal(again.main.kv_buffer, before)
+    assert again.storage._exchange.is_working
+    assert all(again.storage.batch_get_v1(HASHES, again.places(12))), "it is there now"
