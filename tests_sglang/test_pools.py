@@ -255,6 +255,7 @@ def test_ranks_do_not_share_shards(start: Start, tmp_path: Path) -> None:
     assert two.storage.batch_exists(HASHES) == 0
     names = sorted(path.name for path in (tmp_path / "kv").iterdir())
     assert names == ["rank0of2", "rank1of2"]
+    assert one.storage._config.disk.size_bytes == (256 << 20) // 2, "the cap holds for all"
 
 
 def test_a_folder_has_one_owner(start: Start) -> None:

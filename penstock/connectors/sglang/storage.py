@@ -11,8 +11,6 @@ import os
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import sglang
@@ -31,13 +29,12 @@ from penstock.connectors.sglang.exchange import BlockExchange
 from penstock.connectors.sglang.hits import PoolPresence, leading, usable
 from penstock.connectors.sglang.identity import model_namespace
 from penstock.connectors.sglang.pages import PageFormat, block_bytes_for
+from penstock.connectors.sglang.ranks import check_ranks, own_disk, place_of, rank_of
 from penstock.connectors.sglang.settings import SglangSettings
 from penstock.connectors.sglang.support import (
-    check_ranks,
     check_version,
     describe_pool,
     page_bytes,
-    rank_of,
 )
 from penstock.metrics import Metrics
 from penstock.metrics.endpoint import MetricsEndpoint
@@ -62,7 +59,8 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         self._settings = SglangSettings.of(storage_config.extra_config)
         check_version(sglang.__version__, insist=self._settings.allow_untested_sglang)
         self._storage_config = storage_config
-        self._config = _own_disk(self._settings.tiers(), storage_config)
+        num_groups = max(1, int(get_server_args().resolved_dict().get("dp_size") or 1))
+        self._config = own_disk(self._settings.tiers(), storage_config, num_groups)
         check_ranks(storage_config, self._config)
         self._pools: dict[str, Any] = {}
         self._formats: dict[str, PageFormat] = {}
@@ -113,7 +111,7 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         )
         spec = namespace.block_spec(self._block_bytes)
         if (port := self._settings.metrics_port) is not None:
-            self._endpoint = serve_metrics(metrics, port + _place(self._storage_config))
+            self._endpoint = serve_metrics(metrics, port + place_of(self._storage_config))
         num_buffers = max(1, _BUFFER_BYTES // spec.stride_bytes)
         buffers = HostArena(spec, 2 * num_buffers * spec.stride_bytes)
         tiers = open_below(
@@ -385,27 +383,6 @@ def _device() -> str:
 
 def _bytes(page: torch.Tensor) -> torch.Tensor:
     return page.contiguous().view(-1).view(torch.uint8)
-
-
-def _place(storage_config: Any) -> int:
-    """The number of this rank among those of its server."""
-    config = storage_config
-    rank = config.dp_rank * config.pp_size + config.pp_rank
-    rank = rank * config.attn_cp_size + config.attn_cp_rank
-    return int(rank * config.tp_size + config.tp_rank)
-
-
-def _own_disk(config: Config, storage_config: Any) -> Config:
-    """Give each rank its own folder and its share of the cap: a store has one owner."""
-    one = storage_config
-    num_ranks = one.tp_size * one.pp_size * one.attn_cp_size
-    is_alone = num_ranks == 1 and not one.dp_rank
-    if config.disk.path is None or is_alone:
-        return config
-    folder = Path(config.disk.path) / f"rank{_place(one)}of{num_ranks}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    size = config.disk.size_bytes // num_ranks
-    return replace(config, disk=replace(config.disk, path=str(folder), size_bytes=size))
 
 
 def _where(config: Config) -> str:

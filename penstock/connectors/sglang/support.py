@@ -6,7 +6,6 @@ import logging
 import re
 from typing import Any
 
-from penstock.config import Config
 from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -26,18 +25,6 @@ def check_version(version: str, *, insist: bool = False) -> None:
             'set "allow_untested_sglang": true.'
         )
     log.warning("SGLang %s was not tested with Penstock, only %s", version, TESTED)
-
-
-def check_ranks(storage_config: Any, config: Config) -> None:
-    """Refuse ranks that would each look for pages that only one of them writes."""
-    is_shared = config.node.url is not None or config.remote.url is not None
-    num_readers = storage_config.tp_size
-    if storage_config.is_mla_model and num_readers > 1 and not is_shared:
-        raise ConfigError(
-            f"this model's KV is the same on {num_readers} ranks, of which one stores it, but each "
-            "rank has a disk folder of its own: expected a store that they share; set node or "
-            "remote."
-        )
 
 
 def page_bytes(name: str, pool: Any) -> int:
@@ -67,17 +54,6 @@ def describe_pool(pool: Any) -> str:
         if value is not None:
             facts.append(f"{name} {value}")
     return "; ".join(facts)
-
-
-def rank_of(storage_config: Any, *, is_replicated: bool) -> str:
-    """The rank whose values a page has. Replicated pages are those of all tensor-parallel ranks."""
-    config = storage_config
-    parts = [f"pp {config.pp_rank} of {config.pp_size}"]
-    parts.append(f"cp {config.attn_cp_rank} of {config.attn_cp_size}")
-    parts.append(f"dcp {config.dcp_rank} of {config.dcp_size}")
-    if not is_replicated:
-        parts.append(f"tp {config.tp_rank} of {config.tp_size}")
-    return ", ".join(parts)
 
 
 def _refusal(name: str, pool: Any, why: str) -> ConfigError:
