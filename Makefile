@@ -11,7 +11,12 @@ VLLM       ?= 0.32.0
 VLLM_VENV  := .venv-vllm-$(VLLM)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help environments demo demo-core demo-dashboard test test-thorough test-soak test-all test-vllm test-vllm-soak lint types unit bench docs docs-serve clean
+# Real SGLang, without the packages that need CUDA, in an environment of its own.
+SGLANG       := 0.5.23
+SGLANG_VENV  := .venv-sglang-$(SGLANG)
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+
+.PHONY: help environments demo demo-core demo-dashboard test test-thorough test-soak test-all test-vllm test-vllm-soak test-sglang lint types unit bench docs docs-serve clean
 
 help:
 	@echo "make demo    a real model: first tokens recomputed, from DRAM, from disk; sessions; a restart"
@@ -20,6 +25,7 @@ help:
 	@echo "make test    lint, types, the whole core and one pass through each real part"
 	@echo "make test-all    the same, and every longer test"
 	@echo "make test-vllm   the connector in real vLLM on this machine's CPU"
+	@echo "make test-sglang   the store below SGLang's hierarchical cache, in real SGLang on this machine's CPU"
 	@echo "make bench   benchmarks, each beside its limit"
 	@echo "make docs    the site, into build/site; make docs-serve shows it while you write"
 	@echo "make clean   remove what the other targets made"
@@ -89,6 +95,18 @@ test-vllm-soak: $(STAMP) $(VLLM_STAMP)
 	TEST_MODEL="$$($(BIN)/python tests_vllm/model_folder.py)" PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/named \
 		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini -n 0 -m soak tests_vllm
 
+$(SGLANG_STAMP): pyproject.toml constraints.txt tests_sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests_sglang/requirements.txt 'torch==2.13.0'
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==$(SGLANG) xgrammar==0.2.7
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-timeout
+	@touch $(SGLANG_STAMP)
+
+# tests_sglang/on_cpu does what SGLang takes from CUDA; see there.
+test-sglang: $(SGLANG_STAMP)
+	SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/tests_sglang/on_cpu:$(CURDIR) \
+		$(SGLANG_VENV)/bin/python -m pytest -c tests_sglang/pytest.ini tests_sglang
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
@@ -102,4 +120,4 @@ docs-serve: $(STAMP)
 	$(BIN)/python -m mkdocs serve
 
 clean:
-	rm -rf $(VENV) .venv-vllm-* build dist *.egg-info demo/out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm-* .venv-sglang-* build dist *.egg-info demo/out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -29,6 +29,7 @@ from penstock.commands import (
     plan,
     probe,
     serve,
+    sglang_config,
     sim,
     store,
     top,
@@ -69,6 +70,7 @@ app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("vllm-config", epilog=vllm_config.EXAMPLE)(vllm_config.vllm_config)
+app.command("sglang-config", epilog=sglang_config.EXAMPLE)(sglang_config.sglang_config)
 app.command("node", epilog=node.EXAMPLE)(node.node)
 app.command("node-status", epilog=node_status.EXAMPLE)(node_status.node_status)
 app.command("kv-size", epilog=kv_size.EXAMPLE)(kv_size.kv_size)

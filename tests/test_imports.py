@@ -40,6 +40,7 @@ ALLOWED = {
         "transfer/cuda_stages",
         "transfer/pinning",
         "engine",
+        "connectors/sglang/storage",
         "connectors/vllm/device",
     },
     "numpy": {
@@ -54,7 +55,8 @@ ALLOWED = {
     "transformers": {"engine"},
     "numba": {"codecs/lossless_numba", "engine"},
     "llguidance": {"engine/grammar"},
-    "vllm": {"connectors/vllm"},
+    "sglang": {"connectors/sglang"},
+    "vllm": {"connectors/vllm", "connectors/vllm_tier"},
     "redis": {"stores/redis", "stores/redis_urls"},
     "obstore": {"stores/s3"},
     "mooncake": {"stores/mooncake_library"},

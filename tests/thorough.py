@@ -25,7 +25,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "test_python_runs?anywhere.md-1-*",
         "test_python_runs?hints.md-0-*",
         "test_python_runs?server.md-1-*",
-        "test_python_runs?README.md-5-*",
+        "test_python_runs?README.md-6-*",
         "test_python_runs?quickstart.md-5-*",
     ),
     "deploy/test_rules.py": ("test_prometheus_accepts?test rules?",),

@@ -39,6 +39,10 @@ EXAMPLE = (
     "Example: penstock doctor vllm --model openai/gpt-oss-120b\n\n"
     'Example: penstock doctor vllm --kv-transfer-config "$(cat kv-transfer-config.json)"'
 )
+SGLANG_EXAMPLE = (
+    "Example: penstock doctor sglang --disk-path /var/cache/penstock --disk-size 500\n\n"
+    "Example: penstock doctor sglang --node unix:///run/penstock/node.sock"
+)
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 app = typer.Typer()
@@ -172,10 +176,84 @@ def _check_all(examined: Examined, names: Mapping[str, str], tick: Tick) -> list
     return checks
 
 
-def _draw(checks: Sequence[Check], num_failed: int) -> None:
+@app.command("sglang", epilog=SGLANG_EXAMPLE)
+def check_sglang_installation(
+    kv_offloading_size: KvOffloadingSize = None,
+    disk_path: DiskPath = None,
+    disk_size: DiskSize = None,
+    remote: Remote = None,
+    node: Node = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    allow_untested_sglang: Annotated[
+        bool, typer.Option(help="Allow SGLang versions that Penstock has not been tested with.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check that SGLang can use Penstock with this Python, on this machine.
+
+    The exit code is 0 if all checks passed, 1 if one failed. The command imports SGLang, which
+    takes a while, but starts no engine and leaves no files behind.
+    """
+    from penstock.commands import node_checks, settings_checks, sglang_checks, vllm_checks
+    from penstock.commands.sglang_config import read_settings as read_sglang_settings
+    from penstock.commands.vllm_checks import Check, Status
+
+    with progress_bar() as tick:
+        tick("looking for SGLang", 0.0)
+        checks = [sglang_checks.check_sglang(allow_untested=allow_untested_sglang)]
+        tick("importing the storage", 0.1)
+        checks.append(sglang_checks.check_storage())
+        tick("checking memory and disk", 0.9)
+        hashes = vllm_checks.check_hashes()
+        checks.append(hashes)
+        try:
+            chosen = read_sglang_settings(
+                kv_offloading_size,
+                disk_path,
+                disk_size,
+                remote,
+                config,
+                settings or (),
+                node=node,
+            )
+        except PenstockError as error:
+            checks.append(Check("settings", Status.FAILED, str(error)))
+        else:
+            check, tiers = settings_checks.check_tiers(chosen, OPTIONS_TYPED)
+            checks.append(check)
+            if tiers is not None and tiers.node.url is not None:
+                checks += node_checks.check_node(tiers) if hashes.status is Status.OK else []
+            elif tiers is not None:
+                room = settings_checks.check_room(tiers)
+                checks.append(room)
+                if hashes.status is Status.OK:  # needed to read a store
+                    has_room = room.status is Status.OK
+                    found = (
+                        settings_checks.check_anywhere(tiers, is_delegated=False),
+                        settings_checks.check_disk(tiers.disk, has_room=has_room),
+                        settings_checks.check_remote(tiers.remote),
+                    )
+                    checks += [each for each in found if each is not None]
+    num_failed = sum(check.status is Status.FAILED for check in checks)
+    if as_json:
+        print_json(
+            {
+                "ok": num_failed == 0,
+                "python": sys.executable,
+                "checks": [check._asdict() for check in checks],
+            }
+        )
+    else:
+        _draw(checks, num_failed, "SGLang")
+    if num_failed:
+        raise typer.Exit(1)
+
+
+def _draw(checks: Sequence[Check], num_failed: int, engine: str = "vLLM") -> None:
     from rich.text import Text
 
-    table = new_table("check", "", "found", title=f"vLLM with Penstock in {sys.executable}")
+    table = new_table("check", "", "found", title=f"{engine} with Penstock in {sys.executable}")
     for column in table.columns:
         column.justify = "left"
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
@@ -186,6 +264,6 @@ def _draw(checks: Sequence[Check], num_failed: int) -> None:
     console.print(table)
     if num_failed:
         total = counted(len(checks), "check")
-        console.print(f"{num_failed} of {total} failed: vLLM cannot use Penstock yet.")
+        console.print(f"{num_failed} of {total} failed: {engine} cannot use Penstock yet.")
     else:
-        console.print("No check failed: vLLM can use Penstock.")
+        console.print(f"No check failed: {engine} can use Penstock.")

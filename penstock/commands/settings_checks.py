@@ -12,6 +12,7 @@ from penstock.commands.vllm_checks import Check, Status
 from penstock.config import Config, DiskConfig, RemoteConfig, as_typed
 from penstock.config.options import OPTIONS
 from penstock.config.urls import shown_value, without_password
+from penstock.connectors.settings import TierSettings
 from penstock.connectors.vllm.settings import CONNECTOR, MODULE, POLICY, VllmSettings
 from penstock.errors import ConfigError, Foreign, Locked, PenstockError
 from penstock.machine import check_machine
@@ -97,7 +98,7 @@ def _show(value: object) -> str:
 
 
 def check_tiers(
-    settings: VllmSettings, names: Mapping[str, str] = OPTIONS
+    settings: TierSettings, names: Mapping[str, str] = OPTIONS
 ) -> tuple[Check, Config | None]:
     """Check the settings. Returns the check and, if they are valid, the settings of the tiers.
 
@@ -121,13 +122,17 @@ def check_tiers(
     return Check("settings", Status.OK, found), tiers
 
 
-def check_anywhere(tiers: Config) -> Check | None:
-    """Check for settings that fail on every machine. Returns None if there are none."""
+def check_anywhere(tiers: Config, *, is_delegated: bool = True) -> Check | None:
+    """Check for settings that fail on every machine. Returns None if there are none.
+
+    `is_delegated` if other processes copy between their devices and DRAM, as vLLM's workers do.
+    """
     from penstock.stores import preflight
 
     try:
         preflight.check_anywhere(tiers)
-        preflight.check_delegated(tiers)
+        if is_delegated:
+            preflight.check_delegated(tiers)
     except PenstockError as error:
         return Check("settings", Status.FAILED, str(error))
     return None

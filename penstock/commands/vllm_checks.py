@@ -84,7 +84,7 @@ def _release(version: tuple[int, int]) -> str:
 def check_connector() -> Check:
     """Import the connector in a new process, because vLLM prints to stdout and may hang."""
     name = "connector"
-    problem = _run_python("-c", IMPORT_CONNECTOR, seconds=IMPORT_SECONDS)
+    problem = run_python("-c", IMPORT_CONNECTOR, seconds=IMPORT_SECONDS)
     if problem is None:
         return Check(name, Status.OK, f"{CONNECTOR} can be imported")
     message = (
@@ -133,7 +133,7 @@ def _share_memory() -> str | None:
     path = f"/proc/{os.getpid()}/fd/{file}"
     try:
         os.ftruncate(file, PAGE_BYTES)
-        problem = _run_python("-c", _OPEN_SHARED, path, seconds=_OPEN_SECONDS)
+        problem = run_python("-c", _OPEN_SHARED, path, seconds=_OPEN_SECONDS)
         if problem is None and os.pread(file, 5, 0) != b"found":
             problem = "data written there did not arrive"
     finally:
@@ -173,7 +173,7 @@ def _has_gpu_driver() -> bool:
     return True
 
 
-def _run_python(*arguments: str, seconds: float) -> str | None:
+def run_python(*arguments: str, seconds: float) -> str | None:
     """Run code in a new Python process. Returns an error message, or None.
 
     As when vLLM starts, the working folder is not on the module path.

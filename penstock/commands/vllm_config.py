@@ -96,7 +96,7 @@ def vllm_config(
     check_anywhere(tiers)
     check_delegated(tiers)
     if not no_check:
-        _warn(tiers, remote)
+        warn(tiers, remote)
     line = json.dumps(transfer, allow_nan=False)
     if not as_json:
         sys.stdout.write(f"{line}\n")
@@ -111,7 +111,8 @@ def vllm_config(
     )
 
 
-def _warn(tiers: Config, remote: str | None) -> None:
+def warn(tiers: Config, remote: str | None, engine: str = "vLLM") -> None:
+    """Print what does not fit this machine: the engine may run on another one."""
     from penstock.stores.preflight import check_here, warnings
 
     if tiers.node.url is not None:
@@ -121,11 +122,11 @@ def _warn(tiers: Config, remote: str | None) -> None:
         check_here(tiers)
     except PenstockError as error:
         text = str(error).rstrip(".")
-        sentences.insert(0, f"{text}. vLLM will not start on this machine with these settings")
+        sentences.insert(0, f"{text}. {engine} will not start on this machine with these settings")
     if remote is not None and may_hold_secret(remote):
         sentences.append(
             "the output contains --remote, which may hold a secret (a login or an option); leave "
-            "it out, and set PENSTOCK_REMOTE_URL where vLLM runs instead"
+            f"it out, and set PENSTOCK_REMOTE_URL where {engine} runs instead"
         )
     for sentence in sentences:
         typer.echo(f"penstock: warning: {' '.join(sentence.split())}", err=True)
@@ -148,15 +149,15 @@ def read_settings(
     overrides = parse_settings(settings)
     folder = overrides.get("disk.path")
     if isinstance(folder, str) and folder.strip().lower() != "none":
-        overrides["disk.path"] = _absolute(folder)
+        overrides["disk.path"] = absolute(folder)
     with options_as_typed(OPTIONS.values()):
         return VllmSettings(
-            kv_offloading_size=_plain(kv_offloading_size),
-            disk_path=None if disk_path is None else _absolute(disk_path),
-            disk_size=_plain(disk_size),
+            kv_offloading_size=plain_size(kv_offloading_size),
+            disk_path=None if disk_path is None else absolute(disk_path),
+            disk_size=plain_size(disk_size),
             remote=remote,
             node=node,
-            config=None if config is None else _absolute(str(config)),
+            config=None if config is None else absolute(str(config)),
             set=overrides or None,
             always_load=always_load,
             audit_share=audit_share,
@@ -164,11 +165,11 @@ def read_settings(
         )
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
     # An empty path would become the working folder. Keep it, so that it is rejected later.
     return os.path.abspath(os.path.expanduser(path)) if path.strip() else path
 
 
-def _plain(size: float | None) -> float | None:
+def plain_size(size: float | None) -> float | None:
     """Return 32 instead of 32.0."""
     return int(size) if size is not None and size.is_integer() else size

