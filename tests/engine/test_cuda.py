@@ -397,7 +397,7 @@ def test_steps_launched_ahead_choose_the_same_tokens(loaded: LoadedModel, num_bl
         found = []
         settings = EngineConfig(size, BLOCK_TOKENS, 128, launch_ahead=ahead)
         engine = Engine(loaded, settings, tiers)
-        assert engine._ahead.is_on == ahead
+        assert engine.ahead.is_on == ahead
         for prompt in prompts():
             params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, top_k=50, logprobs=2)
             request = engine.add("a", prompt, params)
@@ -405,7 +405,7 @@ def test_steps_launched_ahead_choose_the_same_tokens(loaded: LoadedModel, num_bl
             while engine.has_work:
                 logprobs += [progress.sampled.logprob for progress in engine.step()]
             found.append((request.output_ids, logprobs))
-        assert (engine._ahead.num_ahead > 100) == ahead
+        assert (engine.ahead.num_ahead > 100) == ahead
         idle(engine)
         engine.close()
         answers.append(found)
