@@ -99,8 +99,8 @@ SHORT = ("LLM", "SamplingParams", "StructuredOutputsParams")  # importable from 
 _HEAD = """# The Python API
 
 What applications can import, generated from the source. Import `LLM`, `SamplingParams` and
-`StructuredOutputsParams` from `penstock`, and everything else from the module shown. Names that start with `_`, and modules that
-are not listed here, may change at any time.
+`StructuredOutputsParams` from `penstock`, and everything else from the module shown. Names that
+start with `_`, and modules that are not listed here, may change at any time.
 
 """
 
