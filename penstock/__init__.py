@@ -11,8 +11,9 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
     from penstock.engine.params import SamplingParams
+    from penstock.engine.structure import StructuredOutputsParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from penstock.engine.params import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputsParams":
+        from penstock.engine.structure import StructuredOutputsParams
+
+        return StructuredOutputsParams
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

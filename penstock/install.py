@@ -18,6 +18,7 @@ _WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{VERSION}-py3-none-any.whl"
 ENGINE = ("torch", "transformers", "numpy", "safetensors")
 SERVER = ("fastapi", "uvicorn", "pydantic")
 KV_EVENTS = ("zmq", "msgpack")
+STRUCTURED = ("llguidance",)
 
 
 def how_to_install(extra: str) -> str:

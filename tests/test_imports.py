@@ -53,6 +53,7 @@ ALLOWED = {
     "triton": {"codecs/lossless_triton", "transfer/cuda_stage", "engine"},
     "transformers": {"engine"},
     "numba": {"codecs/lossless_numba", "engine"},
+    "llguidance": {"engine/grammar"},
     "vllm": {"connectors/vllm"},
     "redis": {"stores/redis", "stores/redis_urls"},
     "obstore": {"stores/s3"},

@@ -38,6 +38,7 @@ EXAMPLE = (
 )
 
 
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")  # penstock.server.tools.formats
 EXIT_LOST = 70  # the engine failed and could not recover: a supervisor should restart the server
 
 
@@ -112,6 +113,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"How the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}. By default it "
+            "is chosen from the chat template.",
+            show_default=False,
+        ),
+    ] = None,
     max_body_bytes: Annotated[
         int, typer.Option(min=1024, metavar="BYTES", help="Maximum size of a request body.")
     ] = 32 << 20,
@@ -177,6 +187,11 @@ def serve(
             f"--kv-mending is {kv_mending!r}: expected one of {', '.join(MENDING_MODES)}; correct "
             "it, or leave it out."
         )
+    if tool_call_parser is not None and tool_call_parser not in TOOL_CALL_PARSERS:
+        raise ConfigError(
+            f"--tool-call-parser is {tool_call_parser!r}: expected one of "
+            f"{', '.join(TOOL_CALL_PARSERS)}; correct it, or leave it out."
+        )
     hosts = names_of(host, allowed_host)
     template = None if chat_template is None else _read_template(chat_template)
     set_logging(log_level)
@@ -214,6 +229,7 @@ def serve(
             tracer=tracer,
             chat_template=template,
             mending=mending,
+            tool_call_parser=tool_call_parser,
         )
 
     def announce(serving: Serving) -> None:

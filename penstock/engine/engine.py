@@ -31,7 +31,14 @@ from penstock.engine.anywhere.segments import find_segments
 from penstock.engine.anywhere.turning import Turner
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
-from penstock.engine.faults import MAX_FAULTS_IN_A_ROW, MAX_REQUEUES, EngineFault, EngineLost
+from penstock.engine.faults import (
+    MAX_FAULTS_IN_A_ROW,
+    MAX_REQUEUES,
+    EngineFault,
+    EngineLost,
+    GrammarFault,
+)
+from penstock.engine.grammar import CompiledGrammar, Grammar, Grammars
 from penstock.engine.intake import Intake
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
@@ -92,6 +99,7 @@ class _Live:
     generator: torch.Generator | None
     detokenizer: Detokenizer
     stop_ids: frozenset[int]
+    grammar: Grammar | None = None  # of a structured answer
     row: SamplerRow | None = None  # once it no longer changes
     num_requeues: int = 0  # after faults, since its last token
 
@@ -111,6 +119,7 @@ class Engine(EngineParts):
         """
         super().__init__(loaded, config or EngineConfig(), tiers, observers, kv_events)
         self.intake = Intake(loaded.vocab_size)
+        self.grammars = Grammars(loaded.tokenizer, loaded.vocab_size, tuple(loaded.eos_token_ids))
         # Ids outside the vocabulary are never sampled, so they need not be suppressed.
         self._eos_ids = tuple(i for i in loaded.eos_token_ids if 0 <= i < loaded.vocab_size)
         self._story = Story(self._block_bytes, self.block_tokens, observers, self._link_bytes)
@@ -149,9 +158,11 @@ class Engine(EngineParts):
         index: int = 0,
         origin: Origin = NO_ORIGIN,
         segments: Sequence[tuple[int, int]] = (),
+        grammar: CompiledGrammar | None = None,
     ) -> Request:
         """Queue a request. `segments`: parts of the prompt, as the tokens at which each begins and
-        ends, whose KV may be used wherever they stand (docs/anywhere.md).
+        ends, whose KV may be used wherever they stand (docs/anywhere.md). `grammar`: that of
+        `params.structured_outputs`, if it is already compiled.
 
         Raises ConfigError or TooLong if it can never be served, Busy if the queue is full,
         EngineFault if the engine failed, and EngineLost if it could not recover.
@@ -164,6 +175,8 @@ class Engine(EngineParts):
             room = "no_room" if isinstance(refusal, NoRoom) else "too_long"
             self._story.refused("busy" if isinstance(refusal, Busy) else room)
             raise
+        if grammar is None and params.structure is not None:
+            grammar = self.grammars.compile(params.structure)
         min_new = min(params.min_tokens, max_new)
         params = replace(params, max_tokens=max_new, min_tokens=min_new)
         namespace = replace(self.namespace, tenant=tenant)
@@ -188,6 +201,7 @@ class Engine(EngineParts):
             make_generator(params.seed, index),
             Detokenizer(self.loaded.tokenizer, list(prompt_ids), params),
             frozenset(params.stop_ids),
+            None if grammar is None else grammar.fork(),
         )
         try:
             self.scheduler.add(request)
@@ -326,6 +340,7 @@ class Engine(EngineParts):
                 self.abort(request_id)
         except EngineLost as error:
             log.error("the engine closes with unfinished requests", exc_info=error)
+        self.grammars.close()
         super().close()
 
     def _settle(self) -> None:
@@ -361,7 +376,7 @@ class Engine(EngineParts):
         num_prompt = len(request.prompt_ids)
         too_early = len(request.tokens) - num_prompt < params.min_tokens
         ends = (*self._eos_ids, *live.stop_ids) if too_early else ()
-        row = SamplerRow(params, live.generator, request.tokens, num_prompt, ends)
+        row = SamplerRow(params, live.generator, request.tokens, num_prompt, ends, live.grammar)
         live.row = None if too_early else row
         return row
 
@@ -398,9 +413,13 @@ class Engine(EngineParts):
     # Faults.
 
     def _note_undecodable(self, request: Request, error: Exception) -> EngineFault:
-        """Record that a request's text cannot be decoded. It alone ends, before the next step."""
-        log.error("request %s failed: its text cannot be decoded", request.id, exc_info=error)
-        fault = EngineFault.of(error)
+        """Record that a request has no text, or no grammar. It alone ends, before the next step."""
+        if isinstance(error, GrammarFault):
+            log.warning("request %s failed: %s", request.id, error)
+            fault: EngineFault = error
+        else:
+            log.error("request %s failed: its text cannot be decoded", request.id, exc_info=error)
+            fault = EngineFault.of(error)
         self._undecodable[request.id] = fault
         if request.id not in self._live:
             self._failed.append((request, fault))
@@ -519,6 +538,8 @@ class Engine(EngineParts):
         """
         request, params, detokenizer = live.request, live.request.params, live.detokenizer
         read = partial(detokenizer.append, token_id)
+        if live.grammar is not None:
+            live.grammar.advance(token_id)
         is_end = not params.ignore_eos and token_id in self.loaded.eos_token_ids
         if is_end or token_id in live.stop_ids:
             request.finish_reason, request.stop_reason = "stop", None if is_end else token_id
@@ -530,6 +551,9 @@ class Engine(EngineParts):
             if detokenizer.stopped_by is not None:
                 request.finish_reason, request.stop_reason = "stop", detokenizer.stopped_by
                 return read
+        if live.grammar is not None and live.grammar.is_finished:
+            request.finish_reason = "stop"  # without the end token, which is all that could follow
+            return lambda: read() + detokenizer.finish()
         if len(request.tokens) - len(request.prompt_ids) == params.max_tokens:
             request.finish_reason = "length"
             return lambda: read() + detokenizer.finish()

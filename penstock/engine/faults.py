@@ -1,6 +1,7 @@
 """Errors of the engine itself, caused by a defect and not by a request.
 
 EngineFault   the request was part of a step that failed; the engine has recovered
+GrammarFault  the request's own grammar reached a limit; no other request is affected
 EngineLost    the engine cannot recover, for example because the GPU is gone
 """
 
@@ -22,6 +23,10 @@ class EngineFault(PenstockError):
             f"the engine failed in a step that computed this request ({type(error).__name__}). "
             "It has recovered; the cause is in its log. Retry the request."
         )
+
+
+class GrammarFault(EngineFault):
+    """The grammar of a structured answer cannot go on. The request should not be retried."""
 
 
 class EngineLost(PenstockError):

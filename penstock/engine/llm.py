@@ -112,11 +112,16 @@ class LLM:
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Complete one conversation, or several, in OpenAI's message format."""
+        """Complete one conversation, or several, in OpenAI's message format.
+
+        `tools` are shown to the model by its chat template. Calls are part of the text.
+        """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._encode_chat(each) for each in conversations]
+        prompts = [self._encode_chat(each, tools) for each in conversations]
         return self._generate(prompts, sampling_params, **options)
 
     def hint(
@@ -173,11 +178,15 @@ class LLM:
         tokens = put_around(tokenize(tokenizer, pieces), *special_ids(tokenizer, pieces))
         return _Encoded(None if has_ids else text_of(pieces), tokens)
 
-    def _encode_chat(self, messages: Sequence[Any]) -> _Encoded:
+    def _encode_chat(
+        self, messages: Sequence[Any], tools: Sequence[dict[str, Any]] | None
+    ) -> _Encoded:
         tokenizer = self.engine.loaded.tokenizer
 
         def render(each: list[dict[str, Any]]) -> str:
-            text = tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(
+                each, tools=tools, add_generation_prompt=True, tokenize=False
+            )
             return cast(str, text)
 
         read = [read_message(each) for each in messages]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeGuard
 
+from penstock.engine.structure import StructuredOutputsParams
 from penstock.errors import ConfigError
 from penstock.hints import Hints
 
@@ -129,7 +130,7 @@ class Mending:
     """
 
     mode: str = "link"
-    link_tokens: int = 32
+    link_tokens: int = 64
     blend_share: float = 0.15
 
     def __post_init__(self) -> None:
@@ -199,6 +200,8 @@ class SamplingParams:
     # what does not come. See docs/disaggregation.md.
     awaits_prefill: bool = False
     kv_mending: Mending | Mapping[str, object] | None = None  # of segments: docs/anywhere.md
+    # What the answer must look like: docs/engine.md.
+    structured_outputs: StructuredOutputsParams | Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         self._check_whole_numbers()
@@ -224,6 +227,7 @@ class SamplingParams:
         self._set("kv_residency", KvResidency.of(self.kv_residency))
         self._set("kv_hints", Hints.of(self.kv_hints))
         self._set("kv_mending", Mending.of(self.kv_mending))
+        self._set("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
 
     @property
     def greedy(self) -> bool:
@@ -262,6 +266,11 @@ class SamplingParams:
     def mending(self) -> Mending:
         """`kv_mending`, never None."""
         return Mending.of(self.kv_mending)
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """`structured_outputs`, never a mapping."""
+        return StructuredOutputsParams.of(self.structured_outputs)
 
     @property
     def named_token_ids(self) -> Mapping[str, tuple[int, ...]]:

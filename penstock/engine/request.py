@@ -98,6 +98,11 @@ class Request:
         return self.phase is RequestPhase.WAITING
 
     @property
+    def needs_its_last_token(self) -> bool:
+        """Whether a token can only be chosen once the one before it is known on the CPU."""
+        return self.params.structured_outputs is not None
+
+    @property
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 

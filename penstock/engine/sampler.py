@@ -4,8 +4,8 @@ Each random row is drawn separately, from its own copy of the logits with its ow
 the rest of the batch cannot change it. Probabilities are converted to integers before they are
 summed: the sum of integers does not depend on the order, the sum of floats on a device does.
 
-As in vLLM the order is logit_bias, penalties, temperature, min_p, top_k, top_p. Log probabilities
-are those of the model's logits, before any of these.
+As in vLLM the order is logit_bias, penalties, grammar, temperature, min_p, top_k, top_p. Log
+probabilities are those of the model's logits, before any of these.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.engine.grammar import Grammar
 from penstock.engine.params import SamplingParams
 from penstock.errors import BookError
 from penstock.units import counted
@@ -36,6 +37,7 @@ class SamplerRow:
     prior_ids: Sequence[int] = ()  # prompt and output: repetition_penalty counts both
     num_prompt_tokens: int = 0  # presence_penalty and frequency_penalty count only the output
     banned_ids: Sequence[int] = ()  # never chosen, such as end tokens before min_tokens
+    grammar: Grammar | None = None  # decides which tokens may come next
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ def begin_sampling(
 
 def _is_plain(row: SamplerRow) -> bool:
     params = row.params
+    if row.grammar is not None:
+        return False
     return params.greedy and not params.penalised and not params.logit_bias and not row.banned_ids
 
 
@@ -125,7 +129,9 @@ def _choose(logits: Tensor, row: SamplerRow) -> Tensor:
         scores[_indices(ids, scores)] += torch.tensor(biases, device=scores.device)
     if row.params.penalised:
         _penalise(scores, row)
-    if row.banned_ids:
+    if row.grammar is not None:
+        row.grammar.mask(scores, row.banned_ids)
+    elif row.banned_ids:
         scores[_indices(row.banned_ids, scores)] = -torch.inf
     if row.params.greedy:
         return scores.argmax()

@@ -26,10 +26,11 @@ from typing import TypeVar
 from penstock.engine.census import Sighting
 from penstock.engine.engine import Engine, Progress
 from penstock.engine.faults import EngineLost
+from penstock.engine.grammar import COMPILE_SECONDS, CompiledGrammar
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.sampler import Sampled
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.hints import Hint
 from penstock.types import NO_ORIGIN, Origin
 
@@ -140,6 +141,7 @@ class Service:
         Raises Stopped, or whatever `Engine.add` raises.
         """
         prompt_ids = self.engine.intake.check(prompt_ids, params, priority=priority, tenant=tenant)
+        grammar = await self._compile(params)
         self._num_requests += 1
         names = [f"{self._num_requests}-{index}" for index in range(params.n)]
         stream = Stream(self, names)
@@ -158,6 +160,7 @@ class Service:
                         index=index,
                         origin=origin,
                         segments=segments,
+                        grammar=grammar,
                     )
                     added.append(name)
             except Exception as error:
@@ -180,6 +183,19 @@ class Service:
             self.abort(names)  # queued after `add`, so it also works if `add` has not run yet
             raise
         return stream
+
+    async def _compile(self, params: SamplingParams) -> CompiledGrammar | None:
+        """Compile the request's grammar, on a thread that no other request waits for."""
+        if params.structure is None:
+            return None
+        compiling = asyncio.wrap_future(self.engine.grammars.submit(params.structure))
+        try:
+            return await asyncio.wait_for(compiling, COMPILE_SECONDS)
+        except TimeoutError:
+            raise ConfigError(
+                f"the schema or grammar was not compiled within {COMPILE_SECONDS:.0f} s; simplify "
+                "it, or send the request again if the server is busy."
+            ) from None
 
     async def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
         """Like `Engine.hint`. Raises Stopped."""

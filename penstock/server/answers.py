@@ -21,7 +21,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class TopLogprob(BaseModel):
@@ -39,10 +39,22 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None  # None if there are only tool calls
     refusal: None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -71,9 +83,24 @@ class ChatCompletion(BaseModel):
     kv_transfer_params: KvTransferParams | None = None
 
 
+class CalledFunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """The first of a call has its id and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionDelta
+
+
 class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):

@@ -25,10 +25,13 @@ from penstock.server.logprobs import chat_logprobs
 from penstock.server.prompts import ChatStyle
 from penstock.server.schema import ChatFields, ChatRequest
 from penstock.server.sse import EventStream
+from penstock.server.tools.answer import AnswerReader, chat_delta, whole_message
+from penstock.server.tools.use import chat_structure, tool_use
 from penstock.types import Origin
 
 if TYPE_CHECKING:
     from penstock.engine.sampler import Sampled
+    from penstock.engine.service import Delta
     from penstock.server.backend import Serving
 
 
@@ -39,6 +42,7 @@ def chat_style(request: ChatFields) -> ChatStyle:
         add_generation_prompt=not goes_on if begins is None else begins,
         continue_final_message=goes_on,
         template_values=request.chat_template_kwargs or {},
+        tools=[tool.plain() for tool in request.tools or ()],
     )
 
 
@@ -51,6 +55,7 @@ class ChatAnswer:
         """Raises ApiError for whatever can be refused before the prompt is tokenized."""
         self._request = request
         self._serving = serving
+        self._use = tool_use(request, serving.prompts)
         max_new = request.max_completion_tokens or request.max_tokens
         self._cut = prompt_cut(request, max_new, serving.max_tokens)
         self._params = sampling_params(
@@ -58,6 +63,8 @@ class ChatAnswer:
             max_tokens=max_new,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             mending=serving.mending,
+            structure=chat_structure(request, self._use),
+            shows_special=self._use is not None and self._use.shows_special,
         )
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -85,22 +92,22 @@ class ChatAnswer:
 
     async def whole(self, generation: Generation) -> Response:
         choices = [
-            ChatChoice(
-                index=index,
-                message=ChatMessage(
-                    role="assistant",
-                    content="".join(delta.text for delta in deltas),
-                    refusal=None,
-                ),
-                logprobs=self._logprobs([delta.sampled for delta in deltas]),
-                finish_reason=deltas[-1].finish_reason,  # type: ignore[arg-type]  # checked
-            )
-            for index, deltas in enumerate(await generation.gather())
+            self._choice(index, deltas) for index, deltas in enumerate(await generation.gather())
         ]
         answer = ChatCompletion(
             object="chat.completion", choices=choices, usage=generation.usage(), **self._head
         )
         return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+
+    def _choice(self, index: int, deltas: Sequence[Delta]) -> ChatChoice:
+        reader = AnswerReader(self._use)
+        found = reader.feed("".join(delta.text for delta in deltas)) + reader.finish()
+        return ChatChoice(
+            index=index,
+            message=whole_message(found),
+            logprobs=self._logprobs([delta.sampled for delta in deltas]),
+            finish_reason=reader.finish_reason(deltas[-1].finish_reason),  # type: ignore[arg-type]
+        )
 
     def handed_over(self, generation: Generation, params: KvTransferParams) -> Response:
         """The answer without text: another server generates it."""
@@ -134,15 +141,23 @@ class ChatAnswer:
                 object="chat.completion.chunk", choices=[choice], **usage, **self._head
             )
 
+        readers = [AnswerReader(self._use) for _ in range(self._params.n)]
         for index in range(self._params.n):
             yield chunk(index, ChatDelta(role="assistant", content=""))
         async with aclosing(generation.pieces()) as pieces:
             async for index, delta in pieces:
-                if delta.text or self._request.logprobs:
-                    logprobs = self._logprobs([delta.sampled])
-                    yield chunk(index, ChatDelta(content=delta.text), logprobs=logprobs)
+                reader = readers[index]
+                found = reader.feed(delta.text)
                 if delta.finish_reason is not None:
-                    yield chunk(index, ChatDelta(), finish_reason=delta.finish_reason)
+                    found += reader.finish()
+                if not found and self._request.logprobs:
+                    found = [""]
+                for number, part in enumerate(found):
+                    logprobs = None if number else self._logprobs([delta.sampled])
+                    yield chunk(index, chat_delta(part), logprobs=logprobs)
+                if delta.finish_reason is not None:
+                    reason = reader.finish_reason(delta.finish_reason)
+                    yield chunk(index, ChatDelta(), finish_reason=reason)
         if with_usage:
             yield ChatChunk(
                 object="chat.completion.chunk",

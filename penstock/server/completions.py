@@ -21,6 +21,7 @@ from penstock.server.generation import Generation, prompt_cut, sampling_params
 from penstock.server.logprobs import completion_logprobs
 from penstock.server.schema import CompletionRequest, SegmentedPrompt
 from penstock.server.sse import EventStream
+from penstock.server.structure import answer_structure
 from penstock.types import Origin
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Completions:
             max_tokens=max_new,
             logprobs=request.logprobs,
             mending=serving.mending,
+            structure=answer_structure(request),
         )
         self._echoes: list[str] = []  # one per prompt
         self._head: dict[str, Any] = {

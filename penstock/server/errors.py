@@ -13,8 +13,8 @@ import math
 from starlette.responses import Response
 
 from penstock.engine.admission import Busy, TooLong
-from penstock.engine.faults import EngineFault
-from penstock.errors import ConfigError, PenstockError
+from penstock.engine.faults import EngineFault, GrammarFault
+from penstock.errors import ConfigError, NotInstalled, PenstockError
 
 _SERVER_ERROR = 500
 
@@ -76,6 +76,10 @@ def from_engine(error: PenstockError) -> ApiError:
         )
     if isinstance(error, ConfigError):
         return ApiError(400, str(error))
+    if isinstance(error, NotInstalled):
+        return ApiError(400, f"the server cannot do this: {error}.", code="not_installed")
+    if isinstance(error, GrammarFault):
+        return ApiError(400, str(error), code="structure_too_complex")
     if isinstance(error, EngineFault):
         return ApiError(500, str(error), code="engine_fault")
     # Otherwise the engine is stopping or has failed.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.engine.anywhere.pieces import PromptTokens
 from penstock.engine.params import SamplingParams
+from penstock.engine.structure import StructuredOutputsParams
 from penstock.errors import PenstockError
 from penstock.server.answers import PromptTokensDetails, Usage
 from penstock.server.errors import ApiError, from_engine
@@ -46,10 +47,16 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     mending: Mapping[str, object],
+    structure: StructuredOutputsParams | None = None,
+    shows_special: bool = False,
 ) -> SamplingParams:
-    """`mending`: of requests that do not ask for another. Raises ApiError if fields contradict
-    each other."""
+    """`mending`: of requests that do not ask for another. `shows_special`: special tokens are part
+    of the text, unless the request says otherwise. Raises ApiError if fields contradict each
+    other."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
+    given["structured_outputs"] = structure
+    if shows_special and request.skip_special_tokens is None:
+        given["skip_special_tokens"] = False
     if request.logit_bias is not None:
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
     if request.kv_residency is not None:

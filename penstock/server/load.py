@@ -48,6 +48,7 @@ def load_serving(
     tracer: Tracer | None = None,
     chat_template: str | None = None,
     mending: Mapping[str, object] | None = None,
+    tool_call_parser: str | None = None,
 ) -> Serving:
     """Open the engine and start it.
 
@@ -78,6 +79,7 @@ def load_serving(
             engine.loaded.max_tokens,
             chat_template,
             options.segment_separator,
+            tool_call_parser,
         )
         names = names or (default_name(options.model),)
         if recorder is not None:

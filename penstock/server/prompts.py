@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,8 +24,10 @@ from penstock.engine.anywhere.pieces import (
 )
 from penstock.errors import ConfigError
 from penstock.server.errors import ApiError, from_engine
+from penstock.server.tools.formats import find_format, format_of
 
 _Result = TypeVar("_Result")
+_TOOLS = re.compile(r"\btools\b")  # a template's variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class ChatStyle:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_values: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class Prompts:
@@ -83,8 +87,9 @@ class Prompts:
         max_tokens: int,
         chat_template: str | None = None,
         segment_separator: str | None = None,
+        tool_call_parser: str | None = None,
     ) -> None:
-        """Raises ConfigError for an invalid chat template."""
+        """Raises ConfigError for an invalid chat template or an unknown parser."""
         # A copy: the engine's thread decodes with the original, and changes here could break it.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._tokenizer.truncation_side = "left"  # used if special tokens are kept
@@ -93,10 +98,26 @@ class Prompts:
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
             self._check_template()
+        templates = _templates(self._tokenizer)
+        self.has_tools = any(_TOOLS.search(text) for text in templates)
+        self.tool_format = (
+            format_of("\n".join(templates))
+            if tool_call_parser is None
+            else find_format(tool_call_parser)
+        )
+        self._special_ids = {
+            token.content: token_id
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if getattr(token, "special", False)
+        }
         longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self._max_chars = max_tokens * longest
         self._thread = ThreadPoolExecutor(1, "penstock-prompts")
         self.token_text = lru_cache(1 << 16)(self._token_text)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of a text that is one special token."""
+        return self._special_ids.get(text)
 
     def split(self, text: str) -> list[PromptPiece]:
         """The pieces of a prompt that is one text."""
@@ -226,6 +247,7 @@ class Prompts:
                 add_generation_prompt=style.add_generation_prompt,
                 continue_final_message=style.continue_final_message,
                 tokenize=False,
+                **({"tools": list(style.tools)} if style.tools else {}),
                 **style.template_values,
             )
         except Exception as error:  # a template is a program and may raise anything
@@ -247,6 +269,14 @@ class Prompts:
         )
         assert isinstance(text, str)
         return text
+
+
+def _templates(tokenizer: Any) -> list[str]:
+    """The texts of a model's chat templates: some have another for conversations with tools."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        return list(template.values())
+    return [] if template is None else [template]
 
 
 def _empty() -> ApiError:

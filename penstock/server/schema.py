@@ -10,6 +10,7 @@ Every list is bounded and fails at its first error, so that the cost of a body i
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.engine.anywhere.pieces import REUSE_ANYWHERE, PromptPiece
 from penstock.engine.params import MAX_BIASES, MAX_LOGPROBS, Mending
+from penstock.engine.structure import MAX_CHOICES as MAX_CHOICE_TEXTS
 from penstock.errors import ConfigError
 from penstock.hints import (
     ACTIONS,
@@ -58,7 +60,10 @@ RESERVED_TEMPLATE_NAMES = frozenset(
         *("tokenizer_kwargs", "self", "kwargs"),
     )
 )
-_ROLES = ("system", "developer", "user", "assistant")
+MAX_TOOLS = 512
+_MAX_TOOL_CALLS = 1024  # of a message
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_FORMATS = ("text", "json_object", "json_schema")
 
 
 def _refused(
@@ -249,8 +254,12 @@ if TYPE_CHECKING:
     _OnEnd = str
     _Action = str
     _Side = str
+    _Format = str
+    _Function = str
 else:
-    _Role = _one_of(*_ROLES, advice="tools are not supported")
+    _Role = _one_of(*_ROLES, advice="correct it")
+    _Format = _one_of(*_FORMATS, advice="this model reads and writes text only")
+    _Function = _one_of("function", advice="other kinds of tools are not supported")
     _Text = _one_of("text", advice="this model reads and writes text only")
     _OnEnd = _one_of(*ON_END, advice="see docs/hints.md")
     _Action = _one_of(*ACTIONS, advice="see docs/hints.md")
@@ -343,6 +352,49 @@ class TenantFields(BaseModel):
     cache_salt: _Salt | None = None
 
 
+_Schema = Annotated[
+    str | dict[str, Any] | bool, _expected("a JSON schema, as an object or as its text")
+]
+_Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True)]
+
+
+class JsonSchema(_Open):
+    """OpenAI's wrapping of a schema."""
+
+    name: str | None = None
+    description: Ignored = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Open):
+    type: _Format
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise _refused(
+                "response_format.json_schema and the type json_schema need each other: expected "
+                '{"type": "json_schema", "json_schema": {"name": "…", "schema": {…}}}; correct it.',
+                "response_format",
+            )
+        return self
+
+
+class StructuredOutputs(_Open):
+    """vLLM's words for what the answer must look like."""
+
+    json_: Annotated[_Schema | None, Field(alias="json", serialization_alias="json")] = None
+    regex: str | None = None
+    choice: _Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Refused = None
+
+
 class GenerationRequest(TenantFields, _Open):
     """The fields that chats and completions share."""
 
@@ -373,6 +425,12 @@ class GenerationRequest(TenantFields, _Open):
     kv_mending: _Mending | None = None
     penstock: RequestHints | None = None
     kv_transfer_params: KvTransfer | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
     request_id: Ignored = None
@@ -395,11 +453,6 @@ class GenerationRequest(TenantFields, _Open):
     return_tokens_as_token_ids: Refused = None
     return_hidden_states: Refused = None
     mm_payload: Refused = None
-    structured_outputs: Refused = None
-    guided_json: Refused = None
-    guided_regex: Refused = None
-    guided_choice: Refused = None
-    guided_grammar: Refused = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -424,6 +477,54 @@ class TextPart(BaseModel):
         return self.penstock is not None and self.penstock.is_anywhere
 
 
+class FunctionOfCall(_Open):
+    name: str
+    arguments: str | None = None
+
+
+class MessageToolCall(_Open):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    type: _Function = "function"
+    function: FunctionOfCall
+
+    def plain(self) -> dict[str, Any]:
+        """In the form that chat templates expect: the arguments as an object, if they are one."""
+        arguments: Any = self.function.arguments or "{}"
+        try:
+            read = json.loads(arguments)
+        except (ValueError, RecursionError):  # a model may have written anything
+            read = None
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {
+                "name": self.function.name,
+                "arguments": read if isinstance(read, dict) else arguments,
+            },
+        }
+
+
+class ToolFunction(_Open):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(_Open):
+    type: _Function
+    function: ToolFunction
+
+    def plain(self) -> dict[str, Any]:
+        """As the client sent it, for chat templates."""
+        return self.model_dump(exclude_unset=True)
+
+
+_Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class Message(_Open):
     role: _Role
     content: Annotated[
@@ -435,7 +536,10 @@ class Message(_Open):
     annotations: Ignored = None
     audio: Refused = None
     function_call: Refused = None
-    tool_calls: Refused = None
+    tool_call_id: str | None = None
+    tool_calls: (
+        Annotated[list[MessageToolCall], Field(max_length=_MAX_TOOL_CALLS, fail_fast=True)] | None
+    ) = None
 
     def plain(self) -> dict[str, Any]:
         """The message in the form that chat templates expect; its content may be pieces."""
@@ -448,14 +552,16 @@ class Message(_Open):
             "role": "system" if self.role == "developer" else self.role,
             "content": content or "",
         }
-        return plain if self.name is None else {**plain, "name": self.name}
+        if self.name is not None:
+            plain["name"] = self.name
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return plain
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-class TextFormat(_Open):
-    type: _Text
 
 
 class ChatFields(_Open):
@@ -464,6 +570,7 @@ class ChatFields(_Open):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: _TemplateValues | None = None
+    tools: _Tools | None = None
     chat_template: Refused = None
     documents: Refused = None
 
@@ -493,7 +600,6 @@ class ChatRequest(GenerationRequest, ChatFields):
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prediction: Ignored = None
-    parallel_tool_calls: Ignored = None
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
     include_reasoning: Ignored = None
@@ -509,20 +615,16 @@ class ChatRequest(GenerationRequest, ChatFields):
     return_prompt_text: Refused = None
     moderation: Refused = None
     reasoning_effort: Refused = None
-    response_format: TextFormat | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     function_call: str | dict[str, Any] | None = None
-    tools: list[Any] | None = None
     verbosity: Refused = None
     web_search_options: Refused = None
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
         self._check_style(self.messages)
-        if self.tools and self.tool_choice != "none":
-            raise _unsupported(
-                'tools are not supported; leave them out, or set tool_choice to "none".', "tools"
-            )
+        self._check_tool_choice()
         if self.top_logprobs is not None and not self.logprobs:
             raise _refused(
                 "top_logprobs requires logprobs=true; set it, or leave top_logprobs out.",
@@ -535,13 +637,46 @@ class ChatRequest(GenerationRequest, ChatFields):
             )
         return self
 
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that must be called."""
+        if not isinstance(self.tool_choice, dict):
+            return None
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) else ""
+
+    def _check_tool_choice(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        expected = (
+            '"none", "auto", "required" or {"type": "function", "function": {"name": "…"}} with '
+            "one of the tools"
+        )
+        choice = self.tool_choice
+        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+            raise _refused(
+                f"tool_choice is {reprlib.repr(choice)}: expected {expected}; correct it.",
+                "tool_choice",
+            )
+        if choice is None or choice in ("none", "auto"):
+            return
+        if not names:
+            raise _refused(
+                "tool_choice asks for a call, but there are no tools; add them, or leave it out.",
+                "tool_choice",
+            )
+        if self.named_tool is not None and self.named_tool not in names:
+            raise _refused(
+                f"tool_choice is {reprlib.repr(choice)}: expected {expected}; correct it.",
+                "tool_choice",
+            )
+
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompt
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: _Count | None = None
-    response_format: TextFormat | None = None
     suffix: Refused = None
     prompt_embeds: Refused = None
 

@@ -89,6 +89,7 @@ class Local:
         port: int = 0,
         chat_template: str | None = None,
         mending: dict[str, object] | None = None,
+        tool_call_parser: str | None = None,
         **options: Any,
     ) -> None:
         self.metrics = Metrics()
@@ -117,6 +118,7 @@ class Local:
                 tell=self.told.append,
                 chat_template=chat_template,
                 mending=mending,
+                tool_call_parser=tool_call_parser,
             )
 
         def note(serving: Serving) -> None:

@@ -59,7 +59,7 @@ def details(answer: dict[str, Any]) -> tuple[int, int]:
     return found["reused_tokens"], found["mended_tokens"]
 
 
-def num_reused(num_tokens: int, num_mended: int = 32) -> int:
+def num_reused(num_tokens: int, num_mended: int = 64) -> int:
     return num_tokens // 16 * 16 - num_mended
 
 
@@ -224,7 +224,7 @@ def test_a_stream_tells_what_was_reused(client: Client) -> None:
         last = json.loads(lines[-3].removeprefix("data: "))
         reused, mended = details(last)
         assert reused > 64
-        assert mended == 32
+        assert mended == 64
 
 
 def test_the_story_and_the_metrics_tell_it(local: Callable[..., Local]) -> None:
@@ -236,7 +236,7 @@ def test_the_story_and_the_metrics_tell_it(local: Callable[..., Local]) -> None:
         assert (story["reused_tokens"], story["mended_tokens"]) == (reused, mended)
         name = "penstock_segment_tokens_total"
         assert client.metric(name, kind="reused") == reused > 0
-        assert client.metric(name, kind="mended") == mended == 32
+        assert client.metric(name, kind="mended") == mended == 64
         sources = "penstock_prompt_tokens_total"
         assert client.metric(sources, source="reused") == reused
         num_prompt = answer.json()["usage"]["prompt_tokens"]

@@ -33,6 +33,12 @@ MAX_NEW = 3
 MAX_SEQUENCES = 2
 
 
+STRUCTURES = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
 def shorten(body: Any) -> None:
     """Ask for little, of the model that is there, and for nothing that only goes with another."""
     if not isinstance(body, dict):
@@ -44,14 +50,16 @@ def shorten(body: Any) -> None:
             body[name] = min(body[name], most)
     if "messages" in body:
         body.pop("max_completion_tokens", None)
-        body.pop("tools", None)
+        for name in ("tools", "tool_choice"):  # the model's template has none
+            body.pop(name, None)
         if body.get("max_tokens") is None:
             body["max_tokens"] = MAX_NEW
     if body.get("stream") is not True:
         body.pop("stream_options", None)
     if body.get("logprobs") is not True:
         body.pop("top_logprobs", None)
-    body.pop("best_of", None)
+    for name in ("best_of", *STRUCTURES):  # schemas and expressions that mean something
+        body.pop(name, None)
 
 
 @pytest.mark.parametrize(

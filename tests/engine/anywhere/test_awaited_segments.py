@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from engine.anywhere.prompts import MODES, Prompt, document, text
+from engine.anywhere.prompts import LINK_TOKENS, MODES, Prompt, document, text
 from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
 
 from penstock.config import Config, HostConfig, RemoteConfig
@@ -59,7 +59,10 @@ def test_the_prompt_comes_while_it_waits(
     decoder, prefiller = engines
     monkeypatch.setattr(decoder.scheduler._awaited, "_patience", lambda *_: 60.0)
     params = SamplingParams(
-        temperature=0.0, max_tokens=4, ignore_eos=True, kv_mending={"mode": mode}
+        temperature=0.0,
+        max_tokens=4,
+        ignore_eos=True,
+        kv_mending={"mode": mode, "link_tokens": LINK_TOKENS},
     )
     segments = PROMPT.segments
     # The decoder has the segment already: it holds it until the prompt has come.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from engine.anywhere.prompts import (
     BLEND_SHARE,
+    LINK_TOKENS,
     MODES,
     Oracle,
     Prompt,
@@ -146,7 +147,8 @@ def test_aborts_at_every_step(loaded: LoadedModel, plain: list[list[int]]) -> No
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     for mode in MODES:
         engine = make(loaded, num_blocks=40)
-        mended = SamplingParams(temperature=0.0, max_tokens=4, kv_mending={"mode": mode})
+        mending = {"mode": mode, "link_tokens": LINK_TOKENS}
+        mended = SamplingParams(temperature=0.0, max_tokens=4, kv_mending=mending)
         for number in range(14):
             prompt = PROMPTS[number % len(PROMPTS)]
             if number == 7:
@@ -165,7 +167,8 @@ def test_aborts_at_every_step(loaded: LoadedModel, plain: list[list[int]]) -> No
 
 def test_a_request_that_ends_leaves_the_fill_that_others_wait_for(loaded: LoadedModel) -> None:
     engine = make(loaded)
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    mending = {"link_tokens": LINK_TOKENS}
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, kv_mending=mending)
     prompt = PROMPTS[0]
     other = engine.add("one", prompt.ids, params, segments=prompt.segments)
     kept = engine.add("two", prompt.ids, params, segments=prompt.segments)
@@ -238,7 +241,10 @@ def test_a_step_that_fails(
         for name in ("run", "key_changes"):
             monkeypatch.setattr(engine.runner, name, _failing(getattr(engine.runner, name), rng))
         params = SamplingParams(
-            temperature=0.0, max_tokens=3, ignore_eos=True, kv_mending={"mode": mode}
+            temperature=0.0,
+            max_tokens=3,
+            ignore_eos=True,
+            kv_mending={"mode": mode, "link_tokens": LINK_TOKENS},
         )
         for number, prompt in enumerate(PROMPTS):
             engine.add(str(number), prompt.ids, params, segments=prompt.segments)
@@ -280,7 +286,11 @@ def test_random_requests_never_spoil_plain_ones(
                 temperature=0.0,
                 max_tokens=6,
                 ignore_eos=True,
-                kv_mending={"mode": rng.choice(MODES), "blend_share": rng.choice((0.05, 0.5))},
+                kv_mending={
+                    "mode": rng.choice(MODES),
+                    "link_tokens": LINK_TOKENS,
+                    "blend_share": rng.choice((0.05, 0.5)),
+                },
             )
             segments = () if is_plain else PROMPTS[number].segments
             requests[name] = engine.add(name, PROMPTS[number].ids, params, segments=segments)
@@ -311,7 +321,8 @@ def test_segments_that_are_being_loaded_when_an_audit_fails_are_not_used(
     prompt = Prompt([text(1, 40), document(1), text(2)])
     ask(engine, prompt)
     forget(engine)
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    mending = {"link_tokens": LINK_TOKENS}
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, kv_mending=mending)
     request = engine.add("loading", prompt.ids, params, segments=prompt.segments)
     engine.step()
     assert (engine.scheduler.num_loading, len(engine.scheduler._segments)) == (1, 1)

@@ -1,0 +1,226 @@
+"""Grammars over tokens: which tokens may come next in a structured answer.
+
+    compiled = grammars.compile(params)      # on the caller's thread, or: grammars.submit(params)
+    grammar = compiled.fork()                # the state of one sequence
+    grammar.mask(scores)                     # tokens that may not come next become -inf
+    grammar.advance(token_id)                # after each token of the output
+
+A grammar only reads and writes scores at sampling: KV does not depend on it. Its state depends on
+the output tokens alone, so preemption and restarts do not touch it. After each token the next mask
+is computed on another thread, while the device computes the next step.
+
+llguidance parses lazily and bounds its work in every call, so that no schema or regular expression
+can stall the thread that computes: one that reaches a limit is an error of its own request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.faults import GrammarFault
+from penstock.engine.structure import GrammarSource, StructuredOutputsParams
+from penstock.errors import ConfigError
+from penstock.install import STRUCTURED, require
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+COMPILE_SECONDS = 10.0  # for which a request waits
+_MAX_REMEMBERED = 32
+_MAX_COMPILING = 32  # waiting or running
+_COMPILERS = 2
+_MASK_THREADS = 2
+_MAX_REASON_CHARS = 300
+# The first rule, after comments and empty lines.
+_GBNF = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*[\w-]+[ \t]*::=")
+
+
+class Grammar:
+    """The state of one sequence. One thread uses it."""
+
+    def __init__(self, matcher: LLMatcher, bits: bytes, threads: ThreadPoolExecutor) -> None:
+        self._matcher = matcher
+        self._bits: bytes | Future[bytes] = bits
+        self._threads = threads
+        self.is_finished = False  # only an end token could follow
+
+    def mask(self, scores: Tensor, banned_ids: Sequence[int] = ()) -> None:
+        """Set the scores of all tokens that may not come next to -inf.
+
+        Also those of `banned_ids`, unless nothing else may come next. After an error nothing
+        changes: `advance` reports it.
+        """
+        allowed = torch.zeros(scores.numel(), dtype=torch.bool)
+        bits = torch.from_numpy(np.unpackbits(self._read(), bitorder="little").view(np.bool_))
+        num_known = min(scores.numel(), len(bits))
+        allowed[:num_known] = bits[:num_known]
+        if banned_ids:
+            unbanned = allowed.clone()
+            unbanned[list(banned_ids)] = False
+            allowed = unbanned if unbanned.any() else allowed
+        if allowed.any():
+            scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
+
+    def advance(self, token_id: int) -> None:
+        """Take the next token. Raises GrammarFault if it reached a limit."""
+        bits = self._read()  # also waits for the thread that may still use the matcher
+        is_allowed = len(bits) * 8 > token_id and bits[token_id >> 3] >> (token_id & 7) & 1
+        if self._matcher.is_error() or not is_allowed or not self._matcher.consume_token(token_id):
+            raise GrammarFault(
+                "the structure that this request asked for became too complex while the answer was "
+                "generated, or nothing can follow what was generated; simplify its schema or "
+                "grammar."
+            )
+        self.is_finished = self._matcher.is_stopped()
+        if not self.is_finished:
+            try:
+                self._bits = self._threads.submit(self._matcher.compute_bitmask)
+            except RuntimeError:  # the engine closes
+                self._bits = self._matcher.compute_bitmask()
+
+    def _read(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if isinstance(self._bits, Future):
+            try:
+                self._bits = self._bits.result()
+            except CancelledError:
+                self._bits = self._matcher.compute_bitmask()
+        return np.frombuffer(self._bits, dtype=np.uint8)
+
+
+class CompiledGrammar:
+    """A grammar at its beginning, from which sequences start."""
+
+    def __init__(self, matcher: LLMatcher, bits: bytes, threads: ThreadPoolExecutor) -> None:
+        self._matcher = matcher
+        self._bits = bits
+        self._threads = threads
+
+    def fork(self) -> Grammar:
+        return Grammar(self._matcher.deep_copy(), self._bits, self._threads)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and remembers the latest. Threads may share it."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._hf_tokenizer = tokenizer
+        self._num_ids = max(vocab_size, len(tokenizer))
+        self._end_ids = sorted(end_ids)
+        self._tokenizer: LLTokenizer | None = None  # made on first use: it takes a second or two
+        self._remembered: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._num_compiling = 0
+        self._compilers = ThreadPoolExecutor(_COMPILERS, "penstock-grammars")
+        self._mask_threads = ThreadPoolExecutor(_MASK_THREADS, "penstock-masks")
+
+    def compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
+        """Raises ConfigError if the grammar is invalid or too large, NotInstalled."""
+        source = wanted.source
+        with self._lock:
+            found = self._remembered.get(source)
+            if found is not None:
+                self._remembered.move_to_end(source)
+                return found
+        require("structured", STRUCTURED, "structured outputs")
+        made = self._compile(source)
+        with self._lock:
+            self._remembered[source] = made
+            while len(self._remembered) > _MAX_REMEMBERED:
+                self._remembered.popitem(last=False)
+        return made
+
+    def submit(self, wanted: StructuredOutputsParams) -> Future[CompiledGrammar]:
+        """`compile` on another thread. Raises ConfigError if too many are being compiled."""
+        with self._lock:
+            if self._num_compiling >= _MAX_COMPILING:
+                raise ConfigError(
+                    f"{self._num_compiling} schemas and grammars are already being compiled; send "
+                    "the request again later."
+                )
+            self._num_compiling += 1
+        future = self._compilers.submit(self.compile, wanted)
+        future.add_done_callback(self._note_compiled)
+        return future
+
+    def close(self) -> None:
+        for threads in (self._compilers, self._mask_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _note_compiled(self, _: Future[CompiledGrammar]) -> None:
+        with self._lock:
+            self._num_compiling -= 1
+
+    def _compile(self, source: GrammarSource) -> CompiledGrammar:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            max_grammar_size=100_000,
+            max_lexer_states=25_000,  # of 1 to 2 kB each
+            verbose_errors=False,  # they would contain the schema
+        )
+        matcher = LLMatcher(self._read_tokenizer(), _text(source), log_level=0, limits=limits)
+        bits = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _invalid(source, matcher.get_error())
+        if not any(bits):
+            raise _invalid(source, "no text satisfies it")
+        return CompiledGrammar(matcher, bits, self._mask_threads)
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        from llguidance.hf import from_tokenizer
+
+        with self._reading:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = from_tokenizer(
+                        self._hf_tokenizer, self._num_ids, self._end_ids or None
+                    )
+                except Exception as error:
+                    raise ConfigError(
+                        "structured outputs are not possible with this model's tokenizer "
+                        f"({_first_line(str(error))}); leave them out."
+                    ) from None
+            return self._tokenizer
+
+
+def _text(source: GrammarSource) -> str:
+    """The source in llguidance's words."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        if source.kind == "json":
+            return LLMatcher.grammar_from_json_schema(
+                source.text, overrides=json.loads(source.options)
+            )
+        if source.kind == "regex":
+            return LLMatcher.grammar_from_regex(source.text)
+        return LLMatcher.grammar_from_lark(
+            gbnf_to_lark(source.text) if _GBNF.match(source.text) else source.text
+        )
+    except Exception as error:  # a converter in Python, which may fail in any way
+        raise _invalid(source, str(error)) from None
+
+
+def _invalid(source: GrammarSource, reason: str) -> ConfigError:
+    what = {"json": "the JSON schema", "regex": "the regular expression"}
+    return ConfigError(
+        f"{what.get(source.kind, 'the grammar')} cannot be used ({_first_line(reason)}); correct "
+        "or simplify it."
+    )
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return (lines or ["no reason given"])[0][:_MAX_REASON_CHARS]

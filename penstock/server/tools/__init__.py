@@ -1,0 +1,1 @@
+"""Tools: how models write calls, and how calls become OpenAI's. Imports no engine."""

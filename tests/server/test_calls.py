@@ -1,0 +1,93 @@
+"""Tool calls in answers, however an answer is divided."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.server.tools.calls import CallDelta, CallParser
+from penstock.server.tools.formats import (
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    ToolFormat,
+    find_format,
+    format_of,
+)
+
+Found = tuple[str, list[tuple[str, str]]]
+CASES: list[tuple[ToolFormat, str, Found]] = [
+    (
+        HERMES,
+        'Hi.\n<tool_call>\n{"name": "f", "arguments": {"x": "}\\"", "y": [1, {"a": 2}]}}\n'
+        '</tool_call>\n<tool_call>\n{"arguments": {}, "name": "g"}\n</tool_call>',
+        ("Hi.", [("f", '{"x": "}\\"", "y": [1, {"a": 2}]}'), ("g", "{}")]),
+    ),
+    (HERMES, "plain < text <tool", ("plain < text <tool", [])),
+    (HERMES, "<tool_call>no</tool_call> x", ("<tool_call>no</tool_call> x", [])),
+    (HERMES, '<tool_call>{"name": 3}', ('<tool_call>{"name": 3}', [])),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', ("", [("f", '{"a": 1')])),
+    (HERMES, '<tool_call>{"name": "f"}</tool_call> after', ("after", [("f", "{}")])),
+    (HERMES, "", ("", [])),
+    (
+        LLAMA3_JSON,
+        '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}',
+        ("", [("f", '{"x": 1}'), ("g", "{}")]),
+    ),
+    (LLAMA3_JSON, '<|python_tag|>{"name": "f", "parameters": {}}', ("", [("f", "{}")])),
+    (LLAMA3_JSON, '{"name": "Bob", "age": 3}', ('{"name": "Bob", "age": 3}', [])),
+    (
+        LLAMA3_JSON,
+        'So: {"name": "f", "parameters": {}}',
+        ('So: {"name": "f", "parameters": {}}', []),
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
+        ("", [("f", '{"x": 1}'), ("g", "{}")]),
+    ),
+    (MISTRAL, 'ok[TOOL_CALLS][{"name": "f", "arguments": {}}]', ("ok", [("f", "{}")])),
+    (MISTRAL, '[TOOL_CALLS]f{"x": 1}', ('[TOOL_CALLS]f{"x": 1}', [])),
+    (MISTRAL, "a  \n", ("a  \n", [])),
+]
+
+
+def read(form: ToolFormat, pieces: list[str], max_calls: int | None = None) -> Found:
+    parser = CallParser(form, {"f", "g"}, max_calls)
+    found = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    calls: dict[int, tuple[str, str]] = {}
+    for delta in found:
+        if isinstance(delta, CallDelta):
+            name, arguments = calls.get(delta.index, (delta.name or "", ""))
+            calls[delta.index] = (name, arguments + delta.arguments)
+    return "".join(each for each in found if isinstance(each, str)), list(calls.values())
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CASES, ids=lambda given: str(given)[:30])
+def test_calls_are_found_however_the_answer_is_divided(
+    form: ToolFormat, text: str, expected: Found
+) -> None:
+    assert read(form, [text]) == expected
+    assert read(form, list(text)) == expected
+    rng = random.Random(5)
+    for _ in range(100):
+        cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(0, 6))))
+        ends = zip([0, *cuts], [*cuts, len(text)], strict=True)
+        assert read(form, [text[start:end] for start, end in ends]) == expected
+
+
+def test_calls_beyond_the_limit_are_left_out() -> None:
+    _, text, (content, calls) = CASES[0]
+    assert read(HERMES, [text], max_calls=1) == (content, calls[:1])
+
+
+def test_the_format_is_chosen_from_the_template() -> None:
+    assert format_of("{{ tools }} <tool_call>") is HERMES
+    assert format_of("{{ tools }} <tool_call><function=") is None
+    assert format_of("{{ tools }} [TOOL_CALLS]") is MISTRAL
+    assert format_of('{{ tools }} ipython {"name": …, "parameters": …}') is LLAMA3_JSON
+    assert format_of("{{ tools }}") is None
+    with pytest.raises(ConfigError, match="expected one of hermes"):
+        find_format("qwen")
