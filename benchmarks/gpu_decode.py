@@ -26,6 +26,7 @@ from benchmarks.gpu_model import BLOCK_TOKENS, Sequence, link_bytes_per_second, 
 from benchmarks.harness import seconds_of
 from penstock.codecs.lossless_format import fit_lossless
 from penstock.codecs.names import LOSSLESS, RAW
+from penstock.config.options import COLD_DEVICE
 from penstock.engine.models import LoadedModel
 from penstock.engine.runner import PackedRow
 from penstock.engine.triton_runner import TritonRunner
@@ -48,6 +49,7 @@ class Bench:
         host_gib: float,
         codec: str = RAW,
         loaded: LoadedModel | None = None,
+        cold_attention: str = COLD_DEVICE,
     ) -> None:
         self.loaded = loaded or random_llama()
         shape = (self.loaded.num_layers, BLOCK_TOKENS, self.loaded.num_kv_heads)
@@ -80,9 +82,11 @@ class Bench:
             self.host,
             max_num_seqs=64,
             host_form=self.form,
+            cold_attention=cold_attention,
         )
 
     def close(self) -> None:
+        self.runner.close()
         self._pins.close()
 
     def _fill_host(self) -> None:
@@ -144,8 +148,8 @@ class Bench:
         graphs = self.runner._graphs
         assert graphs is not None
         size = next(size for size in graphs._sizes if size >= len(chunks))
-        fetches = self.runner.fill(PackedRow.of(chunks, BLOCK_TOKENS), size)
-        graph, _ = graphs._captured[size, fetches]
+        kind = self.runner.fill(PackedRow.of(chunks, BLOCK_TOKENS), size)
+        graph, _ = graphs._captured[size, kind]
         self.runner.wait()
         begin, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
         begin.record()

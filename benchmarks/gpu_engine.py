@@ -80,6 +80,8 @@ class Scale:
             residency=residency or ResidencyConfig(),
         )
         engine = Engine(self.loaded, config, tiers, observers)
+        if self.tiny:
+            engine.runner.only_queues = True  # as if it were a GPU
         engine.runner.warm_up(lambda _: None)
         arena = None if engine.offloader is None else engine.offloader.host
         while arena is not None and arena.num_for_device < arena.num_slots:
@@ -132,11 +134,13 @@ def ttft(scale: Scale, rounds: int) -> None:
             for seed in range(1, rounds if length <= 40_000 else 1):
                 computed.append(serve(engine, [prompt_of(length, length + seed)])[0])
             answer = serve(engine, [prompt])[1][0].output_ids
-            loaded = []
+            loaded, parts = [], []
             for _ in range(max(3, rounds)):
                 forget(engine)
-                seconds, found = serve(engine, [prompt])
+                with Moments(engine) as moments:
+                    seconds, found = serve(engine, [prompt])
                 loaded.append(seconds)
+                parts.append(moments.ms())
                 if found[0].output_ids != answer:
                     raise SystemExit(f"{length} tokens: the answer from DRAM differs")
             row: dict[str, Any] = {"tokens": length, "computed_ms": median(computed) * 1e3}
@@ -147,6 +151,60 @@ def ttft(scale: Scale, rounds: int) -> None:
                 if row["link_ms"] > 1.05 * row["dram_ms"]:
                     raise SystemExit(f"{row}: more than the link can carry")
             say(row)
+            say({"hit_of": length, **_medians(parts)})
+
+
+class Moments:
+    """When each part of a hit ended, counted from its arrival, and how long Python took in it."""
+
+    def __init__(self, engine: Engine) -> None:
+        offloader = engine.offloader
+        assert offloader is not None
+        self._parts: list[tuple[str, Any, str]] = [
+            ("added", engine, "add"),
+            ("matched", offloader, "match"),
+            ("load_queued", offloader, "load"),
+            ("load_settled", engine.scheduler, "settle"),
+            ("launched", engine.runner, "run"),
+            ("booked", engine.scheduler, "computed"),
+            ("waited", engine.runner, "wait"),
+        ]
+        self._ends: dict[str, float] = {}
+        self._took: Counter[str] = Counter()
+        self._copies = 0.0
+
+    def __enter__(self) -> Moments:
+        for name, owner, method in self._parts:
+            setattr(owner, method, self._timed(name, getattr(owner, method)))
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends["token_read"] = time.perf_counter() - self._began
+        for _, owner, method in self._parts:
+            delattr(owner, method)
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            found = call(*args, **options)
+            ended = time.perf_counter()
+            self._ends[name] = ended - self._began
+            self._took[name] += ended - began
+            if name == "load_settled":
+                self._copies += args[0].seconds
+            return found
+
+        return timed
+
+    def ms(self) -> dict[str, float]:
+        ends = {f"{name}_at": end * 1e3 for name, end in self._ends.items()}
+        took = {f"in_{name}": seconds * 1e3 for name, seconds in self._took.items()}
+        return {**ends, "copies": self._copies * 1e3, **took}
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(row.get(name, 0.0) for row in rows) for name in rows[0]}
 
 
 class _Watch:
@@ -206,31 +264,48 @@ def decode(scale: Scale) -> None:
     """The whole step: settle, schedule, compute, sample, detokenize, with saves in parallel."""
     context, answer = scale.tokens(2_048), 100
     for batch, vllm_ms in VLLM_MS.items():
-        room = batch * (context + answer + BLOCK_TOKENS)
+        room = batch * (context + answer + BLOCK_TOKENS) * 5 // 4  # nothing becomes cold
         with scale.engine(room, scale.tokens(16_384), max_num_seqs=batch) as engine:
-            row = {"batch": batch, "context": context, **_steps(engine, batch, context, answer)}
-            say(row | {"of_vllm": vllm_ms / row["ms"]})
+            answers = {}
+            for is_ahead in (False, True, False, True):
+                engine.ahead.is_on = is_ahead
+                row, said = _steps(engine, batch, context, answer)
+                row = {"batch": batch, "context": context, "ahead": is_ahead, **row}
+                say(row | {"of_vllm": vllm_ms / row["ms"]})
+                answers[is_ahead] = said
+            same = sum(a == b for a, b in zip(*answers.values(), strict=True))
+            say({"batch": batch, "same_answers": same})
     context = scale.tokens(32_768)
     residency = ResidencyConfig(max_cold_bytes_per_step=1 << 40)
     for batch in (1, 4):
         room = int(0.9 * batch * context)
         host = batch * (context + 2 * answer)
         with scale.engine(room, host, residency) as engine:
-            row = {"batch": batch, "context": context, **_steps(engine, batch, context, answer)}
+            row = {"batch": batch, "context": context, **_steps(engine, batch, context, answer)[0]}
             if not scale.tiny:
                 row["of_link"] = row["cold_gb_s"] / link_bytes_per_second() * 1e9
             say(row)
 
 
-def _steps(engine: Engine, batch: int, context: int, answer: int) -> dict[str, Any]:
-    """For steps in which the whole batch decodes: their seconds, and the bytes read from DRAM."""
+def _steps(
+    engine: Engine, batch: int, context: int, answer: int
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """For steps in which the whole batch decodes: their seconds, those that Python took in each
+    part, and the bytes read from DRAM. Also the answers."""
+    parts: Counter[str] = Counter()
+    timed = [(engine.scheduler, "schedule"), (engine.runner, "run"), (engine.runner, "wait")]
+    timed += [(engine.scheduler, "computed"), (engine, "_take"), (engine, "_settle")]
+    for owner, name in timed:
+        setattr(owner, name, _added(parts, name, getattr(owner, name)))
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
     prompts = [prompt_of(context, seed) for seed in range(batch)]
     requests = [engine.add(str(n), prompt, params) for n, prompt in enumerate(prompts)]
     taken, cold = [], []
+    of_part: dict[str, list[float]] = {name: [] for _, name in timed}
     while engine.has_work:
         num_before = [len(request.output_ids) for request in requests]
         num_cold = sum(request.table.num_cold for request in requests)
+        parts.clear()
         seconds = seconds_of(engine.step)
         num_after = [len(request.output_ids) for request in requests]
         if min(num_before) > 1 and all(
@@ -238,8 +313,25 @@ def _steps(engine: Engine, batch: int, context: int, answer: int) -> dict[str, A
         ):
             taken.append(seconds)
             cold.append(num_cold * engine.device.block_bytes / seconds)
+            for name, found in of_part.items():
+                found.append(parts[name])
+    for owner, name in timed:
+        delattr(owner, name)
     row: dict[str, Any] = {"steps": len(taken), "ms": median(taken) * 1e3}
-    return row | ({"cold_gb_s": median(cold) / 1e9} if any(cold) else {})
+    row |= {f"{name}_ms": median(found) * 1e3 for name, found in of_part.items()}
+    row |= {"cold_gb_s": median(cold) / 1e9} if any(cold) else {}
+    return row, [request.output_ids for request in requests]
+
+
+def _added(seconds: Counter[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(*args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*args, **options)
+        finally:
+            seconds[name] += time.perf_counter() - began
+
+    return timed
 
 
 def larger(scale: Scale) -> None:

@@ -52,13 +52,16 @@ class Pause:
         self._ends = 0.0
 
     def run(self, chunks: Sequence[Chunk], between_layers: Callable[[], None]) -> torch.Tensor:
-        self._ends = time.perf_counter() + self._seconds
+        self._ends = max(self._ends, time.perf_counter()) + self._seconds
         num = sum(chunk.samples for chunk in chunks)
         self._next = (self._next + num) % (len(self._logits) - num)
         return self._logits[self._next : self._next + num]
 
-    def wait(self, between_layers: Callable[[], None]) -> None:
-        time.sleep(max(0.0, self._ends - time.perf_counter()))
+    def mark(self) -> float:
+        return self._ends
+
+    def wait(self, between_layers: Callable[[], None], end: float | None = None) -> None:
+        time.sleep(max(0.0, (end or self._ends) - time.perf_counter()))
 
     def post(self, numbers: torch.Tensor) -> Callable[[], list[int]]:
         return numbers.tolist

@@ -16,10 +16,11 @@ BLOCK_TOKENS = 16
 BLOCK_BYTES = 3 * 2 * 2 * 16 * 4 * BLOCK_TOKENS  # layers, K and V, heads, head_dim, fp32
 
 
-def tiny_model(tokenizer: Any) -> LoadedModel:
+def tiny_model(tokenizer: Any, vocab_size: int | None = None) -> LoadedModel:
+    num_ids = vocab_size or len(tokenizer)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=num_ids,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=3,
@@ -41,7 +42,7 @@ def tiny_model(tokenizer: Any) -> LoadedModel:
         num_kv_heads=2,
         head_dim=16,
         max_tokens=1024,
-        vocab_size=len(tokenizer),
+        vocab_size=num_ids,
         eos_token_ids=frozenset({0}),
         dtype=torch.float32,
         weights_fingerprint="tiny",

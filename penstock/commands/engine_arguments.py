@@ -35,10 +35,11 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "Engine": (
         *("device_kv_gib", "gpu_memory_utilization", "dtype", "kv_cache_dtype", "device"),
         *("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_model_len"),
-        *("max_waiting", "segment_separator"),
+        *("max_waiting", "launch_ahead", "segment_separator"),
     ),
     "KV placement": (
-        *("cold_kv", "resident_prefix_tokens", "resident_tail_tokens", "session_device_tokens"),
+        *("cold_kv", "cold_attention", "resident_prefix_tokens", "resident_tail_tokens"),
+        "session_device_tokens",
         *("device_high_watermark", "device_low_watermark", "max_cold_gib_per_step"),
         "turn_seconds",
     ),

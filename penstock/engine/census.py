@@ -33,7 +33,7 @@ def take_census(requests: Iterable[Request], now: float) -> list[Sighting]:
             request.tenant,
             request.phase.value,
             len(request.prompt_ids),
-            len(request.tokens) - len(request.prompt_ids),
+            request.num_output,
             request.num_cached_tokens,
             request.table.num_resident,
             request.table.num_cold,

@@ -1,22 +1,23 @@
 """Steps of single tokens, captured once as CUDA graphs and replayed.
 
-A graph is captured for each of some batch sizes. A step that fetches more cold blocks than fit the
-buffers at once runs kernel by kernel. Rows that are left over attend to one scratch
-block and are written nowhere. Everything that a graph reads is in tensors that keep their address,
-so blocks may move between replays.
+A graph is captured for each of some batch sizes and kinds of steps. A step that fetches more cold
+blocks than fit the buffers at once runs kernel by kernel. Rows that are left over attend to one
+scratch block and are written nowhere. Everything that a graph reads is in tensors that keep their
+address, so blocks may move between replays. A step's plan is sent before its graph is replayed: an
+event behind it tells when the next plan may be filled in, long before the graph ends.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.engine.decode_plan import DecodePlan
+from penstock.engine.decode_plan import DecodePlan, StepKind
 from penstock.engine.runner import PackedRow
 
 _cuda: Any = torch.cuda  # mostly untyped
@@ -39,30 +40,31 @@ def _undisturbed() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """Captured steps of single tokens, by the number of rows and whether cold blocks are fetched.
+    """Captured steps of single tokens, by the number of rows and what they do with cold blocks.
 
     A step that fetches nothing has its own graph, which does not wait for fetches.
     """
 
     def __init__(
         self,
-        fill: Callable[[PackedRow | None, int], bool],
+        fill: Callable[[PackedRow | None, int], StepKind],
+        send: Callable[[StepKind], None],
         forward: Callable[..., Tensor],
         plan: DecodePlan,
         max_rows: int,
         device: torch.device,
-        *,
-        can_fetch: bool,
+        kinds: Sequence[StepKind],
     ) -> None:
-        """`fill` and `forward` are those of the runner."""
+        """`fill`, `send` and `forward` are those of the runner. `kinds`: that steps may have."""
         self._fill = fill
+        self._send = send
         self._forward = forward
         self._plan = plan
         sizes = [1, 2, 4, *range(8, max_rows, 8), max_rows]
         self._sizes = sorted({size for size in sizes if size <= max_rows})
-        self._can_fetch = can_fetch
+        self._kinds = kinds
         self._kept = torch.arange(max_rows, device=device)
-        self._captured: dict[tuple[int, bool], tuple[Any, Tensor]] = {}
+        self._captured: dict[tuple[int, StepKind], tuple[Any, Tensor]] = {}
         self._memory: Any = None  # one pool for all graphs, because only one runs at a time
 
     def run(self, row: PackedRow, between_waves: Callable[[], None]) -> Tensor:
@@ -72,46 +74,52 @@ class CudaGraphs:
         break.
         """
         size = next(size for size in self._sizes if size >= len(row.singles))
-        fetches = self._fill(row, size)
+        kind = self._fill(row, size)
+        self._send(kind)
         if self._plan.num_waves > 1:  # such steps are long, and each would need its own graph
-            return self._step(size, fetches=fetches, between_waves=between_waves)
-        if (size, fetches) not in self._captured:
-            self._capture(size, fetches=fetches)
-            self._fill(row, size)
-        graph, logits = self._captured[size, fetches]
+            return self._step(size, kind, between_waves)
+        if (size, kind) not in self._captured:
+            self._capture(size, kind)
+            kind = self._fill(row, size)
+            self._send(kind)
+        graph, logits = self._captured[size, kind]
         graph.replay()
         return logits
 
     def capture_all(self, progress: Callable[[str], None]) -> None:
-        kinds = [
-            (size, fetches)
-            for size in reversed(self._sizes)  # the largest first: the others reuse its memory
-            for fetches in ([False, True] if self._can_fetch else [False])
-        ]
-        for place, (size, fetches) in enumerate(kinds):
-            progress(f"capturing the decode step: {place + 1} of {len(kinds)}")
-            self._capture(size, fetches=fetches)
+        # The largest first: the others reuse its memory.
+        steps = [(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
+        for place, (size, kind) in enumerate(steps):
+            progress(f"capturing the decode step: {place + 1} of {len(steps)}")
+            self._capture(size, kind)
+
+    def replay_empty(self) -> None:
+        """Replay the smallest step with rows that do nothing."""
+        size = self._sizes[0]
+        kind = self._fill(None, size)
+        self._send(kind)
+        self._captured[size, kind][0].replay()
 
     @torch.inference_mode()
-    def _capture(self, size: int, *, fetches: bool) -> None:
+    def _capture(self, size: int, kind: StepKind) -> None:
         self._fill(None, size)
+        self._send(kind)
         stream: Any = _cuda.Stream()
         stream.wait_stream(_cuda.current_stream())
         with _cuda.stream(stream):
-            self._step(size, fetches=fetches)  # compiles kernels that are not compiled yet
+            self._step(size, kind)  # compiles kernels that are not compiled yet
         _cuda.current_stream().wait_stream(stream)
         graph = _cuda.CUDAGraph()
         with _undisturbed(), _cuda.graph(graph, pool=self._memory, **_IN_THIS_THREAD):
-            logits = self._step(size, fetches=fetches)
+            logits = self._step(size, kind)
         self._memory = graph.pool()
-        self._captured[size, fetches] = (graph, logits)
+        self._captured[size, kind] = (graph, logits)
 
     def _step(
-        self, size: int, *, fetches: bool, between_waves: Callable[[], None] = lambda: None
+        self, size: int, kind: StepKind, between_waves: Callable[[], None] = lambda: None
     ) -> Tensor:
         plan = self._plan
         rows = (plan.ids[:size], plan.positions[:size], plan.addresses[:size])
-        plan.send()
         return self._forward(
-            *rows, self._kept[:size], size, [], fetches=fetches, between_waves=between_waves
+            *rows, self._kept[:size], size, [], kind=kind, between_waves=between_waves
         )

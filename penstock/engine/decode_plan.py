@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,10 +14,19 @@ from torch import Tensor
 
 from penstock.engine.attention.packed_triton import WAVE_NUMBERS
 from penstock.engine.attention.triton import pull_plan
-from penstock.engine.fetch_choice import Fetches
+from penstock.engine.fetch_choice import ON_CPU, Fetches
 from penstock.engine.table import Places
 
+_cuda: Any = torch.cuda  # mostly untyped
+
 NO_FETCHES = Fetches(np.zeros(0, np.int64), (), (), ())
+
+
+class StepKind(NamedTuple):
+    """What a step does with cold blocks, besides what its plan says."""
+
+    fetches: bool = False
+    on_cpu: bool = False  # the CPU attends to some of them
 
 
 def span_blocks(part_tokens: int, block_tokens: int) -> int:
@@ -54,7 +64,8 @@ class DecodePlan:
     fetches nothing has one wave.
 
     The plan also has the rows of a replayed step: their token ids, positions, and the addresses of
-    their keys in the first layer. A step that was sent must end before the next one is filled in.
+    their keys in the first layer. `fill` waits until the plan before has been read from pinned
+    memory, which is when its step begins on the device. A step ends before the next one is read.
     """
 
     def __init__(
@@ -81,6 +92,7 @@ class DecodePlan:
         self._staged = torch.zeros(ends[-1], dtype=torch.int64, pin_memory=on_gpu)
         self._sent = torch.zeros(ends[-1], dtype=torch.int64, device=device)
         self._on_gpu = on_gpu
+        self._read: Any = _cuda.Event() if on_gpu else None  # the plan that was sent last
         self._small_end = begins[10]
         self._large_begins = begins[10:]
         host = self._staged.numpy()
@@ -114,11 +126,12 @@ class DecodePlan:
         `table` has the addresses of all sequences' blocks; `num_blocks` and `lengths` say how many
         blocks and tokens each sequence has.
         """
+        if self._read is not None:
+            self._read.synchronize()
         count = len(lengths)
         num_parts = -(-np.array(lengths, np.int64) // self._part_tokens)
         first_items = np.concatenate([[0], np.cumsum(num_parts)])
         num_items = int(first_items[-1])
-        self._num_items[0] = num_items
         self._num_blocks[0] = len(table)
         self._num_fetched[0] = len(fetches.sources)
         self._fetched[: len(fetches.sources)] = fetches.sources
@@ -133,11 +146,15 @@ class DecodePlan:
         num_waves = max(1, len(fetches.num_sources))
         self._num_waves[0] = num_waves
         num_in_wave = np.array([num_items])
-        if num_waves > 1:
+        has_cpu_part = len(fetches.on_cpu.blocks) > 0
+        if num_waves > 1 or has_cpu_part:
             waves = self._waves_of(sequences, parts, fetches.span_waves)
             order = np.argsort(waves, kind="stable")
+            order = order[waves[order] != ON_CPU]
             sequences, parts = sequences[order], parts[order]
-            num_in_wave = np.bincount(waves, minlength=num_waves)
+            num_in_wave = np.bincount(waves[order], minlength=num_waves)
+            num_items = len(order)
+        self._num_items[0] = num_items
         self._item_sequences[:num_items] = sequences
         self._item_parts[:num_items] = parts
         self._table[: len(table)] = table
@@ -161,8 +178,9 @@ class DecodePlan:
         return waves
 
     def send(self) -> None:
-        """Queue the transfer to the device on the current stream. A graph may capture this."""
+        """Queue the transfer to the device on the current stream."""
         if self._on_gpu:
             pull_plan(self._staged.data_ptr(), self._sent, self._small_end, self._large_begins)
+            self._read.record()
         else:
             self._sent.copy_(self._staged)

@@ -5,7 +5,8 @@
         for progress in engine.step(): ...
 
 One thread owns an engine. A step settles loads and saves that have ended, lets the scheduler choose
-the next tokens, computes them, and samples. A tier that fails never fails a request. If a step
+the next tokens, computes them, and samples. On a GPU the tokens are read when the next step has
+been launched (see `ahead`). A tier that fails never fails a request. If a step
 fails because of a defect, the requests that it computed fail (see `take_failed`), the books are
 rebuilt, and all other requests are computed again.
 """
@@ -25,6 +26,7 @@ import torch
 
 from penstock.config import Config
 from penstock.engine.admission import Busy, NoRoom, TooLong
+from penstock.engine.ahead import Ahead, LaunchedStep
 from penstock.engine.anywhere.blending import choose_mended
 from penstock.engine.anywhere.loads import Look
 from penstock.engine.anywhere.segments import find_segments
@@ -125,12 +127,17 @@ class Engine(EngineParts):
         self._story = Story(self._block_bytes, self.block_tokens, observers, self._link_bytes)
         self._turner: Turner | None = None  # once a prompt has segments
         self._arrived: list[Done] = []  # while a step was computed
-        self._unread: list[Progress] = []  # of the last step
+        is_ahead = self._config.launch_ahead
+        if is_ahead is None:
+            is_ahead = self.device.on_gpu and self.runner.only_queues
+        self.ahead: Ahead[_Live] = Ahead(is_on=is_ahead)
+        self._progress: list[Progress] = []  # of this step
+        self._unread: list[Progress] = []  # of the last step: their text is not decoded
         self._moves_again = 0.0
         self._first_stuck = self._last_stuck = -math.inf  # when a request was stuck at a node
         self._live: dict[str, _Live] = {}
         self._sequence = count()
-        self._chunks: Sequence[Chunk] = ()  # of the step that is being computed
+        self._chunks: Sequence[Chunk] = ()  # that fail if something does now
         self._undecodable: dict[str, EngineFault] = {}  # requests whose text cannot be decoded
         self._failed: list[tuple[Request, EngineFault]] = []
         self._num_faults = 0  # in a row
@@ -138,7 +145,8 @@ class Engine(EngineParts):
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        is_unread = self.ahead.unread is not None or bool(self._progress)
+        return is_unread or self.scheduler.has_work
 
     @property
     def is_moving(self) -> bool:
@@ -251,18 +259,21 @@ class Engine(EngineParts):
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Progress]:
         """Compute one batch. Empty if nothing can run yet or nothing is left to do.
 
+        If the next step is launched ahead, a step returns the tokens of the one before it.
         `meanwhile` does the caller's work between steps. It is called at least once, on a GPU
         during the computation, and must not raise. Raises EngineLost if the engine fails and
         cannot recover; after a fault that it recovers from, see `take_failed`.
         """
         try:
-            progress = self._step(meanwhile)
+            self._step(meanwhile)
         except Exception as error:
             self._recover(error, meanwhile)
-            return []
+        else:
+            self._num_faults = 0
         finally:
             self._chunks = ()
-        self._num_faults = 0
+        progress, self._progress = self._progress, []
+        self._unread += progress
         return progress
 
     def take_failed(self) -> list[tuple[Request, EngineFault]]:
@@ -270,40 +281,80 @@ class Engine(EngineParts):
         failed, self._failed = self._failed, []
         return failed
 
-    def _step(self, meanwhile: Callable[[], None]) -> list[Progress]:
+    def _step(self, meanwhile: Callable[[], None]) -> None:
         self._end_undecodable()
         self._settle()
         chunks = self._chunks = self.scheduler.schedule()
         self._story.entered(self.scheduler, time.monotonic())
         self._story.scheduled(self.scheduler, self.pool)
         self._end_stuck()
+        if chunks and not self.ahead.may_follow(chunks):
+            self._read_step()
+            chunks = [each for each in chunks if each.request.phase is RequestPhase.RUNNING]
+            self._chunks = chunks
         if not chunks:
             self._catch_up(meanwhile)
+            was_unread = self.ahead.unread is not None
+            self._read_step()
             if self._place_segments():
                 self.runner.wait()  # before the next step frees what was copied
-                return []
-            if self.offloader is not None and self.scheduler.has_work:
+            elif not was_unread and self.offloader is not None and self.scheduler.has_work:
                 self.offloader.pause(0.002)  # leave the CPU to the loads
-            return []
+            return
         if not self.runner.only_queues:
             self._catch_up(meanwhile)
+        step = self._launch(chunks)
+        is_behind = self.ahead.unread is not None
+        if is_behind:  # it waits on the device behind the one that is not read
+            self._catch_up(meanwhile)
+            self._read_step()
+        self.ahead.unread = step
+        # On a GPU the step is only queued: update the books while it runs. Saves are queued after
+        # it.
+        self.scheduler.computed(chunks)
+        if self.runner.only_queues and not is_behind:
+            self._catch_up(meanwhile)
+        if not step.is_left:
+            self._read_step()
+
+    def _launch(self, chunks: Sequence[Chunk]) -> LaunchedStep[_Live]:
         started = time.monotonic()
         self._place_segments()
         logits = self.runner.run(chunks, self._keep_moving)
-        # On a GPU the step is only queued: update the books while it runs. Saves are queued after
-        # it.
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
-        finish = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)
-        self.scheduler.computed(chunks)
-        if self.runner.only_queues:
-            self._catch_up(meanwhile)
-        self.runner.wait(self._keep_moving)
-        seconds = time.monotonic() - started
-        self._costs.observe([(c.num_tokens, c.end - c.num_tokens) for c in chunks], seconds)
+        read = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)
+        step = LaunchedStep(
+            chunks, lives, read, self.runner.mark(), started, self.ahead.may_leave(chunks)
+        )
+        self.ahead.launched(step, [live.request for live in lives])
+        return step
+
+    def _read_step(self, *, is_rescue: bool = False) -> None:
+        """Wait for the step that is not read yet, if there is one, and enter its tokens.
+
+        In a rescue the books are lost: requests that end are not entered there.
+        """
+        step, self.ahead.unread = self.ahead.unread, None
+        if step is None:
+            return
+        # If this fails, a step that was launched after it has failed too.
+        later, self._chunks = self._chunks, [*step.chunks, *self._chunks]
+        self.runner.wait(self._keep_moving, step.end)
+        seconds = self.ahead.ended(step, time.monotonic())
+        self._costs.observe([(c.num_tokens, c.end - c.num_tokens) for c in step.chunks], seconds)
         link = None if self.offloader is None else self.offloader.rates.get(Tier.HOST)
-        self._story.stepped(chunks, seconds, link)
-        self._unread = [self._take(*each) for each in zip(lives, finish(), strict=True)]
-        return self._unread
+        self._story.stepped(step.chunks, seconds, link)
+        for live, sampled in zip(step.owners, step.read(), strict=True):
+            if live.request.finish_reason is not None:
+                continue  # it was aborted meanwhile
+            self._progress.append(self._take(live, sampled))
+            if live.request.finish_reason is not None:
+                del self._live[live.request.id]
+                if is_rescue:
+                    self._close_story(live.request)
+                else:
+                    self._end(live.request)
+        self._chunks = later
 
     def _prepare_turner(self) -> None:
         """Find out how the model's keys are turned. Raises ConfigError if they cannot be."""
@@ -391,14 +442,11 @@ class Engine(EngineParts):
             read = self._judge(live, sampled.token_id)
         except Exception as error:  # only this request's text: the books are not affected
             read = partial(_raise, error)
-        progress = Progress(request, sampled, read, self._note_undecodable)
-        if request.finish_reason is not None:
-            del self._live[request.id]
-            self._end(request)
-        return progress
+        return Progress(request, sampled, read, self._note_undecodable)
 
     def _end(self, request: Request) -> None:
         request.finished_time = time.monotonic()
+        request.forget_expected()
         self.scheduler.remove(request)
         self.admission.end(request.id, request.finished_time)
         self._story.finished(request)
@@ -482,6 +530,10 @@ class Engine(EngineParts):
         if self._is_lost or self._num_faults > MAX_FAULTS_IN_A_ROW:
             self._lose(error)
         self._catch_up(meanwhile)  # the tokens of the step before are valid
+        try:
+            self._read_step(is_rescue=True)  # and so are those of one that was only launched
+        except Exception:
+            log.exception("the step before it failed too")
         fault = EngineFault.of(error)
         num_failed = self._fail_requests_of_step(fault)
         survivors = sorted((live.request for live in self._live.values()), key=lambda r: r.order)
@@ -504,7 +556,7 @@ class Engine(EngineParts):
         )
 
     def _fail_requests_of_step(self, fault: EngineFault) -> int:
-        computed = {c.request.id: c.request for c in self._chunks if not c.request.is_fill}
+        computed = {c.request.id: c.request for c in self._chunks if c.request.id in self._live}
         self._chunks = ()
         for live in self._live.values():
             live.num_requeues += 1
@@ -512,13 +564,18 @@ class Engine(EngineParts):
             if is_stuck or (not computed and self._num_faults > 1):
                 computed[live.request.id] = live.request
         for request in computed.values():
-            self._live.pop(request.id, None)
+            del self._live[request.id]
             request.finish_reason = "error"
-            request.phase = RequestPhase.FINISHED
-            request.finished_time = time.monotonic()
-            self._story.finished(request)
+            self._close_story(request)
             self._failed.append((request, fault))
         return len(computed)
+
+    def _close_story(self, request: Request) -> None:
+        """End a request whose books are lost."""
+        request.forget_expected()
+        request.phase = RequestPhase.FINISHED
+        request.finished_time = time.monotonic()
+        self._story.finished(request)
 
     def _require_not_lost(self) -> None:
         if self._is_lost:
@@ -554,7 +611,7 @@ class Engine(EngineParts):
         if live.grammar is not None and live.grammar.is_finished:
             request.finish_reason = "stop"  # without the end token, which is all that could follow
             return lambda: read() + detokenizer.finish()
-        if len(request.tokens) - len(request.prompt_ids) == params.max_tokens:
+        if request.num_output == params.max_tokens:
             request.finish_reason = "length"
             return lambda: read() + detokenizer.finish()
         return read

@@ -13,14 +13,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.engine.cold_split import whole_spans
 from penstock.engine.table import Addresses, BlockTable, Places
 
+ON_CPU = -1  # instead of a span's wave
 _NONE: Places = np.zeros(0, np.int64)
+
+
+class CpuShare(NamedTuple):
+    """What the CPU attends to."""
+
+    spans: Sequence[Places]  # of each sequence
+    blocks: Places  # the addresses of these spans' blocks, in the same order
+
+
+NO_SHARE = CpuShare((), _NONE)
+
+
+class CpuPart(Protocol):
+    """Chooses what the CPU attends to."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it would choose otherwise now."""
+        ...
+
+    def choose(self, available: Sequence[Places], num_cold: int) -> Sequence[Places]:
+        """Of each sequence's available spans, those for the CPU. `num_cold`: all cold blocks."""
+        ...
 
 
 class Fetches(NamedTuple):
@@ -30,6 +55,7 @@ class Fetches(NamedTuple):
     num_sources: Sequence[int]  # of each wave
     num_there: Sequence[int]  # of each wave, from the first: their first layers are there already
     span_waves: Sequence[Places]  # for each sequence, the waves of its spans
+    on_cpu: CpuShare = NO_SHARE
 
 
 class FetchPlan(NamedTuple):
@@ -51,12 +77,14 @@ class _Chosen:
     sources: Places
     tables: list[Places]
     span_waves: list[Places]
+    on_cpu: CpuShare = NO_SHARE
 
 
 class FetchChoice:
-    def __init__(self, max_fetched: int, span_blocks: int) -> None:
+    def __init__(self, max_fetched: int, span_blocks: int, cpu_part: CpuPart | None = None) -> None:
         """`max_fetched`: in one wave; a span of a sequence has `span_blocks` blocks, all in one."""
         self.max_fetched = max_fetched
+        self._cpu_part = cpu_part
         self.is_steady = False  # the next step will likely read the same blocks
         self._span_blocks = span_blocks
         self._seen: list[_Seen] = []
@@ -73,7 +101,9 @@ class FetchChoice:
         seen = [_Seen(table, table.num_moves, table.num_releases) for table in tables]
         self.is_steady = self._all_hold(seen)
         ahead = self._ahead if self.is_steady else []
-        if seen == self._seen and all(map(_has_grown_on_device, places, self._chosen.tables)):
+        is_stale = self._cpu_part is not None and self._cpu_part.is_stale
+        have_grown = map(_has_grown_on_device, places, self._chosen.tables)
+        if seen == self._seen and not is_stale and all(have_grown):
             self._grow(places, addresses)
             num_there = [len(wave) for wave in ahead]
         else:
@@ -83,7 +113,7 @@ class FetchChoice:
         self.is_steady &= bool(chosen.waves)  # without any, the step does not tell what to fetch
         num_there += [0] * (len(chosen.waves) - len(num_there))
         num_sources = [len(wave) for wave in chosen.waves]
-        fetches = Fetches(chosen.sources, num_sources, num_there, chosen.span_waves)
+        fetches = Fetches(chosen.sources, num_sources, num_there, chosen.span_waves, chosen.on_cpu)
         return FetchPlan(np.concatenate(chosen.tables), fetches)
 
     def fetch_ahead(self) -> None:
@@ -123,6 +153,18 @@ class FetchChoice:
         at = np.flatnonzero(everything < 0)
         sequences = np.searchsorted(begins, at, side="right") - 1
         spans = (at - begins[sequences]) // self._span_blocks
+        span_begins = np.cumsum([0, *(self._num_spans(size) for size in sizes)])
+        mapped = addresses.of(everything)
+        for_cpu = self._choose_for_cpu(everything[at], sequences, spans, sizes)
+        is_on_cpu = np.zeros(span_begins[-1], np.bool_)
+        pieces = [_NONE]
+        for sequence, mine in enumerate(for_cpu):
+            is_on_cpu[span_begins[sequence] + mine] = True
+            first = begins[sequence] + mine * self._span_blocks
+            pieces.append(mapped[first[:, None] + np.arange(self._span_blocks)].ravel())
+        on_cpu = CpuShare(for_cpu, np.concatenate(pieces))
+        kept = ~is_on_cpu[span_begins[sequences] + spans]
+        at, sequences, spans = at[kept], sequences[kept], spans[kept]
         # Sequences that share a prefix read it in the same wave, so that it crosses the link once.
         order = np.lexsort((sequences, spans))
         cold = everything[at[order]]
@@ -132,7 +174,6 @@ class FetchChoice:
         num_waves = int(waves[-1]) + 1 if len(waves) else 0
         if len(ahead) != num_waves:
             ahead = [_NONE] * num_waves
-        mapped = addresses.of(everything)
         members, num_there = [], []
         for wave, there in enumerate(ahead):
             begin, end = np.searchsorted(waves, [wave, wave + 1])
@@ -146,16 +187,24 @@ class FetchChoice:
             mapped[at[order[begin:end]]] = ~numbers[which]
             members.append(listed)
             num_there.append(len(there))
-        span_begins = np.cumsum([0, *(self._num_spans(size) for size in sizes)])
-        span_waves = np.zeros(span_begins[-1], np.int64)
+        span_waves = np.where(is_on_cpu, ON_CPU, 0)
         span_waves[(span_begins[sequences] + spans)[order]] = waves
         chosen = _Chosen(
             members,
             addresses.of(np.concatenate([*members, _NONE])),
             np.split(mapped, begins[1:-1]),
             np.split(span_waves, span_begins[1:-1]),
+            on_cpu,
         )
         return chosen, num_there
+
+    def _choose_for_cpu(
+        self, cold: Places, sequences: Places, spans: Places, sizes: Sequence[int]
+    ) -> Sequence[Places]:
+        if self._cpu_part is None:
+            return []
+        available = whole_spans(cold, sequences, spans, sizes, self._span_blocks)
+        return self._cpu_part.choose(available, len(np.unique(cold)))
 
     def _all_hold(self, seen: Sequence[_Seen]) -> bool:
         """Whether all sequences of the last step take part and have released no pins."""

@@ -24,7 +24,7 @@ from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
 from penstock.engine.decode_plan import DecodePlan
-from penstock.engine.fetch_choice import FetchChoice, FetchPlan
+from penstock.engine.fetch_choice import CpuPart, FetchChoice, FetchPlan
 from penstock.engine.table import PACKED_MARK, Addresses, BlockTable, Places
 
 _cuda: Any = torch.cuda  # untyped
@@ -117,6 +117,7 @@ class Fetcher:
         layer: Sequence[int],
         like: Tensor,
         host_form: LosslessFormat | None = None,
+        cpu_part: CpuPart | None = None,
     ) -> None:
         """`layer` is the shape of a layer's KV in a block, `like` a tensor of the same type.
 
@@ -143,7 +144,7 @@ class Fetcher:
         self._ahead = _Blocks(
             torch.zeros_like(plan.fetched[:num_ahead]), torch.zeros_like(plan.waves[:num_numbers])
         )
-        self._choice = FetchChoice(plan.max_fetched, plan.span_blocks)
+        self._choice = FetchChoice(plan.max_fetched, plan.span_blocks, cpu_part)
         self._was_cut_short = False  # the last step: it may still fetch what nothing waits for
         on_gpu = like.device.type == "cuda"
         self._streams: list[Any] = []

@@ -37,6 +37,8 @@ class LoadedModel:
     weights_fingerprint: str
     rope: str  # rope parameters as canonical JSON, for keys.Namespace
     device: str = "cpu"
+    windows: tuple[int, ...] = ()  # of each layer, in tokens; 0, or empty: all tokens
+    attention: str = ""  # what else makes attention unusual, for keys.Namespace
 
 
 def load_model(
@@ -120,8 +122,8 @@ def _load(
     config = weights.read_config(source)
     attention = inspect_attention(config)
     before_weights(2 * config.num_hidden_layers * attention.num_kv_heads * attention.head_dim)
-    if attention.window is not None:
-        config.sliding_window = None  # longer than the context, so it has no effect
+    if attention.has_idle_window:
+        config.sliding_window = None  # it has no effect, and attention is faster without
     tell(f"loading {name}")
     model = weights.read_weights(source, config, dtype)
     tokenizer = weights.read_tokenizer(source)
@@ -149,15 +151,21 @@ def _load(
         weights_fingerprint=fingerprint,
         rope=_rope_text(config),
         device=device,
+        windows=attention.windows,
+        attention=attention.text,
     )
 
 
 def _max_tokens(config: Any) -> int:
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
+    # Some models have different ones for windowed and for other layers.
+    each = [rope] if "rope_type" in rope else [part for part in rope.values() if part]
+    for part in each:
+        if not isinstance(part, dict) or part.get("rope_type") != "longrope":
+            continue
         # Beyond this length all keys are rotated differently: stored keys would be wrong.
-        for holder in (rope, vars(config)):
+        for holder in (part, vars(config)):
             longest = min(longest, int(holder.get("original_max_position_embeddings") or longest))
     return longest
 

@@ -104,6 +104,8 @@ def _open_engine(
         residency,
         options.audit_share,
         options.kv_cache_dtype,
+        None if options.launch_ahead else False,
+        options.cold_attention,
     )
     tell("allocating memory for KV")
     try:

@@ -30,7 +30,13 @@ from penstock.codecs.lossless import LosslessCodec
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.codecs.names import loss_of
 from penstock.config import Config
-from penstock.config.options import KV_FP8, EngineOptions, check_kv_cache_dtype
+from penstock.config.options import (
+    COLD_DEVICE,
+    KV_FP8,
+    EngineOptions,
+    check_cold_attention,
+    check_kv_cache_dtype,
+)
 from penstock.costs.choose import LoadChoice, LoadOrCompute
 from penstock.engine import fp8
 from penstock.engine.admission import Admission
@@ -83,9 +89,12 @@ class EngineConfig:
     residency: ResidencyConfig = field(default_factory=ResidencyConfig)
     audit_share: float = 0.0  # of requests that would be loaded: computed instead, and compared
     kv_cache_dtype: str = _DEFAULTS.kv_cache_dtype
+    launch_ahead: bool | None = None  # see `ahead`; None: on a GPU
+    cold_attention: str = _DEFAULTS.cold_attention
 
     def __post_init__(self) -> None:
         check_kv_cache_dtype(self.kv_cache_dtype)
+        check_cold_attention(self.cold_attention)
 
 
 def block_values(
@@ -160,6 +169,7 @@ class EngineParts:
             LAYOUT,
             self.block_tokens,
             rope=loaded.rope,
+            settings=loaded.attention,
             loss=loss,
         )
         self.device = DevicePool(
@@ -425,6 +435,7 @@ class EngineParts:
                 host,
                 max_num_seqs=config.max_num_seqs,
                 host_form=self._host_form,
+                cold_attention=config.cold_attention if residency.cold else COLD_DEVICE,
             )
             if residency.cold and host is not None and not runner.reads_host:
                 log.warning(

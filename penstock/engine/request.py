@@ -41,7 +41,9 @@ class Request:
     is_fill: bool = False  # computes one segment for others, and generates nothing
 
     phase: RequestPhase = RequestPhase.WAITING
-    tokens: list[int] = field(init=False)  # prompt and output
+    # Prompt and output. The last ones may be below zero: see `expect`.
+    tokens: list[int] = field(init=False)
+    num_expected: int = 0  # of its tokens that are chosen on the device and not read yet
     table: BlockTable = field(default_factory=BlockTable)
     into: list[Slot | None] = field(default_factory=list)  # where its load writes blocks
     num_computed: int = 0  # leading tokens that need not be computed again
@@ -86,8 +88,23 @@ class Request:
         extend_chain(self.chain, self.prompt_ids, self.segments)
 
     @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_expected - len(self.prompt_ids)
+
+    @property
     def output_ids(self) -> list[int]:
-        return self.tokens[len(self.prompt_ids) :]
+        return self.tokens[len(self.prompt_ids) : len(self.tokens) - self.num_expected]
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether its next token can be chosen only once the CPU knows the last one."""
+        return self.params.penalised or self.params.structured_outputs is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it ends with a token that is not read yet."""
+        num_chosen = len(self.tokens) - len(self.prompt_ids)
+        return self.num_expected > 0 and num_chosen == self.params.max_tokens
 
     @property
     def is_blended(self) -> bool:
@@ -96,11 +113,6 @@ class Request:
     @property
     def is_waiting(self) -> bool:
         return self.phase is RequestPhase.WAITING
-
-    @property
-    def needs_its_last_token(self) -> bool:
-        """Whether a token can only be chosen once the one before it is known on the CPU."""
-        return self.params.structured_outputs is not None
 
     @property
     def num_uncomputed(self) -> int:
@@ -115,6 +127,7 @@ class Request:
         if self.phase is not RequestPhase.WAITING:
             self.num_preemptions += 1
         self.phase = RequestPhase.WAITING
+        self.forget_expected()
         self.table.take_all()
         self.into, self.resting = [], []
         self.num_computed = self.num_present = self.num_named = 0
@@ -122,6 +135,24 @@ class Request:
         self.fills, self.has_filled = set(), False
         self.two_ended_end = self.num_stalls = 0
 
+    def expect(self, row: int) -> None:
+        """Append a token that is on the device, in this row, and not read yet (see `ahead`).
+
+        It has no key before it is read, so no block that contains it can be found or saved.
+        """
+        self.tokens.append(~row)
+        self.num_expected += 1
+
     def append(self, token_id: int) -> None:
-        self.tokens.append(token_id)
+        """Append a token, or enter the first one that was expected."""
+        if self.num_expected:
+            self.tokens[-self.num_expected] = token_id
+            self.num_expected -= 1
+        else:
+            self.tokens.append(token_id)
         self.chain.append(token_id)
+
+    def forget_expected(self) -> None:
+        """Drop tokens that were not read: the request has ended, or they were lost."""
+        del self.tokens[len(self.tokens) - self.num_expected :]
+        self.num_expected = 0

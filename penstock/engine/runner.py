@@ -44,13 +44,20 @@ class Runner(Protocol):
         """
         ...
 
-    def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
-        """Wait until the step and everything queued after it have ended."""
+    def mark(self) -> Any:
+        """The end of everything that has been queued so far, for `wait`."""
+        ...
+
+    def wait(self, between_layers: Callable[[], None] = lambda: None, end: Any = None) -> None:
+        """Wait until `end`, or until everything that has been queued has ended."""
         ...
 
     def post(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Start copying one row of int64 from the device. The function returned waits for them;
-        call it before the next `post`."""
+        """Start copying one row of int64 from the device. The function returned waits for them.
+
+        Call it before the second `post` after this one. In the next `run`, a token `~n` below zero
+        stands for the n-th of these numbers.
+        """
         ...
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
@@ -66,7 +73,7 @@ class Runner(Protocol):
 class PackedRow:
     """The tokens of all chunks of a step in one row; chunks of one token come first."""
 
-    token_ids: list[int]
+    token_ids: list[int]  # below zero: see `Runner.post`
     positions: NDArray[np.int64]
     singles: list[Chunk]  # chunks of one token, at the start of the row
     longer: list[tuple[int, Chunk]]  # the other chunks, with their offset in the row
@@ -135,6 +142,7 @@ class TorchMemory:
     ) -> None:
         """`pool` has shape [blocks, layers, 2, block_tokens, kv_heads, head_dim]."""
         self.rounds = pool.dtype is fp8.DTYPE
+        self.block_tokens = block_tokens
         # Torch cannot index e4m3 on all devices, but it can index bytes.
         self._pool = pool.view(torch.uint8) if self.rounds else pool
         self._host = host
@@ -193,6 +201,7 @@ class TorchRunner:
             self._host = HostBlocks(pool, host, host_form)
         self._host_form = host_form
         self._addresses = Addresses.of_arenas(pool, host, is_packed=host_form is not None)
+        self._posted = torch.zeros(1, dtype=torch.int64, device=pool.tensor.device)
 
     @torch.inference_mode()
     def run(
@@ -215,8 +224,11 @@ class TorchRunner:
             len(singles),
             between_layers,
         )
+        ids = torch.tensor(row.token_ids, device=device)
+        if min(row.token_ids) < 0:
+            ids = torch.where(ids < 0, self._posted[(~ids).clamp(min=0)], ids)
         output = self._model(
-            input_ids=torch.tensor([row.token_ids], device=device),
+            input_ids=ids[None],
             position_ids=_indices(row.positions, device)[None],
             use_cache=False,
             # At least one, or the model would compute the logits of every token.
@@ -238,10 +250,14 @@ class TorchRunner:
             span_of(0, chunk, places_of(chunk, self._block_tokens), device),
         )
 
-    def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
+    def mark(self) -> Any:
+        return None
+
+    def wait(self, between_layers: Callable[[], None] = lambda: None, end: Any = None) -> None:
         """Return at once: the step ended when `run` returned."""
 
     def post(self, numbers: Tensor) -> Callable[[], list[int]]:
+        self._posted = numbers
         return numbers.tolist
 
     def warm_up(self, progress: Callable[[str], None]) -> None:

@@ -4,6 +4,9 @@ Each random row is drawn separately, from its own copy of the logits with its ow
 the rest of the batch cannot change it. Probabilities are converted to integers before they are
 summed: the sum of integers does not depend on the order, the sum of floats on a device does.
 
+Nothing here waits for a GPU before the tokens are read: work of a size that only the device knows
+would, so it is done on all of the vocabulary there.
+
 As in vLLM the order is logit_bias, penalties, grammar, temperature, min_p, top_k, top_p. Log
 probabilities are those of the model's logits, before any of these.
 """
@@ -11,9 +14,11 @@ probabilities are those of the model's logits, before any of these.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +71,10 @@ def make_generator(seed: int | None, request_index: int = 0) -> torch.Generator:
 
 
 Post = Callable[[Tensor], Callable[[], list[int]]]
-"""Starts copying numbers from the device. The function it returns waits for them."""
+"""Starts copying numbers from the device. The function it returns waits for them.
+
+The tokens come first, in the order of the rows.
+"""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
@@ -91,19 +99,24 @@ def begin_sampling(
         chosen = logits.argmax(dim=-1)
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    read = post(chosen) if all(plain) else None
+    for index, row in enumerate(rows):
+        if not plain[index]:
+            chosen[index] = _choose(logits[index], row)
+    described = [
+        _described(logits[index], chosen[index], row.params.logprobs)
+        for index, row in enumerate(rows)
+        if row.params.logprobs is not None
+    ]
+    read = post(torch.cat([chosen, *described]) if described else chosen)
 
     def finish() -> list[Sampled]:
-        for index, row in enumerate(rows):
-            if not plain[index]:
-                chosen[index] = _choose(logits[index], row)
-        # Without filters or logprobs this is the only place that waits for the device.
-        token_ids = post(chosen)() if read is None else read()
+        numbers = read()  # the only place that waits for the device
+        rest = iter(numbers[len(rows) :])
         return [
             Sampled(token_id)
             if row.params.logprobs is None
-            else _described(logits[index], token_id, row.params.logprobs)
-            for index, (token_id, row) in enumerate(zip(token_ids, rows, strict=True))
+            else _sampled(token_id, rest, min(row.params.logprobs, logits.shape[1]))
+            for token_id, row in zip(numbers[: len(rows)], rows, strict=True)
         ]
 
     return finish
@@ -126,20 +139,26 @@ def _choose(logits: Tensor, row: SamplerRow) -> Tensor:
     if row.params.logit_bias:
         ids, biases = zip(*row.params.biases, strict=True)
         # Each id occurs once, so the result does not depend on the device's order of additions.
-        scores[_indices(ids, scores)] += torch.tensor(biases, device=scores.device)
+        scores[_indices(ids, scores)] += _sent(torch.tensor(biases), scores)
     if row.params.penalised:
         _penalise(scores, row)
     if row.grammar is not None:
         row.grammar.mask(scores, row.banned_ids)
     elif row.banned_ids:
-        scores[_indices(row.banned_ids, scores)] = -torch.inf
+        scores.index_fill_(0, _indices(row.banned_ids, scores), -torch.inf)
     if row.params.greedy:
         return scores.argmax()
     return _draw(scores, row.params, row.generator)
 
 
 def _indices(ids: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(list(ids), dtype=torch.int64, device=like.device)
+    return _sent(torch.tensor(list(ids), dtype=torch.int64), like)
+
+
+def _sent(values: Tensor, like: Tensor) -> Tensor:
+    if not like.is_cuda:
+        return values
+    return values.pin_memory().to(like.device, non_blocking=True)  # else it would wait
 
 
 def _penalise(scores: Tensor, row: SamplerRow) -> None:
@@ -150,7 +169,9 @@ def _penalise(scores: Tensor, row: SamplerRow) -> None:
         # Makes a token less likely, whether its score is positive or negative.
         repeated = torch.where(scores > 0, scores / penalty, scores * penalty)
         scores[prior] = repeated[prior]
-    counts = torch.bincount(prior[row.num_prompt_tokens :], minlength=scores.numel())
+    output = prior[row.num_prompt_tokens :]
+    counts = torch.zeros_like(scores, dtype=torch.int64)
+    counts.index_add_(0, output, torch.ones_like(output))
     scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 
@@ -168,41 +189,70 @@ def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator | N
         ids = _top(weights, params.top_k)
         weights = weights[ids]
     if params.top_p < 1:
-        kept = _nucleus(weights, params.top_p)
+        kept, weights = _nucleus(weights, params.top_p)
         ids = kept if ids is None else ids[kept]
-        weights = weights[kept]
     draw = float(torch.rand((), dtype=torch.float64, generator=generator))
     sums = weights.cumsum(0)
     place = torch.searchsorted(sums, (sums[-1].double() * draw).long(), right=True)
-    return place if ids is None else ids[place]
+    return place if ids is None else ids.gather(0, place[None])[0]  # an index would be waited for
+
+
+def _is_queued(values: Tensor) -> bool:
+    """Whether work on them is queued: then its sizes must not depend on their content."""
+    return values.is_cuda
 
 
 def _top(values: Tensor, count: int) -> Tensor:
     """The indices of the largest values, largest first; of equal values, the lower index first."""
-    # topk does not define which of several equal values it takes.
+    if _is_queued(values):
+        return torch.sort(values, descending=True, stable=True).indices[:count]
+    # Faster than to sort them all. topk does not define which of several equal values it takes.
     least = torch.topk(values, count).values[-1]
     found = torch.nonzero(values >= least).flatten()
     order = torch.sort(values[found], descending=True, stable=True).indices
     return found[order[:count]]
 
 
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """The indices of the fewest weights that add up to top_p of the total, largest first."""
+def _nucleus(weights: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The indices of the fewest weights that add up to top_p of the total, and the weights.
+
+    The largest come first. On a GPU others follow, with a weight of zero: they are never drawn.
+    """
     total = weights.sum().double()
+    if _is_queued(weights):
+        ranked, order = torch.sort(weights, descending=True, stable=True)
+        return order, torch.where(_is_kept(ranked, total, top_p), ranked, 0)
     # All weights below this add up to less than 1 - top_p; leaving them out makes sorting cheap.
     least = (total * ((1 - top_p) / weights.numel())).long()
     found = torch.nonzero(weights >= least).flatten()
     ranked, order = torch.sort(weights[found], descending=True, stable=True)
+    is_kept = _is_kept(ranked, total, top_p)
+    return found[order[is_kept]], ranked[is_kept]
+
+
+def _is_kept(ranked: Tensor, total: Tensor, top_p: float) -> Tensor:
     before = ranked.cumsum(0) - ranked
-    return found[order[before < (total * top_p).ceil().long()]]
+    return before < (total * top_p).ceil().long()
 
 
-def _described(logits: Tensor, token_id: int, count: int) -> Sampled:
+def _described(logits: Tensor, token_id: Tensor, count: int) -> Tensor:
+    """What `_sampled` reads, as integers: they come back in one piece with the tokens."""
     logprobs = torch.log_softmax(_own(logits), dim=-1)
-    chosen = logprobs[token_id]
-    top: list[tuple[int, float]] = []
+    chosen = logprobs.gather(0, token_id[None])
+    rank = 1 + (logprobs > chosen).sum(dim=0, keepdim=True)
+    numbers = [_bits(chosen), rank]
     if count:
         ids = _top(logprobs, min(count, logprobs.numel()))
-        top = list(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
-    rank = 1 + int((logprobs > chosen).sum())
-    return Sampled(token_id, float(chosen), rank, top)
+        numbers += [ids, _bits(logprobs[ids])]
+    return torch.cat(numbers)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32).long()
+
+
+def _sampled(token_id: int, numbers: Iterator[int], count: int) -> Sampled:
+    bits, rank = next(numbers), next(numbers)
+    ids = list(islice(numbers, count))
+    (logprob, *top) = np.array([bits, *islice(numbers, count)], np.int32).view(np.float32).tolist()
+    return Sampled(token_id, logprob, rank, list(zip(ids, top, strict=True)))

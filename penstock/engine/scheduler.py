@@ -221,7 +221,7 @@ class Scheduler:
         for request in running:
             if request.phase is not RequestPhase.RUNNING or not budget:
                 continue  # preempted for a more urgent one
-            if self._awaited.holds(request):
+            if self._awaited.holds(request) or request.is_ending:
                 continue
             num_tokens = min(request.num_uncomputed, budget)
             work = None
@@ -234,10 +234,13 @@ class Scheduler:
                 num_tokens = self._two_ended_loads.end_of_chunk(request, num_tokens)
                 end = request.num_computed + num_tokens
             while not self._make_room(request, end):
+                if any(each.is_ending for each in self._running):
+                    break  # its blocks are free in the next step
                 if self._gets_room_soon(request) or self._stalls(request):
                     break
                 victim = max(self._running, key=lambda r: r.order)
-                if self._is_still and len(self._running) == 1:
+                # With the token that is not read yet, it may end.
+                if self._is_still and len(self._running) == 1 and not request.num_expected:
                     self._stuck[request] = None
                 self._preempt(victim)
                 preempted = True
@@ -423,7 +426,8 @@ class Scheduler:
 
     @property
     def _has_seat(self) -> bool:
-        return len(self._running) + len(self._loading) < self._max_num_seqs
+        num_running = sum(not request.is_ending for request in self._running)
+        return num_running + len(self._loading) < self._max_num_seqs
 
     def _enter(self, request: Request, phase: RequestPhase) -> None:
         request.phase = phase
@@ -442,6 +446,8 @@ class Scheduler:
                 if any(map(self._tiers.is_looking_up, request.lookups)):
                     continue
                 request.lookups = []
+            if request.num_expected:
+                return None  # preempted a moment ago: its last token is read first
             if not (request.segments and self._waits_for_fills(request)):
                 return request
             if (fill := self._fills.next_for(request)) is not None:  # it may be new in the queue

@@ -17,21 +17,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.codecs.lossless_format import LosslessFormat
+from penstock.config.options import COLD_DEVICE
 from penstock.engine import fp8
 from penstock.engine.anywhere.blending import key_changes
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
+from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
+from penstock.engine.cold_attention import ColdAttention
+from penstock.engine.cold_opening import measure_rates, open_cold_attention
 from penstock.engine.cuda_graphs import CudaGraphs
-from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, span_blocks
+from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, StepKind, span_blocks
 from penstock.engine.fetch_choice import Fetches
 from penstock.engine.fetching import Fetcher, fetch_room
 from penstock.engine.fused import FusedDecoder, can_fuse
 from penstock.engine.mailbox import Mailbox
 from penstock.engine.models import LoadedModel
+from penstock.engine.params import MAX_LOGPROBS
 from penstock.engine.runner import PackedRow, places_of, span_of
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import Addresses, Places
+from penstock.errors import BookError
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 
@@ -72,6 +78,7 @@ class _Memory:
 
     def __init__(self, shape: _Shape, addresses: Tensor) -> None:
         self.rounds = shape.is_fp8
+        self.block_tokens = shape.block_tokens
         self._shape = shape
         self._addresses = addresses  # of each row's keys in the first layer; 0: already written
 
@@ -105,10 +112,17 @@ class _Decode:
         self._room = room
         self._num_programs = num_programs
         self.fetcher: Fetcher | None = None  # in steps that fetch cold blocks
+        self.cold: ColdAttention | None = None  # in steps in which the CPU attends to some
         self.between_waves: Callable[[], None] = lambda: None
 
-    def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
+    def attend(self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL) -> Tensor:
         shape = self._shape
+        if self.cold is not None:
+            if not rules.is_causal_alone:  # `cold_opening.why_not` should have refused the model
+                raise BookError(
+                    "the CPU attends to cold KV of a layer with a window, sinks or a cap"
+                )
+            self.cold.ask(query, layer, scale)
         num_waves = 1 if self.fetcher is None else self._plan.num_waves
         for wave in range(num_waves):
             if num_waves > 1:  # queueing them takes long: the GPU accepts only so much at once
@@ -125,11 +139,14 @@ class _Decode:
                 self._num_programs,
                 wave,
                 fetched,
+                rules,
                 is_fp8=shape.is_fp8,
             )
             if self.fetcher is not None:
                 self.fetcher.end(layer, wave)
-        attended: Tensor = kernels.merge_parts(query, self._plan, self._room)
+        if self.cold is not None:
+            self.cold.collect(self._room, layer)
+        attended: Tensor = kernels.merge_parts(query, self._plan, self._room, rules)
         return attended
 
 
@@ -140,6 +157,11 @@ class _Reads(NamedTuple):
     num_blocks: list[int]
     lengths: list[int]
     fetches: Fetches
+
+
+class _Mark(NamedTuple):
+    event: Any
+    is_long: bool  # whether the step takes long
 
 
 class TritonRunner:
@@ -157,15 +179,18 @@ class TritonRunner:
         max_num_seqs: int,
         use_graphs: bool = True,
         host_form: LosslessFormat | None = None,
+        cold_attention: str = COLD_DEVICE,
     ) -> None:
         """`host_form`: the form of HOST's blocks, if they are packed.
 
-        Cold blocks can be read only if `reads_host` is True afterwards.
+        Cold blocks can be read only if `reads_host` is True afterwards. `cold_attention`: see
+        `cold_split`.
         """
         register()
         self.num_fetched = 0  # cold blocks fetched during their step
         self.num_ahead = 0  # of those, blocks whose first layers were fetched before it
         self._num_heads = loaded.num_heads
+        self._windows = loaded.windows or (0,) * loaded.num_layers
         self._device = pool.tensor.device
         self._like = torch.empty(0, dtype=loaded.dtype, device=self._device)
         self._model = loaded.model
@@ -215,7 +240,21 @@ class TritonRunner:
         if can_fuse(loaded.model):
             self._fused = FusedDecoder(loaded.model, loaded.max_tokens, block_tokens, kv_dtype)
         self._fetcher = None
-        if buffers is not None:
+        self._cold: ColdAttention | None = None
+        if buffers is not None and host is not None:
+            if cold_attention != COLD_DEVICE:
+                self._cold = open_cold_attention(
+                    cold_attention,
+                    loaded,
+                    kv_dtype,
+                    block_tokens,
+                    host,
+                    host_form,
+                    max_rows=max_num_seqs,
+                    span_blocks=self._plan.span_blocks,
+                    part_tokens=kernels.PART_TOKENS,
+                    device=self._device,
+                )
             like = _as_copied(pool.tensor)
             self._fetcher = Fetcher(
                 self._plan,
@@ -224,22 +263,33 @@ class TritonRunner:
                 like.shape[2:],
                 like,
                 host_form,
+                self._cold,
             )
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
-        self._mailbox = Mailbox(max_num_seqs) if on_gpu else None
+        max_numbers = max_num_seqs * (3 + 2 * MAX_LOGPROBS)  # see `sampler`
+        self._mailbox = Mailbox(max_numbers, max_num_seqs, self._device) if on_gpu else None
+        # The numbers posted last, for tokens that the CPU does not know.
+        self._kept = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
+        if self._mailbox is not None:
+            self._kept = self._mailbox.kept
         self._is_long = False  # whether the step that was queued last takes long
         self._graphs = None
         if on_gpu and use_graphs:
-            can_fetch = self._fetcher is not None
+            kinds = [StepKind()]
+            if self._fetcher is not None:
+                kinds.append(StepKind(fetches=True))
+            if self._cold is not None:
+                kinds.append(StepKind(fetches=True, on_cpu=True))
             self._graphs = CudaGraphs(
                 self.fill,
+                self._send_plan,
                 self.forward,
                 self._plan,
                 max_num_seqs,
                 self._device,
-                can_fetch=can_fetch,
+                kinds,
             )
 
     @torch.inference_mode()
@@ -251,10 +301,11 @@ class TritonRunner:
         except BaseException:
             if self._fetcher is not None:
                 self._fetcher.cut_short()
+            if self._cold is not None:
+                self._cold.cut_short()
             raise
 
     def _run(self, chunks: Sequence[Chunk], between_layers: Callable[[], None]) -> Tensor:
-        self.wait(between_layers)  # the plan has room for only one step
         row = PackedRow.of(chunks, self._shape.block_tokens)
         num_parts = sum(-(-(c.start + 1) // kernels.PART_TOKENS) for c in row.singles)
         if num_parts > self._max_parts:  # too many for the plan at once
@@ -271,7 +322,7 @@ class TritonRunner:
             if row.sampled == list(range(len(row.sampled))):  # a slice needs no index on the GPU
                 logits = logits[: len(row.sampled)].to(torch.float32, copy=True)
             else:
-                logits = logits[row.sampled].float()
+                logits = logits[self._send(np.array(row.sampled, np.int64))].float()
         else:
             logits = self._run_without_graph(row, between_layers)
         if self._fetcher is not None:
@@ -289,24 +340,39 @@ class TritonRunner:
         # Not the fused pass: it writes each layer's keys before they could be compared.
         return key_changes(self._model, ids, positions, _Memory(self._shape, addresses), span)
 
-    def wait(self, between_layers: Callable[[], None] = lambda: None) -> None:
+    def mark(self) -> Any:
         if self._device.type != "cuda":
-            return
+            return None
         done: Any = _cuda.Event()
         done.record()
-        while self._is_long and not done.query():
-            between_layers()
-            time.sleep(_POLL_SECONDS)
-        self._is_long = False
-        done.synchronize()
+        is_long, self._is_long = self._is_long, False
+        return _Mark(done, is_long)
+
+    def wait(self, between_layers: Callable[[], None] = lambda: None, end: Any = None) -> None:
+        mark: _Mark | None = end or self.mark()
+        if mark is not None:
+            while mark.is_long and not mark.event.query():
+                between_layers()
+                time.sleep(_POLL_SECONDS)
+            mark.event.synchronize()
+        if self._cold is not None:
+            self._cold.check()
 
     def post(self, numbers: Tensor) -> Callable[[], list[int]]:
-        return numbers.tolist if self._mailbox is None else self._mailbox.post(numbers)
+        if self._mailbox is not None:
+            return self._mailbox.post(numbers)
+        self._kept[: len(numbers)] = numbers[: len(self._kept)]
+        return numbers.tolist
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Compile the kernels and capture the graphs, so that no request waits for them."""
         if self._graphs is not None:
             self._graphs.capture_all(progress)
+        if self._cold is not None and self._device.type == "cuda":
+            progress("measuring how fast the CPU attends")
+            self._cold.rates = measure_rates(
+                self._cold.threads, self._shape.host_form, self._seconds_without_cold()
+            )
         progress("compiling the kernels for prompts")
         self._compile_prefill()
         if self._device.type == "cuda":
@@ -314,8 +380,25 @@ class TritonRunner:
 
     def close(self) -> None:
         """Wait for blocks that were fetched ahead for a step that will not run."""
+        if self._cold is not None:
+            self._cold.cut_short()
         if self._device.type == "cuda":
             _cuda.synchronize(self._device)
+        if self._cold is not None:
+            self._cold.close()
+
+    @torch.inference_mode()
+    def _seconds_without_cold(self) -> float:
+        if self._graphs is None:
+            return 0.0
+        seconds = []
+        for _ in range(3):
+            _cuda.synchronize()
+            started = time.perf_counter()
+            self._graphs.replay_empty()
+            _cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
 
     @torch.inference_mode()
     def _compile_prefill(self) -> None:
@@ -328,11 +411,11 @@ class TritonRunner:
             num_blocks = (num_past + num_new) // block_tokens
             blocks = torch.full((num_blocks,), any_block, device=self._device)
             spans = [SequenceSpan(0, num_new, num_past, blocks)]
-            self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, fetches=False)
+            self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, kind=StepKind())
         self.post(zeros[:1])()
 
     def _run_without_graph(self, row: PackedRow, between_layers: Callable[[], None]) -> Tensor:
-        fetches = False
+        kind = StepKind()
         if row.singles:
             reads = self._reads(row.singles)
             self._plan.fill(
@@ -341,10 +424,10 @@ class TritonRunner:
                 reads.lengths,
                 fetches=reads.fetches,
             )
-            self._plan.send()
-            fetches = len(reads.fetches.sources) > 0
-        kept = torch.tensor(row.sampled or [0], device=self._device)
-        ids, positions, addresses = torch.from_numpy(self._inputs(row)).to(self._device)
+            kind = self._kind_of(reads)
+            self._send_plan(kind)
+        kept = self._send(np.array(row.sampled or [0], np.int64))
+        ids, positions, addresses = self._send(self._inputs(row))
         logits = self.forward(
             ids,
             positions,
@@ -352,7 +435,7 @@ class TritonRunner:
             kept,
             len(row.singles),
             self._spans(row),
-            fetches=fetches,
+            kind=kind,
             between_waves=between_layers,
         )
         return logits[: len(row.sampled)].float()
@@ -366,16 +449,17 @@ class TritonRunner:
         num_singles: int,
         spans: Sequence[SequenceSpan],
         *,
-        fetches: bool,
+        kind: StepKind,
         between_waves: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Logits of the rows `kept`. Single tokens, which the plan describes, come first.
 
-        `fetches`: whether the plan names cold blocks to fetch during the computation.
         `between_waves` is called in each layer if they come in several waves.
         """
+        kernels.take_kept(ids, self._kept)
         self._decode.between_waves = between_waves
-        self._decode.fetcher = self._fetcher if fetches else None
+        self._decode.fetcher = self._fetcher if kind.fetches else None
+        self._decode.cold = self._cold if kind.on_cpu else None
         if self._decode.fetcher is not None:
             self._decode.fetcher.begin()
         memory = _Memory(self._shape, addresses)
@@ -394,15 +478,15 @@ class TritonRunner:
         scale = self._fused.scale
 
         def attend_layer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(step, layer, query, key, value, scale).flatten(1)
+            rules = LayerRules(window=self._windows[layer])
+            return attend(step, layer, query, key, value, scale, rules).flatten(1)
 
         return self._fused.forward(ids, positions, addresses, kept, attend_layer)
 
-    def fill(self, row: PackedRow | None, num_rows: int) -> bool:
-        """Fill the plan with `num_rows` rows: those of `row`, then rows that do nothing.
-
-        Returns whether cold blocks must be fetched.
-        """
+    def fill(self, row: PackedRow | None, num_rows: int) -> StepKind:
+        """Fill the plan with `num_rows` rows: those of `row`, then rows that do nothing."""
+        if row is None and self._cold is not None:  # a step that was filled in will not run
+            self._cold.cut_short()
         singles = [] if row is None else row.singles
         reads = self._reads(singles)
         others = [1] * (num_rows - len(singles))  # one block and one token each
@@ -414,7 +498,18 @@ class TritonRunner:
             rows,
             reads.fetches,
         )
-        return len(reads.fetches.sources) > 0
+        return self._kind_of(reads)
+
+    def _kind_of(self, reads: _Reads) -> StepKind:
+        """What the step does with cold blocks. The CPU's threads get their tasks."""
+        on_cpu = self._cold is not None and self._cold.fill(reads.fetches.on_cpu, reads.lengths)
+        return StepKind(on_cpu or len(reads.fetches.sources) > 0, on_cpu)
+
+    def _send_plan(self, kind: StepKind) -> None:
+        """Queue the transfer of the plan to the device."""
+        self._plan.send()
+        if kind.on_cpu and self._cold is not None:
+            self._cold.send()
 
     def _reads(self, singles: Sequence[Chunk]) -> _Reads:
         places = [places_of(chunk, self._shape.block_tokens) for chunk in singles]
@@ -438,11 +533,19 @@ class TritonRunner:
         addresses = np.where(row.is_written, self._addresses.of(row.places) + offsets, 0)
         return np.stack([row.token_ids, row.positions, addresses])
 
+    def _send(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Queue a copy to the device, behind steps that are computed there."""
+        staged = torch.from_numpy(numbers)
+        if self._device.type != "cuda":
+            return staged.to(self._device)
+        # Torch keeps the pinned memory until the copy has ended.
+        return staged.pin_memory().to(self._device, non_blocking=True)
+
     def _spans(self, row: PackedRow) -> list[SequenceSpan]:
         spans = []
         for begin, chunk in row.longer:
             table = self._addresses.of(places_of(chunk, self._shape.block_tokens))
-            blocks = torch.from_numpy(table).to(self._device)
+            blocks = self._send(table)
             spans.append(span_of(begin, chunk, blocks, self._device))
         return spans
 

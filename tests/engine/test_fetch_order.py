@@ -169,6 +169,7 @@ class Steps:
         try:
             self._fetcher.choose_nothing()
             self._fetcher._num_waves = max(1, num_waves)
+            self._gpu.work([], "plan")
             if use_graph and num_waves == 1:
                 self._gpu.replay(self._graph, self._streams)
             else:
@@ -180,7 +181,6 @@ class Steps:
 
     def _step(self, *, fetches: bool) -> None:
         fetcher = self._fetcher
-        self._gpu.work([], "plan")
         if not fetches:
             return
         fetcher.begin()

@@ -182,7 +182,7 @@ def test_stop_strings_and_aborts(engines: Callable[..., Engine]) -> None:
     assert "e" not in text
 
     request = engine.add("gone", prompts(1)[0], structured(3))
-    assert request.needs_its_last_token
+    assert request.needs_last_token
     for _ in range(3):
         engine.step()
     engine.abort("gone")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine import weights
 from penstock.engine.models import ATTENTION, EMBEDDED, LoadedModel, load_model
-from penstock.engine.support import check_supported
+from penstock.engine.support import check_supported, inspect_attention
 from penstock.errors import ConfigError
 
 SMALL: Any = {
@@ -60,19 +60,6 @@ ACCEPTED: dict[str, Any] = {
 
 HYBRID = ["full_attention", "linear_attention"]
 REFUSED: list[tuple[Any, str]] = [
-    (transformers.MistralConfig(**SMALL, sliding_window=32), "sliding window of 32"),
-    (transformers.Phi3Config(**SMALL, sliding_window=32), "sliding window of 32"),
-    (
-        transformers.Qwen2Config(
-            **SMALL, use_sliding_window=True, sliding_window=32, max_window_layers=1
-        ),
-        "sliding_attention",
-    ),
-    (transformers.Gemma2Config(**SMALL, head_dim=16), "sliding_attention"),
-    (
-        transformers.Gemma2Config(**SMALL, head_dim=16, layer_types=["full_attention"] * 2),
-        "needs softcap",
-    ),
     (
         transformers.Llama4TextConfig(
             **SMALL, head_dim=16, layer_types=["chunked_attention", "full_attention"]
@@ -83,7 +70,9 @@ REFUSED: list[tuple[Any, str]] = [
     (transformers.MambaConfig(hidden_size=64, num_hidden_layers=2), "linear_attention"),
     (transformers.RwkvConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64), "recurrent"),
     (transformers.RecurrentGemmaConfig(**SMALL), "recurrent"),
-    (transformers.DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}), "MLA"),
+    (transformers.DeepseekV32Config(**SMALL | {"num_key_value_heads": 4}), "indexer"),
+    (transformers.Gemma3TextConfig(**SMALL, use_bidirectional_attention=True), "not causal"),
+    (transformers.Gemma4TextConfig(**SMALL), "different numbers or sizes of heads"),
     (transformers.T5Config(d_model=64, num_layers=2, vocab_size=64), "encoder-decoder"),
     (
         transformers.BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
@@ -174,9 +163,74 @@ def test_what_cannot_be_restored_whole_is_refused(config: Any, reason: str) -> N
 
 
 def test_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    ACCEPTED["mistral"].__class__(**SMALL, sliding_window=32).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="sliding window"):
+    transformers.Qwen3NextConfig(**SMALL, layer_types=HYBRID).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="linear_attention"):
         load_model(str(tmp_path))
+
+
+MIXED = ["sliding_attention", "full_attention"]
+RULED: list[tuple[Any, tuple[int, ...], str]] = [
+    (transformers.MistralConfig(**SMALL, sliding_window=32), (32, 32), "windows 32 32"),
+    (transformers.Phi3Config(**SMALL, sliding_window=32), (32, 32), "windows 32 32"),
+    (
+        transformers.Qwen2Config(
+            **SMALL, use_sliding_window=True, sliding_window=32, max_window_layers=1
+        ),
+        (0, 32),
+        "windows 0 32",
+    ),
+    (
+        transformers.Gemma2Config(**SMALL, head_dim=16, sliding_window=32),
+        (32, 0),
+        "windows 32 0; caps 50.0 50.0",
+    ),
+    (transformers.Gemma3TextConfig(**SMALL, head_dim=16, layer_types=MIXED), (0, 0), ""),
+    (
+        transformers.GptOssConfig(**SMALL, head_dim=16, sliding_window=32, layer_types=MIXED),
+        (32, 0),
+        "windows 32 0; sinks 1 1",
+    ),
+    (
+        transformers.DeepseekV3Config(**SMALL | {"num_key_value_heads": 4}),
+        (0, 0),
+        "keys of 192, values of 128, padded with zeros",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "windows", "text"), RULED, ids=lambda v: str(v)[:20])
+def test_what_layers_ask_for_is_found(config: Any, windows: tuple[int, ...], text: str) -> None:
+    found = inspect_attention(config)
+    assert (found.windows, found.text) == (windows, text)
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "layer_types"])
+def test_a_mask_that_differs_from_what_a_layer_asks_for_is_refused(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our attention gets no mask: it would attend to other tokens than the model."""
+    from transformers.models.gemma2 import modeling_gemma2 as module
+
+    config = transformers.Gemma2Config(**SMALL, head_dim=16, sliding_window=32)
+    if field == "sliding_window":
+        make = module.create_sliding_window_causal_mask
+
+        def other(config: Any, **given: Any) -> Any:
+            config = copy.copy(config)
+            config.sliding_window = 31
+            return make(config=config, **given)
+
+        monkeypatch.setattr(module, "create_sliding_window_causal_mask", other)
+        reason = "layer 0 asks for a window of 32 tokens, but its mask has a window of 31 tokens"
+    else:
+        make = module.create_causal_mask
+        seen = lambda batch, head, token, other: other != 3  # noqa: E731
+        monkeypatch.setattr(
+            module, "create_causal_mask", lambda **given: make(**given, and_mask_function=seen)
+        )
+        reason = "layer 1 hides other tokens than those before a window"
+    with pytest.raises(ConfigError, match=reason):
+        inspect_attention(config)
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "a/b/c", "", "~/no-such-model"])

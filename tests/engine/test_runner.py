@@ -295,3 +295,25 @@ def test_steps_give_the_same_if_cold_blocks_are_packed(
         runner = TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_num_seqs=2, host_form=form)
     ColdSteps(runner, pool, host, [33, 20, 26], 60, seed=room_blocks, form=form).run(8)
     assert name == "torch" or runner.num_fetched > 5
+
+
+def test_a_token_that_only_the_device_knows_is_the_one_posted_last(tmp_path: Path) -> None:
+    need_interpreter()
+    from penstock.engine.triton_runner import TritonRunner
+
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(MODELS["llama"]).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="float32")
+    shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
+    pool = DevicePool(4, *shape, torch.float32)
+    host = None
+    for runner in (
+        TritonRunner(loaded, pool, BLOCK_TOKENS, host, max_num_seqs=8),
+        TorchRunner(loaded.model, pool, BLOCK_TOKENS, loaded.num_heads, host),
+    ):
+        for size in (1, 2):  # a single token, and the last of a longer chunk
+            known, unknown = Sequence([5, 6, 7], [0]), Sequence([5, 6, ~1], [1])
+            runner.run([each.chunk(0, 3 - size) for each in (known, unknown)])
+            wanted = runner.run([known.chunk(3 - size, 3)]).clone()
+            runner.post(torch.tensor([3, 7]))
+            assert torch.equal(runner.run([unknown.chunk(3 - size, 3)]), wanted)

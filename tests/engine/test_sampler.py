@@ -172,7 +172,9 @@ def test_the_nucleus_is_the_one_a_full_sort_finds(seed: int, top_p: float, scale
             break
         expected.append(token_id)
         held += int(weights[token_id])
-    assert _nucleus(weights, top_p).tolist() == expected
+    ids, kept = _nucleus(weights, top_p)
+    assert ids.tolist() == expected
+    assert torch.equal(kept, weights[ids])
 
 
 def test_min_p_is_a_share_of_the_likeliest() -> None:
@@ -292,3 +294,25 @@ def test_broken_logits_never_give_a_token_that_does_not_exist(
 
 
 IDS = torch.tensor([0, 3, 50])
+
+
+@given(seed=st.integers(0, 10**6), top_k=st.integers(0, VOCAB + 1), top_p=st.floats(0.01, 1.0))
+@settings(deadline=None, max_examples=60)
+def test_what_a_gpu_draws_without_waiting_is_what_a_cpu_draws(
+    seed: int, top_k: int, top_p: float
+) -> None:
+    from penstock.engine import sampler
+
+    params = SamplingParams(
+        temperature=0.8, seed=seed, top_k=top_k, top_p=top_p, min_p=0.01, logprobs=5
+    )
+    logits = noise(seed).round(decimals=1)  # with ties
+
+    def tokens() -> list[Sampled]:
+        rows = [SamplerRow(params, make_generator(seed, index)) for index in range(len(logits))]
+        return sample(logits, rows)
+
+    waited = tokens()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sampler, "_is_queued", lambda _: True)
+        assert tokens() == waited

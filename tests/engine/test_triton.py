@@ -175,7 +175,20 @@ def test_numbers_are_put_where_they_are_wanted_and_not_beyond() -> None:
     box = torch.full((200,), -1)
     if DEVICE.type == "cuda":
         box = box.pin_memory()
-    kernels.push_numbers(numbers, box.data_ptr())
+    kept = torch.full((129,), -1, device=DEVICE)
+    kernels.push_numbers(numbers, box.data_ptr(), kept[:128])
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert box.tolist() == numbers.tolist() + [-1] * 70
+    assert kept.tolist() == [*numbers.tolist()[:128], -1]
+
+
+def test_tokens_that_the_cpu_does_not_know_are_those_that_were_kept() -> None:
+    ids = torch.randint(1 << 40, (300,), device=DEVICE)
+    kept = torch.randint(1 << 40, (64,), device=DEVICE)
+    wanted = ids.clone()
+    for place, row in ((0, 63), (127, 0), (128, 5), (299, 5)):
+        ids[place] = ~row
+        wanted[place] = kept[row]
+    kernels.take_kept(ids, kept)
+    assert torch.equal(ids, wanted)

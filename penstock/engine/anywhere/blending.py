@@ -30,6 +30,7 @@ class _Comparing:
     rounds = True  # tokens attend to keys as they are stored, so that all have the same history
 
     def __init__(self, memory: KvMemory, span: SequenceSpan) -> None:
+        self.block_tokens = memory.block_tokens
         self._memory = memory
         self._span = span
         self.changes: Tensor | None = None

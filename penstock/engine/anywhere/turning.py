@@ -146,6 +146,7 @@ class _Captured:
     """Takes the keys of a step instead of storing them (see `attention.torch.KvMemory`)."""
 
     rounds = False
+    block_tokens = 1
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -177,9 +178,9 @@ def _keys_at(loaded: LoadedModel, positions: Sequence[int]) -> list[list[Tensor]
 
 
 def _candidates(model: Any, head_dim: int) -> Iterator[_Rotation]:
-    for module in model.modules():
-        frequencies = getattr(module, "inv_freq", None)
-        if isinstance(frequencies, Tensor) and 0 < 2 * frequencies.numel() <= head_dim:
+    for name, frequencies in model.named_buffers():
+        # Models with two rotations name them: sliding_attention_inv_freq.
+        if name.endswith("inv_freq") and 0 < 2 * frequencies.numel() <= head_dim:
             for is_interleaved in (False, True):
                 yield _Rotation(frequencies.flatten(), is_interleaved=is_interleaved)
 

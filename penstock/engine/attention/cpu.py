@@ -26,6 +26,7 @@ from torch import Tensor
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.codecs.lossless_numba import unpack_rows
 from penstock.engine import fp8
+from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.table import Places
 
 _PART_TOKENS = 128
@@ -33,6 +34,7 @@ _PART_TOKENS = 128
 _FAST = {"contract", "reassoc", "nsz", "arcp", "nnan"}
 # The value of each e4m3 byte, as the bits of a float32.
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(fp8.DTYPE).float().numpy().view(np.uint32)
+_NO_SINKS = torch.empty(0)
 # Two engines must not enter numba's thread pool at the same time.
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -93,6 +95,18 @@ def _score(query: Any, rows: Any, start: int, step: int, count: int, scores: Any
                 s0 += q[x] * k0[x]
             scores[j, o] = s0
         o += 1
+
+
+@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+def _soften(scores: Any, scale: Any, count: int, cap: Any) -> None:
+    """Turn scores into cap * tanh(score * scale / cap)."""
+    factor = np.float32(2) * scale / cap
+    for j in range(len(scores)):
+        row = scores[j]
+        for o in range(count):
+            x = row[o] * factor
+            power = _exp(-abs(x))
+            row[o] = np.copysign(cap * (np.float32(1) - power) / (np.float32(1) + power), x)
 
 
 @numba.njit(fastmath=_FAST, nogil=True, cache=True)
@@ -181,6 +195,7 @@ def _attend_part(
     begin: int,
     end: int,
     scale: Any,
+    cap: Any,  # of scores (see `LayerRules`), or 0
     largest: Any,  # [heads]
     total: Any,  # [heads]
     values: Any,  # [heads, dim]
@@ -224,7 +239,11 @@ def _attend_part(
             mine = slice(head * group, (head + 1) * group)
             at = head * dim
             _score(query[mine], rows, keys + at, step, count, scores)
-            _weigh(scores, scale, count, largest[mine], total[mine], values[mine])
+            factor = scale
+            if cap > 0:
+                _soften(scores, scale, count, cap)
+                factor = np.float32(1)
+            _weigh(scores, factor, count, largest[mine], total[mine], values[mine])
             _gather(scores, rows, rows_of_values + at, step, count, values[mine])
         token += count
 
@@ -239,6 +258,9 @@ def _decode(
     tables: Any,
     lengths: Any,
     scale: Any,
+    window: int,  # see `LayerRules`
+    cap: Any,
+    sinks: Any,  # [heads], or empty
     largest: Any,
     total: Any,
     values: Any,
@@ -249,6 +271,8 @@ def _decode(
         sequence, part = task // num_parts, task % num_parts
         begin = part * _PART_TOKENS
         end = min(lengths[sequence], begin + _PART_TOKENS)
+        if window:
+            begin = max(begin, lengths[sequence] - window)
         if begin < end:
             _attend_part(
                 query[sequence],
@@ -260,20 +284,25 @@ def _decode(
                 begin,
                 end,
                 scale,
+                cap,
                 largest[sequence, part],
                 total[sequence, part],
                 values[sequence, part],
             )
     for sequence in numba.prange(len(lengths)):
         used = (lengths[sequence] + _PART_TOKENS - 1) // _PART_TOKENS
+        first = max(0, lengths[sequence] - window) // _PART_TOKENS if window else 0
         for head in range(query.shape[1]):
             row = out[sequence, head]
             row[:] = 0
-            most = largest[sequence, 0, head]
-            for part in range(1, used):
+            most = largest[sequence, first, head]
+            for part in range(first + 1, used):
                 most = max(most, largest[sequence, part, head])
             weight = np.float32(0)
-            for part in range(used):
+            if len(sinks):
+                most = max(most, sinks[head])
+                weight = np.exp(sinks[head] - most)
+            for part in range(first, used):
                 share = np.exp(largest[sequence, part, head] - most)
                 weight += share * total[sequence, part, head]
                 value = values[sequence, part, head]
@@ -320,10 +349,11 @@ class DecodeBatch:
         self._values = np.empty((*room, pool.shape[5]), np.float32)
         self._num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
-    def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
+    def attend(self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL) -> Tensor:
         """query [sequences, heads, head_dim]; their last tokens' KV must be in the pool."""
         wide = query.to(torch.float32).contiguous()
         out = torch.empty_like(wide)
+        sinks = _NO_SINKS if rules.sinks is None else rules.sinks.detach().float().contiguous()
         with _ONE_AT_A_TIME:
             numba.set_num_threads(self._num_threads)
             _decode(
@@ -335,6 +365,9 @@ class DecodeBatch:
                 self._tables,
                 self._lengths,
                 np.float32(scale),
+                rules.window,
+                np.float32(rules.cap),
+                sinks.numpy(),
                 self._largest,
                 self._total,
                 self._values,

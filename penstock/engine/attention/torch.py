@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from penstock.engine.attention.rules import CAUSAL, LayerRules, attend_by_rules
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +25,6 @@ _LONG_PAST = 1024  # tokens from which two passes are faster than one with a mas
 # cuDNN takes 60 ms to plan each new shape, so it is used only for large inputs of few lengths.
 _CUDNN_TOKENS = 1024
 _CUDNN_PAIRS = 1 << 24  # pairs of a new token and a token before it
-_SCATTERED_ROWS = 256  # attended at a time: each has a mask over all tokens
 _without_cudnn: set[torch.device] = set()  # devices where cuDNN's attention failed
 
 
@@ -39,7 +40,7 @@ class SequenceSpan:
 
 
 class DecodeKernel(Protocol):
-    def attend(self, query: Tensor, layer: int, scale: float) -> Tensor:
+    def attend(self, query: Tensor, layer: int, scale: float, rules: LayerRules = CAUSAL) -> Tensor:
         """Attend with queries [sequences, heads, head_dim]. The result has the same shape."""
         ...
 
@@ -48,6 +49,7 @@ class KvMemory(Protocol):
     """Stores a step's KV and reads that of earlier steps."""
 
     rounds: bool  # whether KV is stored with fewer bits than it is computed with
+    block_tokens: int
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the step's new keys and values, both [row, kv_heads, head_dim]."""
@@ -82,22 +84,36 @@ def paged_attention(
     dropout: float = 0.0,
     *,
     penstock: AttentionStep,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it.
 
     query [1, heads, row, head_dim]; key and value [1, kv_heads, row, head_dim].
     """
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    value_dim = value.shape[3]
+    if value_dim != key.shape[3]:  # zeros change neither scores nor the values that are kept
+        width = max(value_dim, key.shape[3])
+        query, key, value = (pad(each, (0, width - each.shape[3])) for each in (query, key, value))
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     penstock.memory.write(module.layer_idx, keys, values)
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    rules = LayerRules(sliding_window or 0, softcap or 0.0, s_aux)
     queries = query[0].transpose(0, 1)
-    out = attend(penstock, module.layer_idx, queries, keys, values, scale)
-    return out[None], None
+    out = attend(penstock, module.layer_idx, queries, keys, values, scale, rules)
+    return out[None, :, :, :value_dim], None
 
 
 def attend(
-    step: AttentionStep, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    step: AttentionStep,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    rules: LayerRules = CAUSAL,
 ) -> Tensor:
     """Attend in one layer. The result has the query's shape.
 
@@ -105,20 +121,24 @@ def attend(
     """
     step.between_layers()
     if step.decode is not None and not step.spans:
-        return step.decode.attend(query, layer, scale)
+        return step.decode.attend(query, layer, scale, rules)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if step.decode is not None:
-        out[: step.num_decode] = step.decode.attend(query[: step.num_decode], layer, scale)
+        decoded = query[: step.num_decode]
+        out[: step.num_decode] = step.decode.attend(decoded, layer, scale, rules)
     for span in step.spans:
         new = slice(span.begin, span.begin + span.num_new)
-        if span.positions is not None:
-            k, v = step.memory.history(layer, span.blocks)
-            out[new] = _attend_scattered(query[new], k, v, span.positions, scale)
+        num_tokens = span.num_past + span.num_new
+        is_causal_alone = rules.changes_no_score and (
+            not rules.window or (span.positions is None and num_tokens <= rules.window)
+        )
+        if span.positions is not None or not is_causal_alone:
+            q, k, v = query[new], key[new], value[new]
+            out[new] = _attend_by_rules(step.memory, layer, span, q, k, v, scale, rules)
             continue
         # If KV is rounded, a chunk attends to its own keys as they are stored, as later chunks do:
         # otherwise answers would depend on how a prompt is split.
         if span.num_past or step.memory.rounds:
-            num_tokens = span.num_past + span.num_new
             k, v = step.memory.history(layer, span.blocks)
             k, v = k[:num_tokens].to(query.dtype), v[:num_tokens].to(query.dtype)
         else:
@@ -129,38 +149,26 @@ def attend(
     return out
 
 
-def _attend_scattered(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float
+def _attend_by_rules(
+    memory: KvMemory,
+    layer: int,
+    span: SequenceSpan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    rules: LayerRules,
 ) -> Tensor:
-    """Each token attends to all tokens up to its own position.
-
-    query [new, heads, head_dim]; key and value [tokens, kv_heads, head_dim].
-    """
-    if query.is_cuda:  # torch's kernels need the whole mask there, or the whole matrix of scores
-        from penstock.engine.attention.scattered_triton import attend_scattered
-
-        key, value = key.to(query.dtype), value.to(query.dtype)
-        attended: Tensor = attend_scattered(query, key, value, positions, scale)
-        return attended
-    end = int(positions[-1]) + 1  # what was not written must not be read: it may be NaN
-    key, value = key[:end], value[:end]
-    q, k, v = (each.transpose(0, 1)[None].to(query.dtype) for each in (query, key, value))
-    numbers = torch.arange(k.shape[2], device=query.device)
-    parts = []
-    for start in range(0, len(positions), _SCATTERED_ROWS):
-        rows = slice(start, start + _SCATTERED_ROWS)
-        mask = numbers[None] <= positions[rows, None]
-        parts.append(
-            scaled_dot_product_attention(
-                q[:, :, rows],
-                k,
-                v,
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        )
-    return torch.cat(parts, 2)[0].transpose(0, 1)
+    """Attend with a span's queries. Blocks before the window are not read."""
+    first_block = rules.first_token(span.num_past) // memory.block_tokens
+    if span.positions is not None or span.num_past or memory.rounds:
+        key, value = memory.history(layer, span.blocks[first_block:])
+    num_skipped = first_block * memory.block_tokens
+    positions = span.positions
+    if positions is None:
+        end = span.num_past + span.num_new
+        positions = torch.arange(span.num_past, end, device=query.device)
+    return attend_by_rules(query, key, value, positions - num_skipped, scale, rules)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, span: SequenceSpan, scale: float) -> Tensor:

@@ -29,6 +29,7 @@ from penstock.engine.attention.packed_triton import (
     unpack_rows_of_layer,
     wave_blocks,
 )
+from penstock.engine.attention.rules import CAUSAL, LayerRules
 
 PART_TOKENS = 256
 _TILE_TOKENS = 64
@@ -36,6 +37,14 @@ _NUM_WARPS = 4
 _NUM_STAGES = 3
 _MERGED_PARTS = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def soften(scores, CAP: tl.constexpr):  # noqa: N803
+    """CAP * tanh(scores / CAP)."""
+    power = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2_E / CAP))
+    softened = CAP * ((1.0 - power) / (1.0 + power))
+    return tl.where(scores < 0, -softened, softened)
 
 
 @triton.jit(do_not_specialize=["wave"])
@@ -69,6 +78,8 @@ def _attend_parts(
     ALIGN: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
     FP8: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803
+    CAP: tl.constexpr,  # noqa: N803
 ):
     kind: tl.constexpr = query.dtype.element_ty
     stored: tl.constexpr = kind if FP8 == "" else tl.uint8
@@ -78,7 +89,7 @@ def _attend_parts(
     dims = tl.arange(0, DIM_PAD)
     is_member = members < GROUP
     is_dim = dims < DIM
-    factor = scale * _LOG2_E
+    factor = scale if CAP > 0 else scale * _LOG2_E
     described = waves + wave * WAVE_NUMBERS
     first_of_wave = tl.load(described + 3)
     total_work = tl.load(described + 4) * KV_HEADS
@@ -90,6 +101,8 @@ def _attend_parts(
         place = tl.load(first_items + sequence) + part  # of the result, wherever the wave has it
         begin = part * PART
         end = tl.minimum(begin + PART, tl.load(lengths + sequence))
+        if WINDOW:  # a part before the window has no tokens, and is not merged
+            begin = tl.maximum(begin, tl.load(lengths + sequence) - WINDOW)
         places = table + tl.load(starts + sequence)
         mask = is_member[:, None] & is_dim[None, :]
         rows = (head * GROUP + members)[:, None] * head_stride + dims[None, :]
@@ -112,6 +125,8 @@ def _attend_parts(
             v = tl.load(value_rows[:, None] + dims[None, :], mask=there, other=0)
             k, v = widen(k, kind, FP8), widen(v, kind, FP8)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+            if CAP > 0:
+                scores = soften(scores, CAP) * _LOG2_E
             scores = tl.where(inside[None, :], scores, float("-inf"))
             new_most = tl.maximum(most, tl.max(scores, 1))
             shrink = tl.exp2(most - new_most)
@@ -121,9 +136,13 @@ def _attend_parts(
             values += tl.dot(weights.to(kind), v, input_precision=PRECISION)
             most = new_most
         at = place * (KV_HEADS * GROUP) + head * GROUP + members
+        is_kept = is_member
+        if WINDOW:
+            is_kept = members < tl.where(begin < end, GROUP, 0)
+            mask = is_kept[:, None] & is_dim[None, :]
         tl.store(sums + at[:, None] * DIM + dims[None, :], values, mask=mask)
-        tl.store(largest + at, most, mask=is_member)
-        tl.store(totals + at, total, mask=is_member)
+        tl.store(largest + at, most, mask=is_kept)
+        tl.store(totals + at, total, mask=is_kept)
 
 
 @triton.jit
@@ -134,11 +153,14 @@ def _merge_parts(
     first_items,
     lengths,
     out,  # [sequences, heads, DIM]
+    sinks,  # [heads]; not read unless HAS_SINKS
     HEADS: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     DIM_PAD: tl.constexpr,  # noqa: N803
     PART: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SINKS: tl.constexpr,  # noqa: N803
 ):
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -149,7 +171,13 @@ def _merge_parts(
     most = float("-inf")
     total = 0.0
     values = tl.zeros([DIM_PAD], tl.float32)
-    for start in range(0, num_parts, PARTS):
+    if HAS_SINKS:
+        most = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        total = 1.0
+    first_part = 0
+    if WINDOW:
+        first_part = tl.maximum(tl.load(lengths + sequence) - WINDOW, 0) // PART
+    for start in range(first_part, num_parts, PARTS):
         parts = start + tl.arange(0, PARTS)
         inside = parts < num_parts
         at = (first + parts) * HEADS + head
@@ -313,12 +341,25 @@ def _pull_plan(
     _pull_part(source, sent, waves, num_waves * WAVE_NUMBERS, num_programs, WIDTH)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers"])
-def _push_numbers(numbers, target, count, WIDTH: tl.constexpr):  # noqa: N803
+@triton.jit(
+    do_not_specialize=["count", "num_kept"], do_not_specialize_on_alignment=["numbers", "target"]
+)
+def _push_numbers(numbers, target, count, kept, num_kept, WIDTH: tl.constexpr):  # noqa: N803
     places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = places < count
     there = target.to(tl.pointer_type(tl.int64)) + places
-    tl.store(there, tl.load(numbers + places, mask=inside), mask=inside)
+    found = tl.load(numbers + places, mask=inside)
+    tl.store(there, found, mask=inside)
+    tl.store(kept + places, found, mask=inside & (places < num_kept))
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ids"])
+def _take_kept(ids, kept, count, WIDTH: tl.constexpr):  # noqa: N803
+    places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    inside = places < count
+    found = tl.load(ids + places, mask=inside, other=0)
+    is_kept = inside & (found < 0)
+    tl.store(ids + places, tl.load(kept + (-1 - found), mask=is_kept, other=0), mask=is_kept)
 
 
 def aligned_bytes(heads: Any, *, is_fp8: bool = False) -> int:
@@ -337,6 +378,7 @@ def attend_wave(
     num_programs: int,
     wave: int = 0,
     fetched: int = 0,
+    rules: LayerRules = CAUSAL,
     *,
     is_fp8: bool = False,
 ) -> None:
@@ -377,13 +419,15 @@ def attend_wave(
         ALIGN=aligned_bytes(query, is_fp8=is_fp8),
         PRECISION="ieee" if query.element_size() == 4 else "tf32",
         FP8=fp8_mode(query, is_fp8=is_fp8),
+        WINDOW=rules.window,
+        CAP=rules.cap,
         num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
     )
 
 
-def merge_parts(query: Any, plan: Any, room: Any) -> Any:
-    """The attention of all waves together, in the query's shape."""
+def merge_parts(query: Any, plan: Any, room: Any, rules: LayerRules = CAUSAL) -> Any:
+    """The attention of all waves together, in the query's shape. Sinks are added here, once."""
     heads, dim = query.shape[1:]
     out = query.new_empty(query.shape)
     _merge_parts[(query.shape[0], heads)](
@@ -393,11 +437,14 @@ def merge_parts(query: Any, plan: Any, room: Any) -> Any:
         plan.first_items,
         plan.lengths,
         out,
+        out if rules.sinks is None else rules.sinks,
         HEADS=heads,
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
         PART=PART_TOKENS,
         PARTS=_MERGED_PARTS,
+        WINDOW=rules.window,
+        HAS_SINKS=rules.sinks is not None,
         num_warps=4,
     )
     return out
@@ -511,7 +558,15 @@ def pull_plan(staged: int, sent: Any, small_end: int, begins: Any) -> None:
     _pull_plan[(num_programs,)](staged, sent, small_end, *begins, num_programs, WIDTH=256)
 
 
-def push_numbers(numbers: Any, target: int) -> None:
-    """Write 64-bit numbers to pinned DRAM without the copy engines."""
+def push_numbers(numbers: Any, target: int, kept: Any) -> None:
+    """Write 64-bit numbers to pinned DRAM without the copy engines, and the first ones to `kept`,
+    as many as it has room for."""
     count, width = numbers.numel(), 128
-    _push_numbers[(triton.cdiv(count, width),)](numbers, target, count, WIDTH=width)
+    grid = (triton.cdiv(count, width),)
+    _push_numbers[grid](numbers, target, count, kept, kept.numel(), WIDTH=width)
+
+
+def take_kept(ids: Any, kept: Any) -> None:
+    """Replace each `~n` below zero by the n-th number in `kept`."""
+    count, width = ids.numel(), 128
+    _take_kept[(triton.cdiv(count, width),)](ids, kept, count, WIDTH=width)

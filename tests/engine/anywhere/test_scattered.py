@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from penstock.engine.attention.rules import CAUSAL, attend_by_rules
 from penstock.engine.attention.scattered_triton import attend_scattered
-from penstock.engine.attention.torch import _attend_scattered
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -44,7 +44,7 @@ def test_scattered_tokens(rows: str, shape: tuple[int, int, int], dtype: torch.d
     positions = torch.tensor(at, device=DEVICE)
     expected = one_by_one(query, key, value, at, 0.3)
     limit = 1e-5 if dtype is torch.float32 else 2e-2
-    for attend in (attend_scattered, _attend_scattered):
-        found = attend(query, key, value, positions, 0.3)
+    for attend in (attend_scattered, attend_by_rules):
+        found = attend(query, key, value, positions, 0.3, CAUSAL)
         assert found.shape == query.shape
         assert float((found.double() - expected).abs().max()) < limit
