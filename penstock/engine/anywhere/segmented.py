@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Sized
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from penstock.engine.table import Places
 from penstock.types import BlockKey, Tier, Verdict
+
+if TYPE_CHECKING:
+    from penstock.engine.table import Places
 
 
 class AnySegment(Protocol):
