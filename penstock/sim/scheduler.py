@@ -91,6 +91,7 @@ class SimulatedScheduler:
             self._room.take,
             self._choose,
             LossyBlocks(self._block_tokens),
+            looks_per_token=1 << 40,  # they take no time
         )
 
     @cached_property
@@ -196,8 +197,10 @@ class SimulatedScheduler:
                 break
             if work.places:
                 self._segments.place(sequence)
-                for look in self._segments.take_placings()[1]:  # which takes no time
-                    look.request.blend(look.reused)
+            if work.num_looked:
+                self._segments.look(sequence, work.num_looked)
+            for part in self._segments.take_placings()[1]:
+                part.look.request.blend(part.look.reused)
             if len(work.positions):
                 first, last = int(work.positions[0]), int(work.positions[-1])
                 count = len(work.positions)
