@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from penstock.books.sessions import Chain
 from penstock.config import Config
 from penstock.engine.admission import Busy, NoRoom, TooLong
 from penstock.engine.ahead import Ahead, LaunchedStep
 from penstock.engine.anywhere.blending import look_at
-from penstock.engine.anywhere.segments import find_segments
+from penstock.engine.anywhere.segments import cut_at_segments, find_segments
 from penstock.engine.anywhere.turning import Turner
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
@@ -49,7 +50,7 @@ from penstock.engine.sampler import Sampled, SamplerRow, begin_sampling, make_ge
 from penstock.engine.scheduler import Chunk
 from penstock.engine.story import Story
 from penstock.events import Observer
-from penstock.hints import Hint
+from penstock.hints import NO_HINTS, Hint
 from penstock.keys import KeyChain
 from penstock.types import NO_ORIGIN, Done, Origin, Tier
 
@@ -220,8 +221,16 @@ class Engine(EngineParts):
         self._live[request_id] = live
         return request
 
-    def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
-        """Apply a hint to its session or, if it names none, to a prompt.
+    def hint(
+        self,
+        hint: Hint,
+        prompt_ids: Sequence[int] = (),
+        *,
+        tenant: str = "",
+        segments: Sequence[tuple[int, int]] = (),
+    ) -> int:
+        """Apply a hint to its session or, if it names none, to a prompt and its `segments`, each of
+        which is also a prompt of its own (see `add`).
 
         Returns the number of blocks; 0 if nothing is offloaded, or session or prompt are unknown.
         """
@@ -229,12 +238,14 @@ class Engine(EngineParts):
         if self.sessions is None:
             return 0
         self.intake.check_tenant(tenant)
-        ids = self.intake.check_prompt(prompt_ids)[: self.loaded.max_tokens]
-        prefix = KeyChain(replace(self.namespace, tenant=tenant), ids)
+        ids = self.intake.check_prompt(prompt_ids)
+        namespace = replace(self.namespace, tenant=tenant)
+        parts = cut_at_segments(ids, segments, namespace, self.loaded.max_tokens)
         if self._announcer is not None:
-            self._announcer.hinted(prefix.keys, ids, tenant)
+            for tokens, keys in parts:
+                self._announcer.hinted(keys, tokens, tenant)
         try:
-            return self.sessions.apply(hint, prefix.keys, tenant)
+            return self.sessions.apply(hint, [Chain(keys) for _, keys in parts], tenant)
         except Exception as error:
             self._recover(error)
             raise EngineFault.of(error) from error
@@ -438,12 +449,23 @@ class Engine(EngineParts):
         self.admission.end(request.id, request.finished_time)
         self._story.finished(request)
         if self.sessions is not None:
-            self.sessions.ended(
-                request.params.hints,
-                request.chain.keys[: request.max_computed // self.block_tokens],
-                request.num_cached_tokens // self.block_tokens,
-                request.tenant,
-            )
+            hints = request.params.hints
+            chains = [] if hints is NO_HINTS else self._chains(request)
+            self.sessions.ended(hints, chains, request.tenant)
+
+    def _chains(self, request: Request) -> list[Chain]:
+        """The blocks that a request has used. None if it was aborted before it started."""
+        if not request.max_computed:
+            return []
+        own = request.chain.keys[: request.max_computed // self.block_tokens]
+        segments = {segment.keys[-1]: segment.keys for segment in request.segments}
+        return [
+            Chain(own, request.num_cached_tokens // self.block_tokens),
+            *(
+                Chain(keys, len(keys) - request.num_new_blocks.get(last, 0))
+                for last, keys in segments.items()
+            ),
+        ]
 
     # Faults.
 

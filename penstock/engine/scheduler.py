@@ -129,9 +129,7 @@ class Scheduler:
             self._lossy,
             looks_per_token,
         )
-        self._fills: Fills[Request] = Fills(
-            lambda segment: self._segments.num_missing(segment) > 0, make_fill
-        )
+        self._fills: Fills[Request] = Fills(self._segments.num_missing, make_fill)
         self._cold_reads = cold_reads
         self._rotation = rotation or Rotation(None)
         self._audits = audits

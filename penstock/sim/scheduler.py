@@ -98,7 +98,7 @@ class SimulatedScheduler:
     def _fills(self) -> Fills[Sequence]:
         from penstock.engine.anywhere.fills import Fills
 
-        return Fills(lambda segment: self._segments.num_missing(segment) > 0, _make_fill)
+        return Fills(self._segments.num_missing, _make_fill)
 
     @property
     def has_work(self) -> bool:

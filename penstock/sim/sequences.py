@@ -88,6 +88,7 @@ class Sequence:
     num_mended_tokens: int = 0
     num_lossy_tokens: int = 0
     has_filled: bool = False
+    num_new_blocks: dict[BlockKey, int] = field(default_factory=dict)
     mended: Places | None = None
     seen: list[range] = field(default_factory=list)
     fills: set[BlockKey] = field(default_factory=set)

@@ -43,6 +43,7 @@ class Segmented(Protocol):
     num_mended_tokens: int
     num_lossy_tokens: int
     has_filled: bool
+    num_new_blocks: dict[BlockKey, int]
     mended: Places | None
     seen: list[range]
     fills: set[BlockKey]
