@@ -76,6 +76,7 @@ def test_others_go_on_meanwhile_and_the_steps_are_within_the_budget(loaded: Load
     while not other.output_ids:
         engine.step()
     request = until_looking(engine, 1)
+    later = engine.add("later", text(8, 90)[0], BLEND)
     num_steps, before = 1, len(other.output_ids)
     while look_of(engine, request) is not None:
         position = look_of(engine, request).position
@@ -83,6 +84,7 @@ def test_others_go_on_meanwhile_and_the_steps_are_within_the_budget(loaded: Load
         num_steps += 1
         if (look := look_of(engine, request)) is not None:
             assert look.position - position == 31  # and one token of the other
+            assert later.num_computed == 0  # nothing is left for it
     assert request.mended is not None
     assert num_steps == -(-NUM_LOOKED // 31)
     assert len(other.output_ids) - before == num_steps - 1
