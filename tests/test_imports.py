@@ -38,6 +38,7 @@ ALLOWED = {
         "transfer/cuda_link",
         "transfer/cuda_stage",
         "transfer/cuda_stages",
+        "connectors/sglang",
         "transfer/pinning",
         "engine",
         "connectors/sglang/storage",

@@ -50,6 +50,7 @@ def test_hit_rates_in_blocks_without_time(run: Run, mooncake: Path) -> None:
         "num_input_tokens": 42 * 512,
         "num_output_tokens": 48,
         "seconds": pytest.approx(5.1),
+        "has_segments": False,
     }
     points = {(p["policy"], p["num_host_blocks"]): p for p in found["points"]}
     assert set(points) == {("lru", 2), ("lru", 100), ("s3fifo", 2), ("s3fifo", 100)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from itertools import product, starmap
@@ -213,6 +213,8 @@ def _values(hint: Any) -> Iterable[Any]:
         return _values(hint.__supertype__)
     if get_origin(hint) in (Union, UnionType):
         return _values(get_args(hint)[0])  # not None
+    if get_origin(hint) is Callable:
+        return (tuple,)  # what returns nothing
     if get_origin(hint) is tuple:
         kinds = [kind for kind in get_args(hint) if kind is not ...]
         return product(*map(_values, kinds))

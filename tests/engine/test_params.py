@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 
 
 def test_defaults_are_those_of_vllm() -> None:
-    ours = {"kv_residency", "kv_hints", "kv_mending", "awaits_prefill"}
+    ours = {"kv_residency", "kv_hints", "kv_mending", "awaits_prefill", "structured_outputs"}
     defaults = dataclasses.asdict(SamplingParams())
     assert {name: value for name, value in defaults.items() if name not in ours} == {
         "n": 1,

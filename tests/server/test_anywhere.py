@@ -17,8 +17,8 @@ from penstock.engine.params import MENDING_MODES
 
 MARK = {"reuse": "anywhere"}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-RIVER = "A penstock carries water from the reservoir to the turbine, and a gate closes it. " * 7
-SEA = "Ships cross the sea — from Ålesund to 大阪 — with <|im_end|> letters and parcels 📦. " * 5
+RIVER = "A penstock carries water from the reservoir to the turbine, and a gate closes it. " * 9
+SEA = "Ships cross the sea — from Ålesund to 大阪 — with <|im_end|> letters and parcels 📦. " * 6
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 
 
@@ -188,7 +188,7 @@ def test_several_prompts_and_answers(client: Client, asking: Asking) -> None:
     assert len(answer["choices"]) == 6
     assert answer["usage"]["prompt_tokens"] == sum(len(ids) for ids, _ in expected)
     wanted = sum(num_reused(end - start) for _, bounds in expected for start, end in bounds)
-    assert details(answer) == (wanted, 64)
+    assert details(answer) == (wanted, 128)
     texts = [choice["text"] for choice in answer["choices"]]
     assert texts[::2] == texts[1::2]
     for number, prompt in enumerate(body["prompt"]):  # type: ignore[arg-type]
@@ -425,8 +425,8 @@ def served(cache: Path) -> Iterator[Spawned]:
 
 def test_the_official_client(served: Spawned) -> None:
     """A fact in a document that an earlier request has brought, at another place."""
-    capital = "The capital of France is Paris, which lies on the river Seine. " * 8
-    other = "Bees make honey from the nectar of flowers, and store it in combs of wax. " * 8
+    capital = "The capital of France is Paris, which lies on the river Seine. " * 16
+    other = "Bees make honey from the nectar of flowers, and store it in combs of wax. " * 16
     question = "\nWhat is the capital of France?"
     with openai.OpenAI(
         base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_SECONDS
