@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -274,6 +276,47 @@ def test_a_step_that_failed_halfway_is_left(rig: Callable[..., Rig]) -> None:
     with pytest.raises(RuntimeError, match="injected"):
         one.runner.run([last(each) for each in sequences], fail)
     assert torch.equal(step(one, sequences), wanted)
+
+
+def test_a_step_that_is_computed_in_halves_hands_the_threads_one_at_a_time(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a half is only queued: its threads must not get the next one's tasks meanwhile."""
+    one = rig(COLD_CPU)
+    sequences = [one.sequence(77, 0, 7), one.sequence(50, 11, 5)]
+    together = step(one, sequences)
+    cold = one.runner._cold
+    assert cold is not None
+    opened: list[bool] = []
+
+    def watched(
+        work: ColdTasks, open_step: Callable[[ColdTasks], None] = cold.threads.open
+    ) -> None:
+        assert not cold._is_open
+        opened.append(True)
+        open_step(work)
+
+    monkeypatch.setattr(cold.threads, "open", watched)
+    one.runner._max_parts = 5
+    torch.testing.assert_close(step(one, sequences), together, rtol=1e-5, atol=1e-6)
+    assert len(opened) == 2
+
+
+def test_where_numba_cannot_write_the_device_attends_to_everything(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a file system that is read-only, where numba refuses to compile."""
+    from penstock.engine import cold_threads
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot cache function 'attend': no locator available")
+
+    monkeypatch.setattr(cold_threads, "make_serve", refuse)
+    one = rig(COLD_CPU)
+    assert one.runner._cold is None
+    assert "no locator available" in caplog.text
+    code = "import sys, penstock.engine.triton_runner; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_models_that_it_does_not_suit_stay_with_the_device(loaded: LoadedModel) -> None:
