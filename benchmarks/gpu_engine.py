@@ -147,7 +147,10 @@ def ttft(scale: Scale, rounds: int) -> None:
             row |= {"dram_ms": median(loaded) * 1e3, "loaded_tokens": found[0].num_loaded_tokens}
             row["gain"] = row["computed_ms"] / row["dram_ms"]
             if link is not None:
-                row["link_ms"] = found[0].num_loaded_tokens * scale.token_bytes / link * 1e3
+                assert engine.offloader is not None
+                block_bytes = engine.offloader.host.block_bytes  # packed, unless DRAM is raw
+                num_bytes = found[0].num_loaded_tokens / BLOCK_TOKENS * block_bytes
+                row["link_ms"] = num_bytes / link * 1e3
                 if row["link_ms"] > 1.05 * row["dram_ms"]:
                     raise SystemExit(f"{row}: more than the link can carry")
             say(row)

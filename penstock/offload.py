@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from penstock.books.audit import audit
 from penstock.books.damages import Damages
-from penstock.books.prefetches import Prefetches
+from penstock.books.prefetches import Prefetches, chains_of
 from penstock.books.stack import TierStack
 from penstock.clock import Clock
 from penstock.codecs.base import BlockCodec
@@ -396,21 +396,25 @@ class Offloader:
         tenant: str = "",
         retain_seconds: float | None = None,
         name: str = "",
+        parents: Mapping[int, BlockKey | None] = NO_PARENTS,
     ) -> int:
         """Load leading blocks from lower tiers into HOST; returns how many are known to be there.
 
         With `retain_seconds` the blocks that arrive are retained under `name`. There is no `Done`.
+        At the positions in `parents` (see `save`) another chain of blocks begins.
         """
         self._require_open()
         if self._is_quarantined:
             return 0
         now = self._clock.now()
+        begun = [self.lookup(chain) for chain in chains_of(keys, parents)]
         num_blocks = self._prefetches.ask(
             keys,
             self._load_deadline_seconds,
             tenant=tenant,
-            lookup=self.lookup(keys),
+            lookups=[lookup for lookup in begun if lookup is not None],
             retain=None if retain_seconds is None else (name, now + retain_seconds),
+            parents=parents,
         )
         if self._prefetches.advance(now):
             self._submit()

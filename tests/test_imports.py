@@ -49,6 +49,7 @@ ALLOWED = {
         "codecs/lossless_numba",
         "plan/probe/memory",
         "engine",
+        "sim/places",
         "transfer/cuda_link",
     },
     "triton": {"codecs/lossless_triton", "transfer/cuda_stage", "engine"},

@@ -175,7 +175,7 @@ def test_the_defaults_of_the_settings_are_those_of_the_code() -> None:
 def test_what_the_docs_import_is_in_the_python_reference(site: Path) -> None:
     page = _Page(site / "reference" / "python.html")
     known = set(re.findall(r"from (penstock\S*) import (\w+)", page.text))
-    constants = {"MODELS", "WORKLOADS", "GiB", "Slot"}
+    constants = {"MODELS", "WORKLOADS", "GiB", "Slot", "BlockKey"}
     imported = {
         (module, name)
         for file in DOCS.rglob("*.md")

@@ -20,6 +20,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Generate": {
         "penstock.engine.llm": ("LLM",),
         "penstock.engine.params": ("SamplingParams", "KvResidency"),
+        "penstock.engine.structure": ("StructuredOutputsParams",),
         "penstock.config.options": ("EngineOptions",),
         "penstock.engine.outputs": (
             "RequestOutput",
@@ -69,6 +70,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "The simulator": {
         "penstock.sim.workloads": ("generate", "knobs_of"),
+        "penstock.sim.trace": ("Trace", "TraceRequest", "TraceSegment"),
         "penstock.sim.formats": ("read_trace", "write_trace", "read_record"),
         "penstock.sim.settings": ("SimulatedHardware",),
         "penstock.sim.simulator": ("simulate",),
@@ -92,13 +94,13 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         )
     },
 }
-SHORT = ("LLM", "SamplingParams")  # importable from the package itself
+SHORT = ("LLM", "SamplingParams", "StructuredOutputsParams")  # importable from the package itself
 
 _HEAD = """# The Python API
 
-What applications can import, generated from the source. Import `LLM` and `SamplingParams` from
-`penstock`, and everything else from the module shown. Names that start with `_`, and modules that
-are not listed here, may change at any time.
+What applications can import, generated from the source. Import `LLM`, `SamplingParams` and
+`StructuredOutputsParams` from `penstock`, and everything else from the module shown. Names that
+start with `_`, and modules that are not listed here, may change at any time.
 
 """
 

@@ -7,25 +7,37 @@ arrive, without an error.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.books.stack import TierStack
-from penstock.types import BlockKey, Done, LookupId, TicketId, Tier, Verdict
+from penstock.types import NO_PARENTS, BlockKey, Done, LookupId, TicketId, Tier, Verdict
 
 _MAX_UNDER_WAY = 32  # blocks
 _MAX_WAITING = 64  # prefetches
 _WINDOW_BLOCKS = 256  # matched at a time
 
 
+def chains_of(
+    keys: Sequence[BlockKey], parents: Mapping[int, BlockKey | None]
+) -> list[Sequence[BlockKey]]:
+    """The chains that follow one another in `keys`: at the positions in `parents` one begins."""
+    starts = sorted({0, *(place for place in parents if 0 < place < len(keys))})
+    return [keys[start:end] for start, end in pairwise([*starts, len(keys)])]
+
+
 @dataclass(slots=True)
 class _Prefetch:
     keys: tuple[BlockKey, ...]
+    parents: Mapping[int, BlockKey | None]  # of the first block of each chain
+    ends: list[int]  # of the chains
     num_left: int  # blocks it may still load
     deadline_seconds: float  # for each of its loads
     tenant: str
-    lookup: LookupId | None  # wait for its answer before starting
+    lookups: Sequence[LookupId]  # wait for their answers before starting
     retain: tuple[str, float] | None  # group name, and until when
     position: int = 0  # all blocks before it are in HOST or on their way
 
@@ -51,20 +63,34 @@ class Prefetches:
         deadline_seconds: float,
         *,
         tenant: str = "",
-        lookup: LookupId | None = None,
+        lookups: Sequence[LookupId] = (),
         retain: tuple[str, float] | None = None,
+        parents: Mapping[int, BlockKey | None] = NO_PARENTS,
     ) -> int:
         """Queue a prefetch of leading blocks; returns how many are known to be in lower tiers.
 
+        At the positions in `parents` another chain begins, with a leading part of its own.
         `retain` is the group in which to retain the blocks that arrive, and until when.
         """
         if len(self) >= _MAX_WAITING:
             return 0
-        match = self._stack.match(keys)
-        num_below = match.num_blocks - match.num_from(Tier.HOST)
-        if num_below or lookup is not None:
+        num_below, ends = 0, [0]
+        for chain in chains_of(keys, parents):
+            match = self._stack.match(chain)
+            num_below += match.num_blocks - match.num_from(Tier.HOST)
+            ends.append(ends[-1] + len(chain))
+        if num_below or lookups:
             self._waiting.append(
-                _Prefetch(tuple(keys), self._max_blocks, deadline_seconds, tenant, lookup, retain)
+                _Prefetch(
+                    tuple(keys),
+                    parents,
+                    ends,
+                    self._max_blocks,
+                    deadline_seconds,
+                    tenant,
+                    lookups,
+                    retain,
+                )
             )
         return min(num_below, self._max_blocks)
 
@@ -75,7 +101,7 @@ class Prefetches:
             if self._num_under_way >= _MAX_UNDER_WAY:
                 break
             prefetch = self._waiting.popleft()
-            if prefetch.lookup is not None and self._stack.lookups.is_open(prefetch.lookup):
+            if any(map(self._stack.lookups.is_open, prefetch.lookups)):
                 self._waiting.append(prefetch)
             elif self._start(prefetch, now):
                 started = True
@@ -105,15 +131,18 @@ class Prefetches:
     def _start(self, prefetch: _Prefetch, now: float) -> bool:
         """Load its next blocks that are not in HOST. Returns False if there are none."""
         room = min(_MAX_UNDER_WAY - self._num_under_way, prefetch.num_left)
-        while True:
-            positions = self._next_below(prefetch, room)
-            if positions or prefetch.position >= len(prefetch.keys):
-                break
+        positions: list[int] = []
+        while len(positions) < room and prefetch.position < len(prefetch.keys):
+            positions += self._next_below(prefetch, room - len(positions))
         if not positions:
             return False
         keys = [prefetch.keys[position] for position in positions]
         parents = {
-            index: prefetch.keys[position - 1] if position else None
+            index: prefetch.parents[position]
+            if position in prefetch.parents
+            else prefetch.keys[position - 1]
+            if position
+            else None
             for index, position in enumerate(positions)
         }
         ticket = self._stack.load(
@@ -127,7 +156,8 @@ class Prefetches:
     def _next_below(self, prefetch: _Prefetch, room: int) -> list[int]:
         """Positions of its next blocks in lower tiers; moves `prefetch.position` past them."""
         start = prefetch.position
-        window = prefetch.keys[start : start + _WINDOW_BLOCKS]
+        end_of_chain = prefetch.ends[bisect_right(prefetch.ends, start)]
+        window = prefetch.keys[start : min(start + _WINDOW_BLOCKS, end_of_chain)]
         match = self._stack.match(window)
         positions: list[int] = []
         end = start
@@ -139,6 +169,6 @@ class Prefetches:
                 positions = positions[:room]
                 prefetch.position = positions[-1] + 1
                 return positions
-        # Blocks after a gap are of no use.
-        prefetch.position = end if match.num_blocks == len(window) else len(prefetch.keys)
+        # Blocks of the same chain after a gap are of no use.
+        prefetch.position = end if match.num_blocks == len(window) else end_of_chain
         return positions

@@ -12,6 +12,7 @@ from penstock.codecs.names import AUTO
 from penstock.commands import JsonFlag, print_json, progress_bar
 from penstock.config import Config
 from penstock.errors import ConfigError
+from penstock.install import require
 from penstock.machine import num_cores
 
 if TYPE_CHECKING:
@@ -294,6 +295,7 @@ def sim(
         fleet.check(room, hardware)
     found = _traces(traces or [], generate, requests, seed, format, block_tokens)
     if any(trace.has_segments for trace in found):
+        require("probe", ["numpy"], "a trace with segments")
         # Beside a trace with segments, the same without marks.
         found = [same for trace in found for same in _with_and_without(trace)]
     if window is not None or state_groups:

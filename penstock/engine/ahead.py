@@ -41,6 +41,7 @@ class LaunchedStep(Generic[_Owner]):
     end: Any  # of the step: see `Runner.wait`
     launched: float  # when
     is_left: bool  # the next step may be launched before this one is read
+    looks: bool = False  # it also looked at tokens, which takes time (see `anywhere.looks`)
 
 
 class Ahead(Generic[_Owner]):

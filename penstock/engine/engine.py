@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from penstock.books.sessions import Chain
 from penstock.config import Config
 from penstock.engine.admission import Busy, NoRoom, TooLong
 from penstock.engine.ahead import Ahead, LaunchedStep
-from penstock.engine.anywhere.blending import choose_mended
-from penstock.engine.anywhere.loads import Look
-from penstock.engine.anywhere.segments import find_segments
+from penstock.engine.anywhere.blending import look_at
+from penstock.engine.anywhere.segments import cut_at_segments, find_segments
 from penstock.engine.anywhere.turning import Turner
 from penstock.engine.census import Sighting, take_census
 from penstock.engine.detokenize import Detokenizer
@@ -50,7 +50,7 @@ from penstock.engine.sampler import Sampled, SamplerRow, begin_sampling, make_ge
 from penstock.engine.scheduler import Chunk
 from penstock.engine.story import Story
 from penstock.events import Observer
-from penstock.hints import Hint
+from penstock.hints import NO_HINTS, Hint
 from penstock.keys import KeyChain
 from penstock.types import NO_ORIGIN, Done, Origin, Tier
 
@@ -221,8 +221,16 @@ class Engine(EngineParts):
         self._live[request_id] = live
         return request
 
-    def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
-        """Apply a hint to its session or, if it names none, to a prompt.
+    def hint(
+        self,
+        hint: Hint,
+        prompt_ids: Sequence[int] = (),
+        *,
+        tenant: str = "",
+        segments: Sequence[tuple[int, int]] = (),
+    ) -> int:
+        """Apply a hint to its session or, if it names none, to a prompt and its `segments`, each of
+        which is also a prompt of its own (see `add`).
 
         Returns the number of blocks; 0 if nothing is offloaded, or session or prompt are unknown.
         """
@@ -230,12 +238,14 @@ class Engine(EngineParts):
         if self.sessions is None:
             return 0
         self.intake.check_tenant(tenant)
-        ids = self.intake.check_prompt(prompt_ids)[: self.loaded.max_tokens]
-        prefix = KeyChain(replace(self.namespace, tenant=tenant), ids)
+        ids = self.intake.check_prompt(prompt_ids)
+        namespace = replace(self.namespace, tenant=tenant)
+        parts = cut_at_segments(ids, segments, namespace, self.loaded.max_tokens)
         if self._announcer is not None:
-            self._announcer.hinted(prefix.keys, ids, tenant)
+            for tokens, keys in parts:
+                self._announcer.hinted(keys, tokens, tenant)
         try:
-            return self.sessions.apply(hint, prefix.keys, tenant)
+            return self.sessions.apply(hint, [Chain(keys) for _, keys in parts], tenant)
         except Exception as error:
             self._recover(error)
             raise EngineFault.of(error) from error
@@ -288,7 +298,7 @@ class Engine(EngineParts):
         self._story.entered(self.scheduler, time.monotonic())
         self._story.scheduled(self.scheduler, self.pool)
         self._end_stuck()
-        if chunks and not self.ahead.may_follow(chunks):
+        if chunks and (self.scheduler.is_looking or not self.ahead.may_follow(chunks)):
             self._read_step()
             chunks = [each for each in chunks if each.request.phase is RequestPhase.RUNNING]
             self._chunks = chunks
@@ -319,13 +329,13 @@ class Engine(EngineParts):
 
     def _launch(self, chunks: Sequence[Chunk]) -> LaunchedStep[_Live]:
         started = time.monotonic()
+        looks = self.scheduler.is_looking  # which may read DRAM, so it is not left behind
         self._place_segments()
         logits = self.runner.run(chunks, self._keep_moving)
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
         read = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)
-        step = LaunchedStep(
-            chunks, lives, read, self.runner.mark(), started, self.ahead.may_leave(chunks)
-        )
+        is_left = not looks and self.ahead.may_leave(chunks)
+        step = LaunchedStep(chunks, lives, read, self.runner.mark(), started, is_left, looks)
         self.ahead.launched(step, [live.request for live in lives])
         return step
 
@@ -341,7 +351,9 @@ class Engine(EngineParts):
         later, self._chunks = self._chunks, [*step.chunks, *self._chunks]
         self.runner.wait(self._keep_moving, step.end)
         seconds = self.ahead.ended(step, time.monotonic())
-        self._costs.observe([(c.num_tokens, c.end - c.num_tokens) for c in step.chunks], seconds)
+        if not step.looks:
+            computed = [(c.num_tokens, c.end - c.num_tokens) for c in step.chunks]
+            self._costs.observe(computed, seconds)
         link = None if self.offloader is None else self.offloader.rates.get(Tier.HOST)
         self._story.stepped(step.chunks, seconds, link)
         for live, sampled in zip(step.owners, step.read(), strict=True):
@@ -362,28 +374,14 @@ class Engine(EngineParts):
             self._turner = Turner(self.loaded)
 
     def _place_segments(self) -> bool:
-        """Copy segments that have arrived. False if there are none."""
+        """Copy segments that have arrived, and look at them. False if there is nothing to do."""
         placings, looks = self.scheduler.take_placings()
         if placings:
             assert self._turner is not None
             self._turner.place(self.device.tensor, placings)
-        for look in looks:
-            self._choose_mended(look)
-        return bool(placings)
-
-    def _choose_mended(self, look: Look[Request]) -> None:
-        request, mending = look.request, look.request.params.mending
-        start, stop = request.num_computed, look.reused[-1].stop
-        size = self._config.max_num_batched_tokens
-        changes = [
-            self.runner.key_changes(Chunk(request, first, min(size, stop - first)))
-            for first in range(start, stop, size)
-        ]
-        chosen = choose_mended(torch.cat(changes), start, look.reused, mending.blend_share)
-        if request.mended is None:
-            request.num_reused_tokens = sum(map(len, look.reused)) - len(chosen)
-            request.num_mended_tokens = len(chosen)
-        request.mended, request.seen = chosen, look.reused
+        for part in looks:
+            look_at(part, self.runner.key_changes, self._config.max_num_batched_tokens)
+        return bool(placings or looks)
 
     def close(self) -> None:
         try:
@@ -451,12 +449,23 @@ class Engine(EngineParts):
         self.admission.end(request.id, request.finished_time)
         self._story.finished(request)
         if self.sessions is not None:
-            self.sessions.ended(
-                request.params.hints,
-                request.chain.keys[: request.max_computed // self.block_tokens],
-                request.num_cached_tokens // self.block_tokens,
-                request.tenant,
-            )
+            hints = request.params.hints
+            chains = [] if hints is NO_HINTS else self._chains(request)
+            self.sessions.ended(hints, chains, request.tenant)
+
+    def _chains(self, request: Request) -> list[Chain]:
+        """The blocks that a request has used. None if it was aborted before it started."""
+        if not request.max_computed:
+            return []
+        own = request.chain.keys[: request.max_computed // self.block_tokens]
+        segments = {segment.keys[-1]: segment.keys for segment in request.segments}
+        return [
+            Chain(own, request.num_cached_tokens // self.block_tokens),
+            *(
+                Chain(keys, len(keys) - request.num_new_blocks.get(last, 0))
+                for last, keys in segments.items()
+            ),
+        ]
 
     # Faults.
 

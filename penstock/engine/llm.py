@@ -139,10 +139,12 @@ class LLM:
         if (session is None) == (prompt is None):
             given = "neither is" if session is None else "both are"
             raise ConfigError(f"a hint takes either a session or a prompt: {given} given.")
-        prompt_ids = [] if prompt is None else self._encode(prompt).tokens.ids
+        tokens = PromptTokens([]) if prompt is None else self._encode(prompt).tokens
         self._require_intact()
         with self._interrupts.deferred():
-            num_blocks = self.engine.hint(Hint(action, session, retain_seconds), prompt_ids)
+            num_blocks = self.engine.hint(
+                Hint(action, session, retain_seconds), tokens.ids, segments=tokens.segments
+            )
         offloader = self.engine.offloader
         while offloader is not None and offloader.is_prefetching:
             with self._interrupts.deferred():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.codecs.names import is_lossy
-from penstock.engine.request import Request
 from penstock.types import Slot, Tier
+
+if TYPE_CHECKING:
+    from penstock.engine.request import Request
 
 
 class _Counted(Protocol):

@@ -402,6 +402,8 @@ class EngineParts:
             admission=self.admission,
             tiers=self.offloader,
             choose=self._choose,
+            # A look runs the first layer, and what the second one needs for its keys.
+            looks_per_token=max(1, self.loaded.num_layers // 2),
             compute_seconds=self._compute_seconds,
             max_num_batched_tokens=num_batched,
             max_num_seqs=config.max_num_seqs,

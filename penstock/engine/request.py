@@ -57,6 +57,8 @@ class Request:
     lookups: list[LookupId] = field(default_factory=list)  # in the remote tier
     fills: set[BlockKey] = field(default_factory=set)  # segments that are computed before it starts
     has_filled: bool = False  # whether its missing segments have been computed
+    # Of its segments, by their last keys: how many blocks were nowhere before.
+    num_new_blocks: dict[BlockKey, int] = field(default_factory=dict)
     mended: Places | None = None  # positions that "blend" computes, once they are chosen ...
     seen: list[range] = field(default_factory=list)  # ... from these
     finish_reason: str | None = None

@@ -20,7 +20,8 @@ from penstock.engine.admission import Admission
 from penstock.engine.admit import AdmissionPlan, Choose, plan_admission
 from penstock.engine.announcer import Announcer
 from penstock.engine.anywhere.fills import Fills, make_fill
-from penstock.engine.anywhere.loads import Look, SegmentLoads
+from penstock.engine.anywhere.loads import SegmentLoads
+from penstock.engine.anywhere.looks import LookPart
 from penstock.engine.anywhere.placing import Placing
 from penstock.engine.auditing import EngineAudits
 from penstock.engine.awaited_prefills import AwaitedPrefills, ComputeSeconds
@@ -96,6 +97,7 @@ class Scheduler:
         audits: EngineAudits | None = None,
         lossy: LossyBlocks | None = None,
         announcer: Announcer | None = None,
+        looks_per_token: int = 1,
         compute_seconds: ComputeSeconds = lambda num_tokens, num_past: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,10 +127,9 @@ class Scheduler:
             self.placement.take,
             lambda match, num_past: self._choose(match, num_past),
             self._lossy,
+            looks_per_token,
         )
-        self._fills: Fills[Request] = Fills(
-            lambda segment: self._segments.num_missing(segment) > 0, make_fill
-        )
+        self._fills: Fills[Request] = Fills(self._segments.num_missing, make_fill)
         self._cold_reads = cold_reads
         self._rotation = rotation or Rotation(None)
         self._audits = audits
@@ -251,10 +252,12 @@ class Scheduler:
                 if work is None:
                     chunks.append(_chunk(request, num_tokens))
                 else:
-                    num_tokens = len(work.positions)
+                    num_tokens = work.num_charged
                     if work.places:
                         self._segments.place(request)
-                    if num_tokens:
+                    if work.num_looked:
+                        self._segments.look(request, work.num_looked)
+                    if len(work.positions):
                         chunks.append(_scattered_chunk(request, work.positions))
                 budget -= num_tokens
         while budget and not preempted and self._has_seat:
@@ -270,11 +273,16 @@ class Scheduler:
                 budget -= num_tokens
         return chunks
 
-    def take_placings(self) -> tuple[list[Placing], list[Look[Request]]]:
+    @property
+    def is_looking(self) -> bool:
+        """Whether the step looks at tokens, to choose which are mended."""
+        return self._segments.is_looking
+
+    def take_placings(self) -> tuple[list[Placing], list[LookPart[Request]]]:
         """What must be done before the chunks are computed.
 
-        First KV is copied, whose sources are held until the next step. Then the tokens to mend are
-        chosen (see `blending`).
+        First KV is copied, whose sources are held until the next step. Then tokens are looked at,
+        to choose which are mended (see `looks`).
         """
         return self._segments.take_placings()
 

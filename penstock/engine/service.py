@@ -197,11 +197,20 @@ class Service:
                 "it, or send the request again if the server is busy."
             ) from None
 
-    async def hint(self, hint: Hint, prompt_ids: Sequence[int] = (), *, tenant: str = "") -> int:
+    async def hint(
+        self,
+        hint: Hint,
+        prompt_ids: Sequence[int] = (),
+        *,
+        tenant: str = "",
+        segments: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """Like `Engine.hint`. Raises Stopped."""
         prompt_ids = self.engine.intake.check_prompt(prompt_ids)
         self.engine.intake.check_tenant(tenant)
-        return await self._ask(lambda: self.engine.hint(hint, prompt_ids, tenant=tenant))
+        return await self._ask(
+            lambda: self.engine.hint(hint, prompt_ids, tenant=tenant, segments=segments)
+        )
 
     async def census(self) -> list[Sighting]:
         """Like `Engine.census`, taken between two steps. Raises Stopped."""

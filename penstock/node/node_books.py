@@ -177,9 +177,11 @@ class NodeBooks:
         tenant: str = "",
         retain_seconds: float | None = None,
         name: str = "",
+        parents: Mapping[int, BlockKey | None] = NO_PARENTS,
     ) -> int:
         fields = {
             "tenant": pack_text(tenant),
+            "parents": pack_parents(parents),
             "retain_seconds": retain_seconds,
             "name": pack_text(name),
         }

@@ -229,6 +229,7 @@ class Session:
             tenant=unpack_text(fields.get("tenant", "")),
             retain_seconds=_seconds(fields.get("retain_seconds")),
             name=unpack_text(fields.get("name", "")),
+            parents=unpack_parents(fields.get("parents", [])),
         )
         self._last_state = b""  # the client must hear of the end, however soon it comes
         self._reply(frame, {"num": num_blocks})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.engine.anywhere.pieces import PromptTokens
 from penstock.errors import PenstockError
 from penstock.server.answers import HintAnswer
 from penstock.server.errors import from_engine
-from penstock.server.schema import HintRequest
+from penstock.server.schema import HintRequest, SegmentedPrompt
 
 if TYPE_CHECKING:
     from penstock.server.backend import Serving
@@ -15,16 +16,20 @@ if TYPE_CHECKING:
 
 async def follow_hint(body: HintRequest, serving: Serving, tenant: str) -> HintAnswer:
     serving.check_name(body.model)
-    ids: list[int] = []
-    if isinstance(body.prompt, str):
-        ids = (await serving.prompts.encode(body.prompt)).ids
+    tokens = PromptTokens([])
+    if isinstance(body.prompt, SegmentedPrompt):
+        tokens = await serving.prompts.encode(body.prompt.pieces())
+    elif isinstance(body.prompt, str):
+        tokens = await serving.prompts.encode(body.prompt)
     elif body.prompt is not None:
-        ids = body.prompt
+        tokens = PromptTokens(body.prompt)
     elif body.messages is not None:
         messages = [message.plain() for message in body.messages]
-        ids = (await serving.prompts.encode_chat(messages)).ids
+        tokens = await serving.prompts.encode_chat(messages)
     try:
-        num_blocks = await serving.service.hint(body.plain(), ids, tenant=tenant)
+        num_blocks = await serving.service.hint(
+            body.plain(), tokens.ids, tenant=tenant, segments=tokens.segments
+        )
     except PenstockError as error:
         raise from_engine(error) from None
     return HintAnswer(

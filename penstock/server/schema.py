@@ -696,13 +696,19 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
+_HintedPrompt = Annotated[
+    str | _TokenIds | SegmentedPrompt,
+    _expected('a string, a list of token ids, or an object {"segments": [...]}'),
+]
+
+
 class HintRequest(TenantFields, _Strict):
     """A hint between requests, for a session or for the prefix of a prompt."""
 
     model: str | None = None
     action: _Action
     session: _Name | None = None
-    prompt: Annotated[str | _TokenIds, _expected("a string or a list of token ids")] | None = None
+    prompt: _HintedPrompt | None = None
     messages: _Messages | None = None
     retain_seconds: _RetainSeconds | None = None
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from penstock.engine.admission import Admission, Busy, TooLong
 from penstock.engine.admit import AdmissionPlan, Choose, DeviceRoom, plan_admission
-from penstock.engine.anywhere.fills import Fills
-from penstock.engine.anywhere.loads import SegmentLoads
-from penstock.engine.anywhere.segmented import AnySegment
 from penstock.engine.blocks import BlockPool, CompletedBlocks
 from penstock.engine.lossy import LossyBlocks
 from penstock.engine.tiers import EngineTiers
@@ -25,6 +24,11 @@ from penstock.sim.decoders import Decoders
 from penstock.sim.sequences import Sequence, SequencePhase
 from penstock.sim.trace import TraceRequest
 from penstock.types import Done, Slot, TicketId
+
+if TYPE_CHECKING:
+    from penstock.engine.anywhere.fills import Fills
+    from penstock.engine.anywhere.loads import SegmentLoads
+    from penstock.engine.anywhere.segmented import AnySegment
 
 _MAX_STALLS = 200  # steps
 
@@ -69,17 +73,32 @@ class SimulatedScheduler:
         self._saving: dict[TicketId, list[Slot]] = {}
         # All that hold blocks, except those that load, by order.
         self._running: dict[tuple[int, int], Sequence] = {}
-        self._segments: SegmentLoads[Sequence] = SegmentLoads(
-            pool, tiers, block_tokens, self._room.take, choose, LossyBlocks(block_tokens)
-        )
-        self._fills: Fills[Sequence] = Fills(
-            lambda segment: self._segments.num_missing(segment) > 0, _make_fill
-        )
+        self._has_segments = False  # whether any prompt had some: if not, numpy is not needed
         self.has_begun = False  # whether a sequence began in the last step without a chunk
         self._is_blocked = False  # the first in the queue found no room, and none was freed since
         self.decoders = Decoders()
         self.num_preemptions = 0
         self.ended: list[Sequence] = []  # finished or refused since the owner last emptied it
+
+    @cached_property
+    def _segments(self) -> SegmentLoads[Sequence]:
+        from penstock.engine.anywhere.loads import SegmentLoads
+
+        return SegmentLoads(
+            self._pool,
+            self._tiers,
+            self._block_tokens,
+            self._room.take,
+            self._choose,
+            LossyBlocks(self._block_tokens),
+            looks_per_token=1 << 40,  # they take no time
+        )
+
+    @cached_property
+    def _fills(self) -> Fills[Sequence]:
+        from penstock.engine.anywhere.fills import Fills
+
+        return Fills(self._segments.num_missing, _make_fill)
 
     @property
     def has_work(self) -> bool:
@@ -97,11 +116,12 @@ class SimulatedScheduler:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._loading or len(self._segments))
+        return bool(self._loading or (self._has_segments and len(self._segments)))
 
     def add(self, sequence: Sequence) -> bool:
         """Queue a request. If False, it was refused and `refusal` says why."""
         num_new = sequence.num_output_tokens
+        self._has_segments |= bool(sequence.segments)
         try:
             self._admission.check(sequence.request.num_input_tokens, num_new, self.num_waiting)
         except TooLong:
@@ -121,7 +141,8 @@ class SimulatedScheduler:
 
     def schedule(self) -> list[SimulatedChunk]:
         """The next step's chunks of prompts. Sequences that decode are in `decoders`."""
-        self._segments.release_read()
+        if self._has_segments:
+            self._segments.release_read()
         self.has_begun = False
         preempted = self._resume_stalled()
         budget = self._max_num_batched_tokens - len(self.decoders)
@@ -176,8 +197,10 @@ class SimulatedScheduler:
                 break
             if work.places:
                 self._segments.place(sequence)
-                for look in self._segments.take_placings()[1]:  # which takes no time
-                    look.request.blend(look.reused)
+            if work.num_looked:
+                self._segments.look(sequence, work.num_looked)
+            for part in self._segments.take_placings()[1]:
+                part.look.request.blend(part.look.reused)
             if len(work.positions):
                 first, last = int(work.positions[0]), int(work.positions[-1])
                 count = len(work.positions)
@@ -219,7 +242,7 @@ class SimulatedScheduler:
         if (saved := self._saving.pop(done.ticket, None)) is not None:
             self._pool.release(saved)
             return
-        if self._segments.settle(done):
+        if self._has_segments and self._segments.settle(done):
             return
         sequence = self._loading.pop(done.ticket)
         into, sequence.into = sequence.into, []
@@ -388,7 +411,8 @@ class SimulatedScheduler:
     def _drop(self, sequence: Sequence) -> None:
         del self._running[sequence.order]
         self._is_blocked = False
-        self._segments.leave(sequence)
+        if self._has_segments:
+            self._segments.leave(sequence)
         self._pool.release(sequence.slots)
         sequence.slots = []
         sequence.num_computed = sequence.num_named = sequence.num_present = 0

@@ -6,12 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from penstock.engine.table import Places
 from penstock.sim.trace import TraceRequest
 from penstock.types import KEY_BYTES, BlockKey, LookupId, Slot, Tier, Verdict
+
+if TYPE_CHECKING:
+    from penstock.engine.table import Places
 
 
 class SequencePhase(Enum):
@@ -44,7 +45,9 @@ class _Table:
 
     @property
     def places(self) -> Places:
-        return np.array(self._slots, np.int64)
+        from penstock.sim.places import places_of
+
+        return places_of(self._slots)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +88,7 @@ class Sequence:
     num_mended_tokens: int = 0
     num_lossy_tokens: int = 0
     has_filled: bool = False
+    num_new_blocks: dict[BlockKey, int] = field(default_factory=dict)
     mended: Places | None = None
     seen: list[range] = field(default_factory=list)
     fills: set[BlockKey] = field(default_factory=set)
@@ -139,17 +143,13 @@ class Sequence:
 
     def blend(self, parts: list[range]) -> None:
         """Choose the tokens to mend. Which they are is not known: they are spread evenly."""
-        share = max(segment.blend_share for segment in self.segments)
-        chosen = [
-            part.start + np.arange(count, dtype=np.int64) * len(part) // count
-            for part in parts
-            if (count := min(len(part), round(share * len(part))))
-        ]
+        from penstock.sim.places import spread
+
+        chosen = spread(parts, max(segment.blend_share for segment in self.segments))
         if self.mended is None:
-            self.num_mended_tokens = sum(map(len, chosen))
-            self.num_reused_tokens = sum(map(len, parts)) - self.num_mended_tokens
-        self.mended = np.concatenate([np.zeros(0, np.int64), *chosen])
-        self.seen = parts
+            self.num_mended_tokens = len(chosen)
+            self.num_reused_tokens = sum(map(len, parts)) - len(chosen)
+        self.mended, self.seen = chosen, parts
 
     @property
     def num_prompt_blocks(self) -> int:

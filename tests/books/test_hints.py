@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ from tools import TIMEOUT_SECONDS, Rig, keys_of
 
 from penstock.books.audit import audit
 from penstock.books.prefetches import Prefetches
-from penstock.books.sessions import Sessions
+from penstock.books.sessions import Chain, Sessions
 from penstock.errors import BookError, ConfigError
 from penstock.events import Event, Prefetched, TicketDone
 from penstock.hints import NO_HINTS, Hint, Hints
-from penstock.types import BlockKey, Slot, Tier, Verdict
+from penstock.types import NO_PARENTS, BlockKey, Slot, Tier, Verdict
 
 K = [BlockKey(bytes([number]) * 32) for number in range(64)]
 
@@ -105,16 +105,18 @@ class Told:
         tenant: str = "",
         retain_seconds: float | None = None,
         name: str = "",
+        parents: Mapping[int, BlockKey | None] = NO_PARENTS,
     ) -> int:
         self.asked.append(("prefetch", list(keys), tenant, retain_seconds))
+        self.parents = dict(parents)
         return len(keys)
 
 
 def test_hints_reach_the_blocks_of_a_sessions_latest_request() -> None:
     tiers = Told()
     sessions = Sessions(tiers)
-    sessions.ended(Hints("a"), K[:2], 0)
-    sessions.ended(Hints("a"), K[:4], 2)
+    sessions.ended(Hints("a"), [Chain(K[:2], 0)])
+    sessions.ended(Hints("a"), [Chain(K[:4], 2)])
     assert tiers.asked == []
     assert sessions.apply(Hint("retain", "a", 5.0)) == 4
     assert sessions.apply(Hint("prefetch", "a")) == 4
@@ -129,7 +131,7 @@ def test_tenants_do_not_reach_each_others_sessions() -> None:
     sessions = Sessions(tiers)
     names = [("a", "b"), ("", "b"), ("a", ""), ("a b", "b"), ("'a' 'b'", "b"), ("a'", "' 'b")]
     for tenant, session in names:
-        sessions.ended(Hints(session or None, 5.0), K[:1], 0, tenant)
+        sessions.ended(Hints(session or None, 5.0), [Chain(K[:1], 0)], tenant)
     retained_as = [asked[3] for asked in tiers.asked]
     assert len(set(retained_as)) == len(names)
     tiers.asked.clear()
@@ -140,27 +142,71 @@ def test_tenants_do_not_reach_each_others_sessions() -> None:
 def test_a_demoted_session_leaves_alone_what_was_there_before_it() -> None:
     tiers = Told()
     sessions = Sessions(tiers)
-    sessions.ended(Hints("a"), K[:4], 2)  # a template of two blocks
-    sessions.ended(Hints("a", on_end="demote"), K[:6], 4)
+    sessions.ended(Hints("a"), [Chain(K[:4], 2)])  # a template of two blocks
+    sessions.ended(Hints("a", on_end="demote"), [Chain(K[:6], 4)])
     assert tiers.asked[-1] == ("demote", K[2:6])
-    sessions.ended(Hints(on_end="demote"), K[:5], 3)
+    sessions.ended(Hints(on_end="demote"), [Chain(K[:5], 3)])
     assert tiers.asked[-1] == ("demote", K[3:5])
-    assert sessions.apply(Hint("demote"), K[:5]) == 5, "who names a prefix means all of it"
+    assert sessions.apply(Hint("demote"), [Chain(K[:5])]) == 5, "who names a prefix means all of it"
 
 
 def test_a_prefix_is_released_under_the_name_under_which_it_was_retained() -> None:
     tiers = Told()
     sessions = Sessions(tiers)
-    sessions.apply(Hint("retain", None, 5.0), K[:3])
-    sessions.apply(Hint("release"), K[:3])
+    sessions.apply(Hint("retain", None, 5.0), [Chain(K[:3])])
+    sessions.apply(Hint("release"), [Chain(K[:3])])
     assert tiers.asked[0][3] == tiers.asked[1][1]
     assert sessions.apply(Hint("retain", None, 5.0)) == 0
+
+
+SEGMENTED = [Chain(K[:3]), Chain(K[10:14]), Chain(K[20:22])]
+
+
+def test_a_prompt_with_segments_has_several_chains() -> None:
+    tiers = Told()
+    sessions = Sessions(tiers)
+    keys = [*K[:3], *K[10:14], *K[20:22]]
+    assert sessions.apply(Hint("retain", None, 5.0), SEGMENTED) == 9
+    sessions.apply(Hint("release"), SEGMENTED)
+    sessions.apply(Hint("release"), SEGMENTED[:2])
+    sessions.apply(Hint("demote"), SEGMENTED)
+    names = [tiers.asked[0][3], *(asked[1] for asked in tiers.asked[1:4])]
+    assert names[0] == names[1] == names[3] != names[2]
+    assert tiers.asked[0][:3] == ("retain", keys, 5.0)
+    assert tiers.asked[4] == ("demote", keys)
+    sessions.apply(Hint("prefetch"), SEGMENTED)
+    assert tiers.asked[5] == ("prefetch", keys, "", None)
+    assert tiers.parents == {3: None, 7: None}
+
+
+def test_a_segment_that_begins_another_is_named_once() -> None:
+    tiers = Told()
+    sessions = Sessions(tiers)
+    sessions.apply(
+        Hint("prefetch"), [Chain(K[:2]), Chain(K[10:12]), Chain(K[5:7]), Chain(K[10:14])]
+    )
+    assert tiers.asked[0][1] == [*K[:2], *K[10:12], *K[5:7], *K[12:14]]
+    assert tiers.parents == {2: None, 4: None, 6: K[11]}
+
+
+def test_a_demoted_session_leaves_alone_segments_that_were_there_before_it() -> None:
+    tiers = Told()
+    sessions = Sessions(tiers)
+    first = [Chain(K[:4], 1), Chain(K[10:14], 4), Chain(K[20:24], 1)]
+    sessions.ended(Hints("a"), first)
+    sessions.check()
+    assert sessions._num_keys == 12
+    later = [Chain(K[:6], 6), Chain(K[20:24], 4), Chain(K[10:14], 4), Chain(K[30:32])]
+    sessions.ended(Hints("a", on_end="demote"), later)
+    assert tiers.asked[-1] == ("demote", [*K[1:6], *K[21:24], *K[30:32]])
+    sessions.ended(Hints("a"), [])
+    assert sessions.apply(Hint("retain", "a", 5.0)) == 16, "it was aborted before it started"
 
 
 def test_what_is_remembered_of_sessions_is_bounded() -> None:
     sessions = Sessions(Told(), max_keys=10)
     for number in range(30):
-        sessions.ended(Hints(f"s{number % 7}"), K[: number % 12], 0)
+        sessions.ended(Hints(f"s{number % 7}"), [Chain(K[: number % 12], 0)])
         sessions.check()
     assert len(sessions) <= 10
     sessions._num_keys += 1
@@ -242,6 +288,22 @@ def test_what_comes_is_retained_where_that_was_asked() -> None:
     assert len(rig.stack.retention) == 4
     rig.stack.tick(10.0)
     assert len(rig.stack.retention) == 0
+
+
+def test_each_chain_of_a_prefetch_has_a_leading_part_within_one_budget() -> None:
+    rig, prefetches = on_disk(12, num_host=16)
+    keys = [*K[:2], K[40], K[3], *K[4:10]]  # the second chain has a gap
+    assert prefetches.ask(keys, 5.0, parents={2: None, 4: K[3]}) == 4
+    assert run(rig, prefetches) == (4, 0)
+    assert rig.stack.match(K[:2]).num_from(Tier.HOST) == 2
+    assert rig.stack.match(K[4:6]).num_from(Tier.HOST) == 2
+
+
+def test_a_prefetch_survives_parents_that_make_no_sense() -> None:
+    rig, prefetches = on_disk(4)
+    assert prefetches.ask(K[:4], 5.0, parents={-3: K[1], 0: K[9], 4: None, 99: None}) == 4
+    assert prefetches.ask([], 5.0, parents={1: None}) == 0
+    assert run(rig, prefetches) == (4, 0)
 
 
 def test_prefetches_are_bounded_and_others_dones_are_not_theirs() -> None:

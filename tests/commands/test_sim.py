@@ -4,10 +4,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from penstock.sim.formats import write_trace
+from penstock.sim.trace import Trace, TraceRequest, TraceSegment
+from penstock.types import BlockKey
 
 Run = Callable[..., Any]
 CHAT = ["--generate", "chat", "--requests", "60"]
@@ -170,6 +175,63 @@ def test_help_is_quick_and_light() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "--host-blocks" in ran.stdout
+
+
+def marked_trace(folder: Path) -> Path:
+    """Three prompts with two documents of 2,048 tokens each, in changing order."""
+    requests = []
+    for number, documents in enumerate(("ab", "ba", "bc")):
+        segments = tuple(
+            TraceSegment(100 + 2048 * n, _names(name, 32), 64) for n, name in enumerate(documents)
+        )
+        own, plain = _names(f"own {number}", 66), _names(f"plain {documents}", 66)
+        more = {"segments": segments, "plain_blocks": plain}
+        requests.append(TraceRequest(60.0 * number, 4250, 4, own, **more))
+    write_trace(Trace("marked", 64, tuple(requests)), folder / "marked.jsonl")
+    return folder / "marked.jsonl"
+
+
+def _names(what: str, num: int) -> tuple[BlockKey, ...]:
+    return tuple(
+        BlockKey(blake2b(f"{what} {n}".encode(), digest_size=32).digest()) for n in range(num)
+    )
+
+
+def test_a_trace_with_segments_is_told_beside_the_same_without(run: Run, tmp_path: Path) -> None:
+    argv = [marked_trace(tmp_path), "--device-gib", "8", "--host-gib", "8", "--jobs", "1"]
+    marked, plain = run("sim", *argv, "--json").json["points"]
+    assert plain["num_reused_tokens"] == plain["num_mended_tokens"] == 0
+    assert marked["num_reused_tokens"] == 6 * (2048 - 64)
+    assert marked["num_mended_tokens"] == 6 * 64
+    drawn = " ".join(run("sim", *argv).stdout.split())
+    assert "without marks" in drawn
+
+
+MISSING = """
+import importlib.util, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in ('torch', 'numpy'):
+            raise ModuleNotFoundError(name)
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "numpy" else find(name)
+sys.meta_path.insert(0, Missing())
+from penstock.cli import main
+sys.exit(main(["sim", *sys.argv[1:]]))
+"""
+
+
+def test_numpy_is_needed_for_segments_alone(tmp_path: Path) -> None:
+    def ran(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", MISSING, *argv, "--json"]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    plain = ran(*TIMED)
+    assert (plain.returncode, plain.stderr) == (0, "")
+    assert json.loads(plain.stdout)["points"]
+    marked = ran(str(marked_trace(tmp_path)), "--device-gib", "8", "--host-gib", "8")
+    assert marked.returncode != 0
+    assert "numpy is not installed, which a trace with segments needs" in marked.stderr
 
 
 def test_the_codec_is_told(run: Run) -> None:

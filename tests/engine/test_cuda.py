@@ -6,6 +6,7 @@ import importlib.util
 import random
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -355,20 +356,20 @@ def test_the_cpu_attends_to_part_of_what_is_cold(loaded: LoadedModel) -> None:
     rng = random.Random(5)
     prompt = [rng.randrange(VOCABULARY) for _ in range(1500)]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+    token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
+    pool_bytes = 40 * token_bytes * loaded.dtype.itemsize * BLOCK_TOKENS
     answers = []
-    codecs = ["raw", "lossless"] if loaded.dtype == torch.bfloat16 else ["raw"]
-    for codec in codecs:
-        for mode in ("device", "cpu", "cpu"):
-            tiers = Config(host=HostConfig(size_bytes=64 * MiB, huge_pages=False, codec=codec))
-            block_bytes = loaded.num_layers * 2 * loaded.num_kv_heads * loaded.head_dim
-            settings = EngineConfig(
-                40 * block_bytes * loaded.dtype.itemsize * BLOCK_TOKENS,
-                BLOCK_TOKENS,
-                max_num_batched_tokens=128,
-                residency=ResidencyConfig(prefix_tokens=32, tail_tokens=32),
-                cold_attention=mode,
-            )
-            engine = Engine(loaded, settings, tiers)
+    for mode in ("device", "cpu", "cpu"):
+        # Packed blocks of a model this small cannot be read in place.
+        tiers = Config(host=HostConfig(size_bytes=64 * MiB, huge_pages=False, codec="raw"))
+        settings = EngineConfig(
+            pool_bytes,
+            BLOCK_TOKENS,
+            max_num_batched_tokens=128,
+            residency=ResidencyConfig(prefix_tokens=32, tail_tokens=32),
+            cold_attention=mode,
+        )
+        with closing(Engine(loaded, settings, tiers)) as engine:
             request = engine.add("a", prompt, params)
             logprobs = []
             while engine.has_work:
@@ -377,14 +378,10 @@ def test_the_cpu_attends_to_part_of_what_is_cold(loaded: LoadedModel) -> None:
             assert (cold is not None and cold.num_spans > 20) == (mode == "cpu")
             assert engine.scheduler.placement.num_left > 50
             answers.append((request.output_ids, logprobs))
-            engine.close()
+    assert answers[1] == answers[2]  # the split is the same, so all bits are
     if loaded.dtype == torch.float32:
-        assert answers[1] == answers[2]  # the split is the same, so all bits are
         assert answers[1][0] == answers[0][0]
         assert answers[1][1] == pytest.approx(answers[0][1], abs=2e-4)
-    else:  # of packed blocks the same bits as of raw ones
-        assert answers[1] == answers[2] == answers[4] == answers[5]
-        assert answers[1][1][:1] == pytest.approx(answers[0][1][:1], abs=0.1)
 
 
 @pytest.mark.parametrize("num_blocks", [120, 30])

@@ -10,7 +10,8 @@ from engine import test_attention
 from torch import Tensor
 
 from penstock.engine import fp8
-from penstock.engine.attention.rules import LayerRules, attend_by_rules
+from penstock.engine.attention.by_rules import attend_by_rules
+from penstock.engine.attention.rules import LayerRules
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 9.0])  # one larger than all scores
 RULES = {

@@ -17,6 +17,7 @@ from penstock.server.app import AppSettings
 HINTS = "/v1/penstock/hints"
 COMPLETIONS = "/v1/completions"
 STORY = "A penstock carries water from the reservoir to the turbine. " * 16
+MARK = {"penstock": {"reuse": "anywhere"}}
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # layers, K and V, heads, head_dim, fp32, tokens
 
 
@@ -34,7 +35,7 @@ def asking(tiered: Local) -> Iterator[Client]:
         yield client
 
 
-def ask(client: Client, prompt: str = STORY, **fields: Any) -> dict[str, Any]:
+def ask(client: Client, prompt: Any = STORY, **fields: Any) -> dict[str, Any]:
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields}
     answer = client.post(COMPLETIONS, json=body)
     assert answer.status_code == 200, answer.text
@@ -101,6 +102,25 @@ def test_a_prefix_is_named_by_its_prompt_or_by_its_messages(asking: Client) -> N
     assert hint(asking, "retain", prompt=[1, 2, 3], retain_seconds=60) == 0
 
 
+def test_segments_of_a_prompt_or_of_messages_are_reached(asking: Client) -> None:
+    document = {"text": STORY, **MARK}
+    prompt = {"segments": ["Read this: ", document, "What is it about?"]}
+    fields = {"kv_mending": {"link_tokens": 8}}
+    assert ask(asking, prompt, cache_salt="a", **fields)["usage"]
+    parts = [{"type": "text", "text": "Another text. "}, {"type": "text", **document}]
+    elsewhere = {"messages": [{"role": "user", "content": parts}]}
+    for prefix in ({"prompt": {"segments": [document, "."]}}, {"prompt": prompt}, elsewhere):
+        assert hint(asking, "retain", retain_seconds=60, **prefix) == 0, "it is another tenant's"
+        mine = {**prefix, "cache_salt": "a"}
+        num_blocks = hint(asking, "retain", retain_seconds=60, **mine)
+        assert num_blocks >= 8
+        flood(asking)
+        assert hint(asking, "prefetch", **mine) == 0, "it is in DRAM"
+        assert hint(asking, "release", **mine) == num_blocks
+        flood(asking)
+        assert hint(asking, "prefetch", **mine) >= num_blocks
+
+
 def test_tenants_do_not_reach_each_other(asking: Client) -> None:
     ask(asking, cache_salt="a", penstock={"session": "s", "retain_seconds": 600})
     wait_until(lambda: asking.metric("penstock_retained_blocks") >= 10, "it is retained")
@@ -157,12 +177,18 @@ def test_wrong_hints_are_refused(client: Client, hints: Any, param: str) -> None
         {"action": "release", "prompt": []},
         {"action": "release", "prompt": ["a", "b"]},
         {"action": "release", "prompt": ""},
+        {"action": "release", "prompt": {}},
+        {"action": "release", "prompt": {"segments": []}},
+        {"action": "release", "prompt": {"segments": ["a"], "x": 1}},
+        {"action": "release", "prompt": {"segments": [{"text": "a", "penstock": {"reuse": "b"}}]}},
+        {"action": "release", "prompt": {"segments": [{"text": "a", **MARK}] * 1025}},
+        {"action": "release", "prompt": [{"segments": ["a"]}]},
         {"action": "release", "messages": []},
         {"action": "release", "messages": [{"role": "nobody", "content": "x"}]},
         {"action": "release", "session": "s", "when": "now"},
         {"action": "release", "session": "s", "cache_salt": "x" * 1025},
     ],
-    ids=str,
+    ids=lambda body: str(body)[:80],
 )
 def test_wrong_hints_between_requests_are_refused(client: Client, body: dict[str, Any]) -> None:
     answer = client.post(HINTS, json=body)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from penstock.books.sessions import Sessions
+from penstock.books.sessions import Chain, Sessions
 from penstock.connectors.vllm.awaiting import Awaiting
 from penstock.connectors.vllm.identity import Naming, RequestKeys, tenant_of
 from penstock.connectors.vllm.request_hints import TransferParamHints
@@ -174,7 +174,7 @@ class TrackedRequests(dict[str, Tracked]):
             keys += saved[found:]
             num_found += found
         keys += tracked.last_checkpoint
-        self._sessions.ended(tracked.hints, keys, num_found, tracked.tenant)
+        self._sessions.ended(tracked.hints, [Chain(keys, num_found)], tracked.tenant)
 
     def is_named(self, tracked: Tracked) -> bool:
         """Whether its keys still name its KV. An adapter's files may change while it runs."""

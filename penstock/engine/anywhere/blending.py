@@ -7,14 +7,17 @@ computed for all tokens, compared with those that were placed, and the rest of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.anywhere.looks import Look, LookPart
 from penstock.engine.attention.torch import AttentionStep, KvMemory, SequenceSpan
+from penstock.engine.request import Request
+from penstock.engine.scheduler import Chunk
 from penstock.engine.table import Places
 
 _COMPARED_LAYER = 1
@@ -66,6 +69,31 @@ def key_changes(
         assert comparing.changes is not None
         return comparing.changes
     return torch.zeros(len(ids), device=ids.device)  # a model of one layer
+
+
+def look_at(
+    part: LookPart[Request], key_changes_of: Callable[[Chunk], Tensor], max_tokens: int
+) -> None:
+    """Look at more tokens of a request and, if these were the last, choose those to mend.
+
+    `max_tokens`: at once, because of the memory that this takes.
+    """
+    look, positions = part.look, part.positions
+    for first in range(positions.start, positions.stop, max_tokens):
+        num_tokens = min(max_tokens, positions.stop - first)
+        look.changes.append(key_changes_of(Chunk(look.request, first, num_tokens)))
+    if part.is_last:
+        _choose(look)
+
+
+def _choose(look: Look[Request]) -> None:
+    request = look.request
+    share = request.params.mending.blend_share
+    chosen = choose_mended(torch.cat(look.changes), look.start, look.reused, share)
+    if request.mended is None:
+        request.num_reused_tokens = sum(map(len, look.reused)) - len(chosen)
+        request.num_mended_tokens = len(chosen)
+    request.mended, request.seen = chosen, look.reused
 
 
 def choose_mended(changes: Tensor, start: int, reused: Sequence[range], share: float) -> Places:

@@ -25,11 +25,12 @@ _Request = TypeVar("_Request", bound=Segmented)
 class Fills(Generic[_Request]):
     def __init__(
         self,
-        is_missing: Callable[[AnySegment], bool],
+        num_missing: Callable[[AnySegment], int],
         make: Callable[[_Request, Any, float], _Request],
     ) -> None:
-        """`make` makes the request that computes a segment of another, at a point in time."""
-        self._is_missing = is_missing
+        """`num_missing`: how many blocks of a segment are nowhere. `make` makes the request that
+        computes a segment of another, at a point in time."""
+        self._num_missing = num_missing
         self._make = make
         self._fills: dict[BlockKey, _Request] = {}  # by the segment's last key
         self._keys: dict[_Request, BlockKey] = {}  # of each fill
@@ -49,8 +50,9 @@ class Fills(Generic[_Request]):
         made = []
         for segment in segments:
             key = segment.keys[-1]
-            if key in request.fills or not self._is_missing(segment):
+            if key in request.fills or not (num_missing := self._num_missing(segment)):
                 continue
+            request.num_new_blocks.setdefault(key, num_missing)
             if key not in self._fills:
                 made.append(self._make(request, segment, now))
                 self._fills[key] = made[-1]

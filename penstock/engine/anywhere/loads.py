@@ -6,7 +6,7 @@ needs the segment's blocks no more. A segment that cannot be had is computed lik
 the prompt.
 
 A request computes what stands before its first segment. When all of its segments have arrived, they
-are placed, and it computes the rest. To blend, the tokens to mend are chosen before (`blending`).
+are placed, and it computes the rest. To blend, the tokens to mend are chosen between (see `looks`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock.costs.choose import LoadChoice
 from penstock.engine.admit import Choose
+from penstock.engine.anywhere.looks import Look, LookPart
 from penstock.engine.anywhere.placing import Placing
 from penstock.engine.anywhere.segmented import AnySegment, Segmented
 from penstock.engine.blocks import BlockPool
@@ -52,6 +53,7 @@ class _Reuse(Generic[_Request]):
 
     coming: list[_Coming[_Request]] = field(default_factory=list)
     placed: list[range] = field(default_factory=list)  # positions that are not computed
+    look: Look[_Request] | None = None  # that is not finished
 
 
 class _Queued(NamedTuple, Generic[_Request]):
@@ -65,13 +67,8 @@ class Work(NamedTuple):
     positions: Places  # that it computes; maybe none
     end: int  # it needs room for so many of its tokens before
     places: bool = False  # whether its segments are placed first
-
-
-class Look(NamedTuple, Generic[_Request]):
-    """Choose the tokens to mend in these parts of a prompt: see `Request.mended`."""
-
-    request: _Request
-    reused: list[range]
+    num_looked: int = 0  # tokens at which it looks afterwards, to choose which are mended
+    num_charged: int = 0  # tokens of the step's budget that it takes
 
 
 class SegmentLoads(Generic[_Request]):
@@ -83,7 +80,10 @@ class SegmentLoads(Generic[_Request]):
         take: Take[_Request],
         choose: Choose,
         lossy: LossyBlocks,
+        looks_per_token: int = 1,
     ) -> None:
+        """`looks_per_token`: how many tokens are looked at in the time in which one is computed."""
+        self._looks_per_token = looks_per_token
         self._lossy = lossy
         self._pool = pool
         self._tiers = tiers
@@ -93,7 +93,7 @@ class SegmentLoads(Generic[_Request]):
         self._reuses: dict[_Request, _Reuse[_Request]] = {}
         self._tickets: dict[TicketId, _Coming[_Request]] = {}
         self._queued: list[_Queued[_Request]] = []  # to be copied before the next step
-        self._looks: list[Look[_Request]] = []
+        self._looks: list[LookPart[_Request]] = []  # of the next step
         self._read: list[Slot] = []  # held for copies that were handed out
 
     def __len__(self) -> int:
@@ -172,29 +172,40 @@ class SegmentLoads(Generic[_Request]):
     def next_work(self, request: _Request, budget: int) -> Work | None:
         """What a running request does next. None if it waits for its segments."""
         reuse = self._reuses[request]
+        if reuse.look is not None:
+            return self._look_work(reuse.look.num_left, reuse.look.stop, budget)
         if not reuse.coming:
             rest = range(request.num_computed, len(request.tokens))
             found = self._computed(request, rest, reuse.placed)[:budget]
-            return Work(found, int(found[-1]) + 1)
+            return Work(found, int(found[-1]) + 1, num_charged=len(found))
         first, last = reuse.coming[0].segment.reused, reuse.coming[-1].segment.reused
         if request.num_computed < first.start:
             end = min(first.start, request.num_computed + budget)
-            return Work(np.arange(request.num_computed, end, dtype=np.int64), end)
+            before = np.arange(request.num_computed, end, dtype=np.int64)
+            return Work(before, end, num_charged=len(before))
         if any(coming.ticket is not None for coming in reuse.coming):
             return None
         if _must_choose(request, reuse.coming):
-            return Work(_NOTHING, last.stop, places=True)
+            num_tokens = last.stop - request.num_computed
+            return self._look_work(num_tokens, last.stop, budget)._replace(places=True)
         rest = range(request.num_computed, len(request.tokens))
         placed = [*reuse.placed, *(coming.segment.reused for coming in reuse.coming)]
         found = self._computed(request, rest, placed)[:budget]
-        return Work(found, max(last.stop, int(found[-1]) + 1), places=True)
+        end = max(last.stop, int(found[-1]) + 1)
+        return Work(found, end, places=True, num_charged=len(found))
+
+    def _look_work(self, num_left: int, end: int, budget: int) -> Work:
+        num_tokens = min(num_left, budget * self._looks_per_token)
+        num_charged = -(-num_tokens // self._looks_per_token)
+        return Work(_NOTHING, end, num_looked=num_tokens, num_charged=num_charged)
 
     def place(self, request: _Request) -> None:
         """Copy all segments of a request. They have arrived, and it has room for them."""
         reuse = self._reuses[request]
         coming, reuse.coming = reuse.coming, []
         if _must_choose(request, coming):
-            self._looks.append(Look(request, [_placed(request, each) for each in coming]))
+            reused = [_placed(request, each) for each in coming]
+            reuse.look = Look(request, reused, request.num_computed, request.num_computed)
         # After a preemption it is placed again. What is blended is counted when it is chosen.
         is_counted = not (request.num_reused_tokens or request.is_blended)
         for each in coming:
@@ -207,6 +218,15 @@ class SegmentLoads(Generic[_Request]):
                 # What was found as a prefix of the prompt is counted as cached, and only so.
                 first = max(each.segment.start, request.num_cached_tokens)
                 request.num_mended_tokens += max(0, each.segment.reused.start - first)
+
+    def look(self, request: _Request, num_tokens: int) -> None:
+        """Look at the next tokens of a request, whose segments are placed."""
+        reuse = self._reuses[request]
+        assert reuse.look is not None
+        part = reuse.look.advance(num_tokens)
+        self._looks.append(part)
+        if part.is_last:
+            reuse.look = None
 
     def skip(self, request: _Request) -> int:
         """The first position that is not computed or placed."""
@@ -226,8 +246,13 @@ class SegmentLoads(Generic[_Request]):
             is_computed[request.mended] = True
         return np.flatnonzero(is_computed[positions.start : positions.stop]) + positions.start
 
-    def take_placings(self) -> tuple[list[Placing], list[Look[_Request]]]:
-        """What is to be copied and then chosen, before the next step is computed."""
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next step looks at tokens."""
+        return bool(self._looks)
+
+    def take_placings(self) -> tuple[list[Placing], list[LookPart[_Request]]]:
+        """What is to be copied and then looked at, before the next step is computed."""
         queued, self._queued = self._queued, []
         looks, self._looks = self._looks, []
         return [each.placing for each in queued], looks
@@ -243,7 +268,7 @@ class SegmentLoads(Generic[_Request]):
         if reuse is None:
             return
         self._queued = [each for each in self._queued if each.request is not request]
-        self._looks = [each for each in self._looks if each.request is not request]
+        self._looks = [each for each in self._looks if each.look.request is not request]
         for coming in reuse.coming:
             if coming.ticket is None:
                 self._pool.release(coming.slots)

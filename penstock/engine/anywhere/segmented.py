@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Sized
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from penstock.engine.table import Places
 from penstock.types import BlockKey, Tier, Verdict
+
+if TYPE_CHECKING:
+    from penstock.engine.table import Places
 
 
 class AnySegment(Protocol):
@@ -41,6 +43,7 @@ class Segmented(Protocol):
     num_mended_tokens: int
     num_lossy_tokens: int
     has_filled: bool
+    num_new_blocks: dict[BlockKey, int]
     mended: Places | None
     seen: list[range]
     fills: set[BlockKey]

@@ -73,6 +73,29 @@ def extend_chain(chain: KeyChain, prompt_ids: Sequence[int], segments: Sequence[
     chain.extend(prompt_ids[at:])
 
 
+def cut_at_segments(
+    prompt_ids: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+    namespace: Namespace,
+    max_tokens: int,
+) -> list[tuple[Sequence[int], Sequence[BlockKey]]]:
+    """Whose KV a hint for a prompt is for, as tokens and keys: the prompt without marks, and each
+    segment on its own.
+
+    From the first reused segment on, a prompt with marks has other blocks than one without: what
+    is between its segments is of use to nobody else. Tokens beyond `max_tokens` are left out.
+    Raises ConfigError if the bounds are not in order within the prompt.
+    """
+    _check(bounds, len(prompt_ids))
+    size = namespace.block_tokens
+    parts = [prompt_ids[:max_tokens]]
+    for start, end in bounds:
+        num_tokens = (min(end, max_tokens) - start) // size * size
+        if start and num_tokens >= MIN_REUSED_TOKENS:
+            parts.append(prompt_ids[start : start + num_tokens])
+    return [(part, KeyChain(namespace, part).keys) for part in dict.fromkeys(map(tuple, parts))]
+
+
 def check_number(num_segments: int) -> None:
     """Raises ConfigError if a prompt has too many segments."""
     if num_segments > MAX_SEGMENTS:

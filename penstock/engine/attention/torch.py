@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from penstock.engine.attention.rules import CAUSAL, LayerRules, attend_by_rules
+from penstock.engine.attention.by_rules import attend_by_rules
+from penstock.engine.attention.rules import CAUSAL, LayerRules
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.engine.attention.rules import CAUSAL, attend_by_rules
+from penstock.engine.attention.by_rules import attend_by_rules
+from penstock.engine.attention.rules import CAUSAL
 from penstock.engine.attention.scattered_triton import attend_scattered
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
