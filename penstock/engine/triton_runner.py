@@ -344,6 +344,10 @@ class TritonRunner:
         # Not the fused pass: it writes each layer's keys before they could be compared.
         return key_changes(self._model, ids, positions, _Memory(self._shape, addresses), span)
 
+    @property
+    def is_doubtful(self) -> bool:
+        return self._cold is not None and self._cold.is_open
+
     def mark(self) -> Any:
         if self._device.type != "cuda":
             return None

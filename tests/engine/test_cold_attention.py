@@ -259,8 +259,10 @@ def test_a_step_without_an_answer_fails_and_the_device_goes_on(rig: Callable[...
     cold.max_looks = 20
     sequence = one.sequence(77, 0, 7)
     one.runner.run([last(sequence)])
+    assert one.runner.is_doubtful
     with pytest.raises(ColdAttentionFailed, match="did not attend"):
         one.runner.wait()
+    assert not one.runner.is_doubtful
     for _ in range(2):
         assert torch.equal(step(one, [sequence]), wanted)
 
@@ -294,7 +296,7 @@ def test_a_step_that_is_computed_in_halves_hands_the_threads_one_at_a_time(
     def watched(
         work: ColdTasks, open_step: Callable[[ColdTasks], None] = cold.threads.open
     ) -> None:
-        assert not cold._is_open
+        assert not cold.is_open
         opened.append(True)
         open_step(work)
 
