@@ -63,7 +63,7 @@ class ColdAttention:
         self._staged = torch.zeros(size, dtype=torch.int64, pin_memory=self._on_gpu)
         self._sent = torch.zeros(size, dtype=torch.int64, device=device)
         self._has_share = False  # since the last choice
-        self._is_open = False  # a step of the threads that has not been checked
+        self.is_open = False  # a step of the threads that has not been checked
         self.max_looks = _MAX_LOOKS
         self.rates: ColdRates | None = None  # None: nothing was measured
         self._used_rates: ColdRates | None = None  # in the last choice
@@ -123,7 +123,7 @@ class ColdAttention:
         staged[_HEADER : _HEADER + len(rows)] = rows
         at = _HEADER + self._max_rows
         staged[at : at + len(both)] = both
-        self._is_open = True
+        self.is_open = True
         return True
 
     def send(self) -> None:
@@ -153,9 +153,9 @@ class ColdAttention:
 
     def check(self) -> None:
         """Call it when a step has ended. Raises ColdAttentionFailed if its results are wrong."""
-        if not self._is_open:
+        if not self.is_open:
             return
-        self._is_open = False
+        self.is_open = False
         self._threads.check()
         rate = self._threads.bytes_per_second()
         if rate is not None and self.rates is not None:
@@ -164,8 +164,8 @@ class ColdAttention:
 
     def cut_short(self) -> None:
         """A step has failed halfway: whatever of it is queued must not wait for the threads."""
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             self._threads.cancel()
 
     def close(self) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from penstock.codecs.lossless_format import LosslessFormat
-from penstock.engine.cold_attention import MAX_TASKS, TASK_TOKENS, ColdAttention
 from penstock.engine.cold_split import ColdRates, ColdSplit
-from penstock.engine.cold_threads import ColdShape, ColdTasks, ColdThreads
 from penstock.engine.models import LoadedModel
 from penstock.engine.table import PACKED_MARK
 from penstock.machine import num_cores
 from penstock.stores.host import HostArena
 from penstock.types import round_up
+
+if TYPE_CHECKING:
+    from penstock.engine.cold_attention import ColdAttention
+    from penstock.engine.cold_threads import ColdThreads
 
 _cuda: Any = torch.cuda  # mostly untyped
 log = logging.getLogger(__name__)
@@ -74,6 +76,48 @@ def open_cold_attention(
     if reason:
         log.warning("the device attends to all cold KV of %s: %s", loaded.name, reason)
         return None
+    try:
+        return _open(
+            mode,
+            loaded,
+            kv_dtype,
+            block_tokens,
+            host,
+            host_form,
+            max_rows=max_rows,
+            span_blocks=span_blocks,
+            part_tokens=part_tokens,
+            device=device,
+            num_threads=num_threads,
+        )
+    except Exception as error:  # for example, numba has no folder to keep what it compiles in
+        log.warning(
+            "the device attends to all cold KV of %s: the processor's part did not start (%s)",
+            loaded.name,
+            error,
+            exc_info=error,
+        )
+        return None
+
+
+def _open(
+    mode: str,
+    loaded: LoadedModel,
+    kv_dtype: torch.dtype,
+    block_tokens: int,
+    host: HostArena,
+    host_form: LosslessFormat | None,
+    *,
+    max_rows: int,
+    span_blocks: int,
+    part_tokens: int,
+    device: torch.device,
+    num_threads: int,
+) -> ColdAttention:
+    # Only here: compiling them fails where numba cannot write.
+    from penstock.engine.cold_attention import MAX_TASKS, TASK_TOKENS, ColdAttention
+    from penstock.engine.cold_threads import ColdShape, ColdThreads
+
     shape = ColdShape(
         loaded.num_layers,
         loaded.num_heads,
@@ -104,6 +148,19 @@ def measure_rates(
 
     None if they could not be measured. Takes about a second.
     """
+    try:
+        return _measure(threads, form, step_seconds)
+    except RuntimeError as error:  # above all: there is no memory left for the sample
+        log.warning("the processor's part in attention to cold KV was not measured: %s", error)
+        threads.cancel()
+        return None
+
+
+def _measure(
+    threads: ColdThreads, form: LosslessFormat | None, step_seconds: float
+) -> ColdRates | None:
+    from penstock.engine.cold_threads import ColdTasks
+
     shape = threads.shape
     raw_bytes = shape.num_layers * shape.layer_bytes
     block_bytes = raw_bytes if form is None else round_up(form.packed_bytes, 512)

@@ -318,6 +318,9 @@ class Engine(EngineParts):
         if is_behind:  # it waits on the device behind the one that is not read
             self._catch_up(meanwhile)
             self._read_step()
+        if self.runner.is_doubtful:  # what it computed must not be named or saved if it is wrong
+            self._catch_up(meanwhile)
+            self.runner.wait(self._keep_moving, step.end)
         self.ahead.unread = step
         # On a GPU the step is only queued: update the books while it runs. Saves are queued after
         # it.

@@ -44,6 +44,11 @@ class Runner(Protocol):
         """
         ...
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether what was queued last may turn out to be wrong: then `wait` raises."""
+        ...
+
     def mark(self) -> Any:
         """The end of everything that has been queued so far, for `wait`."""
         ...
@@ -178,6 +183,7 @@ class TorchRunner:
     """Runs transformers' own modules on any torch device, with attention by torch or numba."""
 
     only_queues = False
+    is_doubtful = False
 
     def __init__(
         self,

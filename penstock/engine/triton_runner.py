@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
-from penstock.engine.cold_attention import ColdAttention
 from penstock.engine.cold_opening import measure_rates, open_cold_attention
 from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, StepKind, span_blocks
@@ -40,6 +39,9 @@ from penstock.engine.table import Addresses, Places
 from penstock.errors import BookError
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
+
+if TYPE_CHECKING:
+    from penstock.engine.cold_attention import ColdAttention
 
 _cuda: Any = torch.cuda  # mostly untyped
 
@@ -315,8 +317,10 @@ class TritonRunner:
                     "DRAM together hold"
                 )
             half = len(chunks) // 2
-            parts = (chunks[:half], chunks[half:])
-            return torch.cat([self._run(part, between_layers) for part in parts])
+            first = self._run(chunks[:half], between_layers)
+            if self._cold is not None:  # its threads serve one step after the other
+                self.wait(between_layers)
+            return torch.cat([first, self._run(chunks[half:], between_layers)])
         if self._graphs is not None and not row.longer:
             logits = self._graphs.run(row, between_layers)
             if row.sampled == list(range(len(row.sampled))):  # a slice needs no index on the GPU
@@ -339,6 +343,10 @@ class TritonRunner:
         span = span_of(0, chunk, blocks, self._device)
         # Not the fused pass: it writes each layer's keys before they could be compared.
         return key_changes(self._model, ids, positions, _Memory(self._shape, addresses), span)
+
+    @property
+    def is_doubtful(self) -> bool:
+        return self._cold is not None and self._cold.is_open
 
     def mark(self) -> Any:
         if self._device.type != "cuda":

@@ -287,6 +287,29 @@ def test_a_step_too_many_is_never_offered_or_saved(loaded: LoadedModel) -> None:
         idle(engine)
 
 
+def test_nothing_is_kept_of_a_step_that_turns_out_to_be_wrong(loaded: LoadedModel) -> None:
+    """As if the processor had not attended to its part in time (see `cold_threads`)."""
+    with opened(loaded, ahead=False) as engine:
+        watched = Watched(engine)
+        watched.add("0", PROMPTS[0][:31], GREEDY)
+        watched.step()
+        assert engine.offloader is not None
+        wait = engine.runner.wait
+
+        def fail(*_: Any) -> None:
+            engine.runner.is_doubtful, engine.runner.wait = False, wait  # type: ignore[misc]
+            engine.offloader.drain()  # type: ignore[union-attr]  # what is queued meanwhile moves
+            raise RuntimeError("injected")
+
+        engine.runner.is_doubtful, engine.runner.wait = True, fail  # type: ignore[misc]
+        watched.step()  # would complete the second block
+        assert "0" in watched.failed
+        assert len(watched.answers["0"].tokens) == 1
+        engine.offloader.drain()
+        assert engine.offloader.match(watched.requests["0"].chain.keys).num_blocks == 1
+        idle(engine)
+
+
 def test_it_is_off_where_nothing_is_gained(loaded: LoadedModel) -> None:
     with opened(loaded) as engine:
         assert engine.ahead.is_on

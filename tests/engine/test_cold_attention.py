@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +23,7 @@ pytest.importorskip("numba")
 
 from penstock.config.options import COLD_CPU, COLD_DEVICE, EngineOptions
 from penstock.engine import cold_opening
+from penstock.engine.attention import cold_serving
 from penstock.engine.attention.cold_serving import load_word, store_word
 from penstock.engine.cold_opening import why_not
 from penstock.engine.cold_threads import ColdAttentionFailed, ColdShape, ColdTasks, ColdThreads
@@ -255,8 +259,10 @@ def test_a_step_without_an_answer_fails_and_the_device_goes_on(rig: Callable[...
     cold.max_looks = 20
     sequence = one.sequence(77, 0, 7)
     one.runner.run([last(sequence)])
+    assert one.runner.is_doubtful
     with pytest.raises(ColdAttentionFailed, match="did not attend"):
         one.runner.wait()
+    assert not one.runner.is_doubtful
     for _ in range(2):
         assert torch.equal(step(one, [sequence]), wanted)
 
@@ -274,6 +280,73 @@ def test_a_step_that_failed_halfway_is_left(rig: Callable[..., Rig]) -> None:
     with pytest.raises(RuntimeError, match="injected"):
         one.runner.run([last(each) for each in sequences], fail)
     assert torch.equal(step(one, sequences), wanted)
+
+
+def test_a_step_that_is_computed_in_halves_hands_the_threads_one_at_a_time(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a half is only queued: its threads must not get the next one's tasks meanwhile."""
+    one = rig(COLD_CPU)
+    sequences = [one.sequence(77, 0, 7), one.sequence(50, 11, 5)]
+    together = step(one, sequences)
+    cold = one.runner._cold
+    assert cold is not None
+    opened: list[bool] = []
+
+    def watched(
+        work: ColdTasks, open_step: Callable[[ColdTasks], None] = cold.threads.open
+    ) -> None:
+        assert not cold.is_open
+        opened.append(True)
+        open_step(work)
+
+    monkeypatch.setattr(cold.threads, "open", watched)
+    one.runner._max_parts = 5
+    torch.testing.assert_close(step(one, sequences), together, rtol=1e-5, atol=1e-6)
+    assert len(opened) == 2
+
+
+def test_where_numba_cannot_write_the_device_attends_to_everything(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a file system that is read-only, where numba refuses to compile."""
+    from penstock.engine import cold_threads
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot cache function 'attend': no locator available")
+
+    monkeypatch.setattr(cold_threads, "make_serve", refuse)
+    one = rig(COLD_CPU)
+    assert one.runner._cold is None
+    assert "no locator available" in caplog.text
+    code = "import sys, penstock.engine.triton_runner; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_numba_kept_of_another_version_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """numba looks at the time of one file, and code of others is compiled into the loop."""
+
+    from numba.core.registry import cpu_target
+
+    def kept_as() -> object:
+        loop = cold_serving.make_serve.__wrapped__(1, 2, 16, 8)
+        return loop._cache._index_key((), cpu_target.target_context.codegen())
+
+    before = kept_as()
+    assert kept_as() == before
+    sources = cold_serving._COMPILED_IN
+    assert {each.stem for each in sources} >= {"cold_numba", "cold_vectors", "lossless_format"}
+    for source in sources:
+        changed = tmp_path / source.name
+        changed.write_bytes(source.read_bytes() + b"# changed")
+        others = tuple(changed if each == source else each for each in sources)
+        monkeypatch.setattr(cold_serving, "_COMPILED_IN", others)
+        cold_serving._version.cache_clear()
+        assert kept_as() != before
+    monkeypatch.undo()
+    cold_serving._version.cache_clear()
 
 
 def test_models_that_it_does_not_suit_stay_with_the_device(loaded: LoadedModel) -> None:

@@ -6,7 +6,9 @@ depends on the run alone: one thread computes it, in the order of the blocks.
 
 A block's keys and values of one layer lie in one piece, which is read from its beginning to its end
 and widened to float32 in the processor's cache. All query heads of a KV head share what was read.
-Compiled by numba for a model's shape at first use, then cached on disk (see `cold_serving`).
+Compiled by numba for a model's shape at first use, then cached on disk as part of the loop in
+`cold_serving`, and only there: what is cached here would not be compiled again if `cold_vectors`
+changed.
 """
 
 from __future__ import annotations
@@ -49,14 +51,14 @@ def _exp2(x: Any) -> Any:
     return (p * x + np.float32(1)) * power.view(np.float32)
 
 
-@numba.njit(fastmath=FAST, nogil=True, cache=True)
+@numba.njit(fastmath=FAST, nogil=True)
 def _widen(narrow: Any, wide: Any) -> None:
     """The bits of a bfloat16 are the upper half of a float32."""
     for x in range(len(wide)):
         wide[x] = np.uint32(narrow[x]) << np.uint32(16)
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(nogil=True)
 def _unpack(region: Any, form: Any, wide: Any) -> None:
     """Unpack a whole region (see `penstock.codecs.lossless_format`) to the bits of float32."""
     _, _, row_values, region_rows, max_exceptions = form
@@ -92,7 +94,7 @@ def _unpack(region: Any, form: Any, wide: Any) -> None:
                     place += 1
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(nogil=True)
 def _read(place: int, layer: int, item_bytes: int, form: Any, wide: Any) -> None:
     """Read a layer of the block at an address, which is odd if the block is packed."""
     if place & 1:

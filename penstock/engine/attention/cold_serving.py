@@ -13,13 +13,17 @@ delays nobody else. Python's lock is not held, and nothing here calls CUDA.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 
+from penstock.codecs import lossless_format
+from penstock.engine.attention import cold_numba, cold_vectors
 from penstock.engine.attention.cold_numba import FAST, attend
 
 WORD = 8  # numbers between two words: a cache line of 64 bytes
@@ -100,9 +104,21 @@ def _pause(looks: int) -> None:
         _usleep(np.uint32(_LOOK_MICROSECONDS))
 
 
+_COMPILED_IN = tuple(
+    Path(str(each.__file__)) for each in (cold_numba, cold_vectors, lossless_format)
+)
+
+
+@cache
+def _version() -> int:
+    """Of what is compiled into the loop. Of the files, numba itself compares only this one."""
+    return crc32(b"".join(path.read_bytes() for path in _COMPILED_IN))
+
+
 @cache
 def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
     """The compiled loop for models of this shape."""
+    version = _version()
 
     # Only numbers come from outside, or numba could not find its cached code again.
     @numba.njit(fastmath=FAST, nogil=True, cache=True)
@@ -125,6 +141,7 @@ def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
         clock: Any,
     ) -> None:
         """Work on steps until none has been open for a while, or the engine's thread says stop."""
+        _ = version  # part of the name under which numba keeps the loop
         word = 8 * WORD
         next_task = control + CONTROL_WORDS * word
         finished = next_task + num_layers * word
