@@ -96,7 +96,7 @@ class BlockExchange:
                 self._tiers.used([key for key, is_kept in zip(keys, kept, strict=True) if is_kept])
             missing = [index for index, is_kept in enumerate(kept) if not is_kept]
             with self._turns[Direction.SAVE]:
-                for chunk in _chunks(missing, len(self._slots[Direction.SAVE])):
+                for chunk in _chunks(missing, keys, len(self._slots[Direction.SAVE])):
                     slots = self._slots[Direction.SAVE][: len(chunk)]
                     for index, slot in zip(chunk, slots, strict=True):
                         fill(index, self._block(slot))
@@ -126,7 +126,7 @@ class BlockExchange:
         arrived = [False] * len(keys)
         try:
             with self._turns[Direction.LOAD]:
-                for chunk in _chunks(range(len(keys)), len(self._slots[Direction.LOAD])):
+                for chunk in _chunks(range(len(keys)), keys, len(self._slots[Direction.LOAD])):
                     slots = self._slots[Direction.LOAD][: len(chunk)]
                     before = keys[chunk[0] - 1] if chunk[0] else parent
                     with self._lock:
@@ -235,5 +235,14 @@ class _Stopped(Exception):
     """Closed, or stopped by an earlier error."""
 
 
-def _chunks(indices: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [indices[start : start + size] for start in range(0, len(indices), size)]
+def _chunks(indices: Sequence[int], keys: Sequence[BlockKey], size: int) -> list[list[int]]:
+    """At most `size` indices each. No chunk names a block twice: a ticket must not."""
+    chunks: list[list[int]] = []
+    named: set[BlockKey] = set()
+    for index in indices:
+        if not chunks or len(chunks[-1]) == size or keys[index] in named:
+            chunks.append([])
+            named.clear()
+        chunks[-1].append(index)
+        named.add(keys[index])
+    return chunks
