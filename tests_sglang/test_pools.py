@@ -89,7 +89,6 @@ class Rank:
         except BaseException:
             self.storage.close()
             raise
-        assert self.storage.recover()
 
     def places(self, count: int, first: int = 0) -> torch.Tensor:
         return torch.arange(first * PAGE, (first + count) * PAGE)
@@ -166,6 +165,25 @@ def test_pages_are_found_after_a_restart_bit_for_bit(start: Start, layout: str) 
     assert all(torch.equal(again.page(number), page) for number, page in enumerate(stored))
     assert torch.equal(again.page(12), before), "no other page has changed"
     again.storage._exchange.check()
+
+
+def test_the_first_question_after_a_restart_is_answered(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.stores.disk import DiskStore
+
+    first = start()
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    first.drain()
+    first.storage.close()
+    scan = DiskStore.scan
+
+    def slow(self: DiskStore) -> Any:
+        time.sleep(0.5)
+        yield from scan(self)
+
+    monkeypatch.setattr(DiskStore, "scan", slow)
+    assert start().storage.batch_exists(HASHES) == 12
 
 
 def test_generic_calls_move_the_same_pages(start: Start) -> None:

@@ -158,8 +158,13 @@ class BlockExchange:
 
     def recover(self, timeout_seconds: float) -> bool:
         """Wait until the index of the disk has been read."""
-        with self._lock:
-            return self._tiers.recover(timeout_seconds)
+        try:
+            with self._lock:
+                self._require_working()
+                return self._tiers.recover(timeout_seconds)
+        except Exception as error:
+            self._fail(error)
+            return False
 
     def check(self) -> None:
         """Raise BookError if the books do not add up."""

@@ -48,6 +48,7 @@ from penstock.units import MiB, format_bytes
 log = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 64 * MiB  # for loads, and as much for saves
+_INDEX_SECONDS = 10.0  # SGLang starts later by so much at most
 _MAIN = str(PoolName.KV)
 # Pools whose pages differ between tensor-parallel ranks even if those of the main pool do not.
 _ALWAYS_SHARDED = (str(PoolName.MAMBA),)
@@ -103,6 +104,9 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         with self._opening:
             if self._exchange is None:
                 self._exchange = self._open()
+                # SGLang asks once for a prompt: one that comes early would find nothing.
+                if not self.recover(_INDEX_SECONDS):
+                    log.info("The index of the disk is still being read; more is found later")
 
     def _register(self, name: str, pool: Any) -> None:
         if self._pools.get(name) is pool:
