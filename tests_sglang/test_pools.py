@@ -17,6 +17,7 @@ import pytest
 import torch
 from tiny import make_tiny
 
+from penstock.connectors.sglang import identity as sglang_identity
 from penstock.connectors.sglang import storage as storage_module
 from penstock.connectors.vllm import identity
 from penstock.errors import ConfigError, PenstockError
@@ -126,7 +127,8 @@ def arguments(model: Path) -> dict[str, Any]:
 def start(
     arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Start]:
-    monkeypatch.setattr(identity, "process_start", lambda: time.time() + 60)
+    for module in (identity, sglang_identity):
+        monkeypatch.setattr(module, "process_start", lambda: time.time() + 60)
     monkeypatch.setattr(
         storage_module, "get_server_args", lambda: SimpleNamespace(resolved_dict=lambda: arguments)
     )
@@ -273,6 +275,20 @@ def test_what_is_not_the_same_kv_is_not_found(
             del arguments[name]
     arguments["max_running_requests"] = 7
     assert start().storage.batch_exists(HASHES) == 12
+
+
+def test_a_config_that_sglang_may_have_read_otherwise_is_not_shared(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_identity, "files_fingerprint", lambda *_: "weights")
+    first = start()
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    first.drain()
+    assert start().storage.batch_exists(HASHES) == 12
+    monkeypatch.setattr(
+        sglang_identity, "process_start", lambda: 0.0
+    )  # before config.json was written
+    assert start().storage.batch_exists(HASHES) == 0
 
 
 def test_ranks_do_not_share_shards(start: Start, tmp_path: Path) -> None:
