@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 import torch
 from tiny import make_tiny
 
+from penstock.connectors.sglang import identity as sglang_identity
 from penstock.connectors.sglang import storage as storage_module
 from penstock.connectors.vllm import identity
 from penstock.errors import ConfigError, PenstockError
+from penstock.types import Verdict
 
 hicache = pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
 Factory = pytest.importorskip("sglang.srt.mem_cache.storage.backend_factory").StorageBackendFactory
@@ -27,11 +30,13 @@ PAGE = 16  # tokens
 HASHES = [f"{number:064x}" for number in range(1, 13)]
 
 
-def mha_pool(layout: str, *, page: int = PAGE, heads: int = 2) -> Any:
+def mha_pool(
+    layout: str, *, page: int = PAGE, heads: int = 2, values: int = 8, tokens: int = 256
+) -> Any:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    device = MHATokenToKVPool(256, page, torch.float32, heads, 8, 3, "cpu", False)
+    device = MHATokenToKVPool(tokens, page, torch.float32, heads, values, 3, "cpu", False)
     host = MHATokenToKVPoolHost(
         device.get_device_pool_infos()[0].buffer_info,
         2.0,
@@ -39,7 +44,7 @@ def mha_pool(layout: str, *, page: int = PAGE, heads: int = 2) -> Any:
         page,
         layout,
         pin_memory=False,
-        device_capacity_tokens=256,
+        device_capacity_tokens=tokens,
         start_layer=0,
         end_layer=3,
     )
@@ -85,7 +90,6 @@ class Rank:
         except BaseException:
             self.storage.close()
             raise
-        assert self.storage.recover()
 
     def places(self, count: int, first: int = 0) -> torch.Tensor:
         return torch.arange(first * PAGE, (first + count) * PAGE)
@@ -110,14 +114,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def arguments(model: Path) -> dict[str, Any]:
     """As SGLang resolves them; those that a test changes."""
-    return {"model_path": str(model), "dtype": "float32", "page_size": PAGE, "load_format": "auto"}
+    return {
+        "model_path": str(model),
+        "dtype": "float32",
+        "page_size": PAGE,
+        "load_format": "auto",
+        "hicache_storage_backend": "dynamic",
+    }
 
 
 @pytest.fixture
 def start(
     arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Start]:
-    monkeypatch.setattr(identity, "process_start", lambda: time.time() + 60)
+    for module in (identity, sglang_identity):
+        monkeypatch.setattr(module, "process_start", lambda: time.time() + 60)
     monkeypatch.setattr(
         storage_module, "get_server_args", lambda: SimpleNamespace(resolved_dict=lambda: arguments)
     )
@@ -156,6 +167,25 @@ def test_pages_are_found_after_a_restart_bit_for_bit(start: Start, layout: str) 
     assert all(torch.equal(again.page(number), page) for number, page in enumerate(stored))
     assert torch.equal(again.page(12), before), "no other page has changed"
     again.storage._exchange.check()
+
+
+def test_the_first_question_after_a_restart_is_answered(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.stores.disk import DiskStore
+
+    first = start()
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    first.drain()
+    first.storage.close()
+    scan = DiskStore.scan
+
+    def slow(self: DiskStore) -> Any:
+        time.sleep(0.5)
+        yield from scan(self)
+
+    monkeypatch.setattr(DiskStore, "scan", slow)
+    assert start().storage.batch_exists(HASHES) == 12
 
 
 def test_generic_calls_move_the_same_pages(start: Start) -> None:
@@ -247,6 +277,20 @@ def test_what_is_not_the_same_kv_is_not_found(
     assert start().storage.batch_exists(HASHES) == 12
 
 
+def test_a_config_that_sglang_may_have_read_otherwise_is_not_shared(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_identity, "files_fingerprint", lambda *_: "weights")
+    first = start()
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    first.drain()
+    assert start().storage.batch_exists(HASHES) == 12
+    monkeypatch.setattr(
+        sglang_identity, "process_start", lambda: 0.0
+    )  # before config.json was written
+    assert start().storage.batch_exists(HASHES) == 0
+
+
 def test_ranks_do_not_share_shards(start: Start, tmp_path: Path) -> None:
     one = start(tp_rank=0, tp_size=2)
     two = start(tp_rank=1, tp_size=2, beside=True)
@@ -306,6 +350,111 @@ def test_after_a_flush_nothing_stored_before_is_found(start: Start) -> None:
     promised = start(settings={"weights_stay": True})
     promised.main.clear()
     assert promised.storage.batch_exists(HASHES) == 12
+
+
+def test_a_flush_while_no_storage_is_attached_is_noticed(start: Start) -> None:
+    rank = start()
+    assert all(rank.storage.batch_set_v1(HASHES, rank.places(12)))
+    rank.drain()
+    again = start(pools=rank.pools)
+    assert again.storage.batch_exists(HASHES) == 12, "detached and attached"
+    again.storage.close()
+    again.main.clear()
+    assert start(pools=rank.pools).storage.batch_exists(HASHES) == 0
+
+
+def test_a_storage_attached_to_a_running_server_cannot_know_its_weights(
+    start: Start, arguments: dict[str, Any]
+) -> None:
+    rank = start()
+    assert all(rank.storage.batch_set_v1(HASHES, rank.places(12)))
+    rank.drain()
+    arguments["hicache_storage_backend"] = None
+    late = start()
+    assert late.storage.batch_exists(HASHES) == 0
+    assert late.storage.batch_set_v1(HASHES[:3], late.places(3)) == [True] * 3
+    assert late.storage.batch_exists(HASHES) == 3
+    assert start(settings={"weights_stay": True}).storage.batch_exists(HASHES) == 12
+
+
+def test_a_pool_that_does_not_show_flushes_is_refused(start: Start) -> None:
+    pool = mha_pool("layer_first")
+    del pool.slot_used
+    with pytest.raises(ConfigError, match="set weights_stay"):
+        start(pools={"kv": pool})
+    start(pools={"kv": pool}, settings={"weights_stay": True})
+
+
+def test_threads_that_see_a_flush_at_once_all_leave_what_was_stored(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = start()
+    assert all(rank.storage.batch_set_v1(HASHES, rank.places(12)))
+    rank.main.clear()
+    leaving, found, leave = threading.Event(), [], rank.storage._leave
+
+    def slow(why: str) -> None:
+        leaving.set()
+        time.sleep(0.2)
+        leave(why)
+
+    monkeypatch.setattr(rank.storage, "_leave", slow)
+    first = threading.Thread(target=rank.storage.batch_exists, args=(HASHES,))
+    first.start()
+    assert leaving.wait(60)
+    found.append(rank.storage.batch_exists(HASHES))
+    first.join()
+    assert found == [0]
+
+
+def test_parts_of_two_damaged_pages_do_not_make_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = mha_pool("layer_first", heads=64, values=128, tokens=128)
+    rank = start(pools={"kv": pool}, settings={"set": {"host.size": "64MiB"}})
+    assert rank.storage._formats["kv"].num_parts == 3
+    assert rank.storage.batch_set_v1(HASHES[:3], rank.places(3)) == [True] * 3
+    exchange = rank.storage._exchange
+    wait = exchange._wait
+
+    def lose(ticket: Any) -> Any:
+        """Of two pages, the end of the first and the beginning of the second are missing."""
+        done = wait(ticket)
+        lost = [Verdict.MISSING if 1 <= place <= 3 else Verdict.OK for place in range(9)]
+        return dataclasses.replace(done, verdicts=tuple(lost))
+
+    monkeypatch.setattr(exchange, "_wait", lose)
+    before = [rank.page(number) for number in range(8, 11)]
+    third = rank.page(2)
+    arrived = rank.storage.batch_get_v1(HASHES[:3], rank.places(3, 8))
+    assert arrived == [False, False, True]
+    for number, expected in enumerate([*before[:2], third], 8):
+        assert torch.equal(rank.page(number), expected)
+    found = rank.storage.batch_get(HASHES[:3])
+    assert found[:2] == [None, None]
+    assert torch.equal(found[2], third)
+
+
+def test_a_page_that_is_named_twice(start: Start) -> None:
+    rank = start()
+    twice, stored = [HASHES[0], HASHES[1], HASHES[0]], [rank.page(0), rank.page(1)]
+    rank.main.kv_buffer[:, :, 2 * PAGE : 3 * PAGE] = rank.main.kv_buffer[:, :, :PAGE]
+    assert rank.storage.batch_set_v1(twice, rank.places(3)) == [True] * 3
+    assert rank.storage.batch_exists(twice) == 3
+    assert rank.storage.batch_get_v1(twice, rank.places(3, 8)) == [True] * 3
+    for place, number in enumerate([0, 1, 0], 8):
+        assert torch.equal(rank.page(place), stored[number])
+    rank.storage._exchange.check()
+
+
+def test_a_drafter_with_heads_is_sharded_though_the_model_is_not(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_module, "check_ranks", lambda *_: None)
+    pools = {"kv": mha_pool("layer_first"), "draft": mha_pool("layer_first")}
+    formats = start(pools=pools, is_mla_model=True, tp_size=2).storage._formats
+    assert "tp 0 of 2" in formats["draft"].layout
+    assert "tp 0 of 2" not in formats["kv"].layout
 
 
 def test_indices_that_are_not_pages_are_refused(start: Start) -> None:

@@ -280,6 +280,41 @@ def test_the_cap_holds(start: Start, tmp_path: Path) -> None:
     assert used <= 24 << 20
 
 
+def test_a_request_waits_for_a_shared_store_once_however_many_others_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = start().tier
+    questions: list[int] = []
+    unanswered: set[int] = set()
+
+    def ask(keys: list[bytes]) -> int:
+        questions.append(len(keys))
+        unanswered.add(len(questions))
+        return len(questions)
+
+    monkeypatch.setattr(tier, "_has_remote", True)
+    monkeypatch.setattr(tier._tiers, "lookup", ask)
+    monkeypatch.setattr(tier._tiers, "is_looking_up", unanswered.__contains__)
+    one, two = base.ReqContext("one"), base.ReqContext("two")
+    end = base.ScheduleEndContext((), ())
+    assert tier.lookup(KEYS[0], one) is base.LookupResult.RETRY
+    assert tier.lookup(KEYS[0], two) is base.LookupResult.RETRY
+    tier.on_schedule_end(end)
+    assert tier.lookup(KEYS[0], one) is base.LookupResult.RETRY, "not answered yet"
+    unanswered.clear()
+    tier.get_finished_jobs()
+    for number in range(3):
+        tier.on_request_finished(base.ReqContext(f"other {number}"))
+    assert tier.lookup(KEYS[0], one) is base.LookupResult.MISS
+    assert tier.lookup(KEYS[0], two) is base.LookupResult.MISS
+    assert questions == [1]
+    tier.on_request_finished(one)
+    assert tier.lookup(KEYS[0], base.ReqContext("one")) is base.LookupResult.RETRY, "asked anew"
+    tier.on_schedule_end(end)
+    unanswered.clear()
+    assert questions == [1, 1]
+
+
 def test_an_error_of_ours_ends_all_jobs_and_is_a_miss(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

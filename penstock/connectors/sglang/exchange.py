@@ -96,7 +96,7 @@ class BlockExchange:
                 self._tiers.used([key for key, is_kept in zip(keys, kept, strict=True) if is_kept])
             missing = [index for index, is_kept in enumerate(kept) if not is_kept]
             with self._turns[Direction.SAVE]:
-                for chunk in _chunks(missing, len(self._slots[Direction.SAVE])):
+                for chunk in _chunks(missing, keys, len(self._slots[Direction.SAVE])):
                     slots = self._slots[Direction.SAVE][: len(chunk)]
                     for index, slot in zip(chunk, slots, strict=True):
                         fill(index, self._block(slot))
@@ -126,7 +126,7 @@ class BlockExchange:
         arrived = [False] * len(keys)
         try:
             with self._turns[Direction.LOAD]:
-                for chunk in _chunks(range(len(keys)), len(self._slots[Direction.LOAD])):
+                for chunk in _chunks(range(len(keys)), keys, len(self._slots[Direction.LOAD])):
                     slots = self._slots[Direction.LOAD][: len(chunk)]
                     before = keys[chunk[0] - 1] if chunk[0] else parent
                     with self._lock:
@@ -158,8 +158,13 @@ class BlockExchange:
 
     def recover(self, timeout_seconds: float) -> bool:
         """Wait until the index of the disk has been read."""
-        with self._lock:
-            return self._tiers.recover(timeout_seconds)
+        try:
+            with self._lock:
+                self._require_working()
+                return self._tiers.recover(timeout_seconds)
+        except Exception as error:
+            self._fail(error)
+            return False
 
     def check(self) -> None:
         """Raise BookError if the books do not add up."""
@@ -235,5 +240,14 @@ class _Stopped(Exception):
     """Closed, or stopped by an earlier error."""
 
 
-def _chunks(indices: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [indices[start : start + size] for start in range(0, len(indices), size)]
+def _chunks(indices: Sequence[int], keys: Sequence[BlockKey], size: int) -> list[list[int]]:
+    """At most `size` indices each. No chunk names a block twice: a ticket must not."""
+    chunks: list[list[int]] = []
+    named: set[BlockKey] = set()
+    for index in indices:
+        if not chunks or len(chunks[-1]) == size or keys[index] in named:
+            chunks.append([])
+            named.clear()
+        chunks[-1].append(index)
+        named.add(keys[index])
+    return chunks

@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from penstock.connectors.sglang.harmless import harmless_arguments
 from penstock.connectors.vllm.configuration import describe, digest
+from penstock.connectors.vllm.fingerprint import process_start, state_of
 from penstock.connectors.vllm.identity import Unknown, files_fingerprint
 from penstock.connectors.vllm.places import find_files
 from penstock.keys import Namespace
@@ -134,16 +135,34 @@ def _model_weights(arguments: Mapping[str, Any]) -> str:
 
 
 def _config_digest(arguments: Mapping[str, Any]) -> str:
-    """The digest of the model's config.json, as it is on disk: overrides are arguments."""
-    name = str(arguments["model_path"])
-    found = find_files(
-        name, arguments.get("revision"), "config.json", arguments.get("download_dir")
-    )
-    path = None if found is None else found / "config.json"
+    """The digest of config.json, the model's and the drafter's. Overrides are arguments."""
+    found = [_one_config(arguments, "model_path", "revision")]
+    if arguments.get("speculative_draft_model_path"):
+        names = ("speculative_draft_model_path", "speculative_draft_model_revision")
+        found.append(_one_config(arguments, *names))
+    return " drafter ".join(found)
+
+
+def _one_config(arguments: Mapping[str, Any], model: str, revision: str) -> str:
+    name = str(arguments[model])
+    folder = find_files(name, arguments.get(revision), "config.json", arguments.get("download_dir"))
+    if folder is None:
+        return "none"
+    path = folder / "config.json"
     try:
-        return "none" if path is None else blake3(Path(path).read_bytes()).hexdigest()
+        found = blake3(path.read_bytes()).hexdigest()
+        is_local = Path(name).expanduser().exists()
+        # SGLang has read it before us, and may have read something else.
+        if not is_local or state_of(path).changed < process_start():
+            return found
     except OSError:  # a GGUF file has its config inside
         return "none"
+    log.warning(
+        "%s changed after this process started. KV is therefore not reused after a restart or by "
+        "other instances.",
+        path,
+    )
+    return this_run()
 
 
 def _adapters(arguments: Mapping[str, Any]) -> list[str]:

@@ -10,8 +10,9 @@ import logging
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sglang
 import torch
@@ -21,6 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransferResult,
 )
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_server_args
 
 from penstock.config import Config
@@ -36,6 +38,7 @@ from penstock.connectors.sglang.support import (
     describe_pool,
     page_bytes,
 )
+from penstock.errors import ConfigError
 from penstock.metrics import Metrics
 from penstock.metrics.endpoint import MetricsEndpoint
 from penstock.stores.host import HostArena
@@ -45,9 +48,21 @@ from penstock.units import MiB, format_bytes
 log = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 64 * MiB  # for loads, and as much for saves
+_INDEX_SECONDS = 10.0  # SGLang starts later by so much at most
 _MAIN = str(PoolName.KV)
 # Pools whose pages differ between tensor-parallel ranks even if those of the main pool do not.
 _ALWAYS_SHARDED = (str(PoolName.MAMBA),)
+
+
+class _Left(NamedTuple):
+    """What a storage knew of SGLang's main pool when it was detached."""
+
+    salt: bytes
+    flushed: Any
+
+
+# SGLang can detach a storage and attach another one while it runs. Weights may be replaced before.
+_left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
 
 
 class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
@@ -59,7 +74,8 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         self._settings = SglangSettings.of(storage_config.extra_config)
         check_version(sglang.__version__, insist=self._settings.allow_untested_sglang)
         self._storage_config = storage_config
-        num_groups = max(1, int(get_server_args().resolved_dict().get("dp_size") or 1))
+        arguments = get_server_args().resolved_dict()
+        num_groups = max(1, int(arguments.get("dp_size") or 1))
         self._config = own_disk(self._settings.tiers(), storage_config, num_groups)
         check_ranks(storage_config, self._config)
         self._pools: dict[str, Any] = {}
@@ -68,9 +84,10 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         self._exchange: BlockExchange | None = None
         self._endpoint: MetricsEndpoint | None = None
         self._block_bytes = 0
-        self._opening = threading.Lock()
+        self._opening, self._turning = threading.Lock(), threading.Lock()
         self._salt = b""
         self._flushed: Any = None  # what SGLang's host pool replaces when it is flushed
+        self._is_from_start = arguments.get("hicache_storage_backend") == "dynamic"
 
     # SGLang's pools.
 
@@ -87,6 +104,9 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         with self._opening:
             if self._exchange is None:
                 self._exchange = self._open()
+                # SGLang asks once for a prompt: one that comes early would find nothing.
+                if not self.recover(_INDEX_SECONDS):
+                    log.info("The index of the disk is still being read; more is found later")
 
     def _register(self, name: str, pool: Any) -> None:
         if self._pools.get(name) is pool:
@@ -94,14 +114,36 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         num_bytes = page_bytes(name, pool)
         if not self._block_bytes:
             self._block_bytes = block_bytes_for(num_bytes)
-            self._flushed = getattr(pool, "slot_used", None)
-        is_replicated = self._storage_config.is_mla_model and name not in _ALWAYS_SHARDED
-        rank = rank_of(self._storage_config, is_replicated=is_replicated)
+            self._resume(pool)
+        rank = rank_of(self._storage_config, is_replicated=self._is_replicated(name, pool))
         self._formats[name] = PageFormat(
             name, f"{describe_pool(pool)}; {rank}", num_bytes, self._block_bytes
         )
         self._dtypes[name] = pool.get_data_page(0, flat=True).dtype
         self._pools[name] = pool
+
+    def _resume(self, pool: Any) -> None:
+        """Go on with the salt of the storage that was attached to this pool before."""
+        self._flushed = getattr(pool, "slot_used", None)
+        if self._settings.weights_stay:
+            return
+        if self._flushed is None:
+            raise ConfigError(
+                f"SGLang's pool {type(pool).__name__} does not show when SGLang flushes its cache, "
+                "as it does after its weights were replaced; if you never replace them in a "
+                "running server, set weights_stay."
+            )
+        if (left := _left.get(pool)) is not None:
+            self._salt, self._flushed = left
+        elif not self._is_from_start:
+            self._leave("Penstock was attached to a running SGLang, whose weights may be others")
+
+    def _is_replicated(self, name: str, pool: Any) -> bool:
+        """Whether all tensor-parallel ranks have the same values in this pool."""
+        if not self._storage_config.is_mla_model or name in _ALWAYS_SHARDED:
+            return False
+        # A drafter with attention heads may help an MLA model: each rank has its own heads.
+        return name == _MAIN or not isinstance(pool, MHATokenToKVPoolHost)
 
     def _open(self) -> BlockExchange:
         config, metrics = self._config, Metrics()
@@ -273,7 +315,7 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
     # The tiers.
 
     def _load(self, name: str, hashes: Sequence[str], take: Any, extra_info: Any) -> list[bool]:
-        """Pages are handed over whole, in their order, up to the first that is not sound."""
+        """Pages are handed over whole and in their order."""
         found, exchange = self._formats[name], self._working()
         arrived = [False] * len(hashes)
         if exchange is None:
@@ -286,14 +328,15 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
             place = found.part(part)
             size = place.stop - place.start
             page[place] = torch.frombuffer(block, dtype=torch.uint8, count=size)
-            if part == 0:
+            # The first parts of this page may be missing, and the last ones of the page before.
+            if parts and parts[0][0] != number:
                 parts.clear()
-            parts.append(part)
+            parts.append((number, part))
             if len(parts) == found.num_parts:
                 take(number, page.view(dtype))
                 arrived[number] = True
 
-        parts: list[int] = []
+        parts: list[tuple[int, int]] = []  # those of one page that have arrived
         keys = found.keys(hashes, self._current_salt())
         whole = found.whole(exchange.load(keys, take_part, parent=self._parent(found, extra_info)))
         return [one and other for one, other in zip(arrived, whole, strict=True)]
@@ -337,10 +380,11 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         if self._settings.weights_stay:
             return self._salt
         now = getattr(self._pools[_MAIN], "slot_used", None)
-        if now is not self._flushed:
-            self._flushed = now
-            self._leave("SGLang has flushed its cache, maybe because its weights were replaced")
-        return self._salt
+        with self._turning:  # nobody may use the old salt once one thread has seen the flush
+            if now is not self._flushed:
+                self._leave("SGLang has flushed its cache, maybe because its weights were replaced")
+                self._flushed = now
+            return self._salt
 
     def clear(self) -> None:
         """Find nothing any more that was stored until now. A restart finds it again."""
@@ -367,6 +411,8 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            _left[self._pools[_MAIN]] = _Left(self._salt, self._flushed)
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None

@@ -65,9 +65,9 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         self._finished: list[JobResult] = []
         self._salt = b""
         self._is_chain = len(offloading.groups) == 1
-        self._asking: dict[LookupId, list[BlockKey]] = {}
+        self._asking: dict[LookupId, dict[BlockKey, None]] = {}
         self._to_ask: dict[BlockKey, None] = {}
-        self._asked: dict[BlockKey, None] = {}  # since the last time no request was waiting
+        self._asked: dict[str, set[BlockKey]] = {}  # what a shared store was asked, by request
         self._failed = False
         port = self._settings.metrics_port
         self._endpoint = None if port is None else serve_metrics(metrics, port)
@@ -100,10 +100,15 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
             except Exception as error:
                 self._stop(error)
                 return LookupResult.MISS
-            if not self._has_remote or name in self._asked:
+            if not self._has_remote:
                 return LookupResult.MISS
-            waits = any(name in keys for keys in self._asking.values())
-            if not waits:
+            asked = self._asked.setdefault(str(req_context.req_id), set())
+            is_open = name in self._to_ask or any(name in each for each in self._asking.values())
+            if name in asked and not is_open:
+                return LookupResult.MISS
+            # A request asks once, or others that end meanwhile could make it wait forever.
+            asked.add(name)
+            if not is_open:
                 self._to_ask[name] = None
             return LookupResult.RETRY
 
@@ -119,7 +124,7 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """What a shared store did not have may be there for the next request."""
         with self._lock:
-            self._asked.clear()
+            self._asked.pop(str(req_context.req_id), None)
 
     # Jobs.
 
@@ -163,15 +168,13 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         with self._lock:
             if self._is_stopped or not self._to_ask:
                 return
-            keys, self._to_ask = list(self._to_ask), {}
+            keys, self._to_ask = self._to_ask, {}
             try:
-                lookup = self._tiers.lookup(keys)
+                lookup = self._tiers.lookup(list(keys))
             except Exception as error:
                 self._stop(error)
                 return
-            if lookup is None:
-                self._asked.update(dict.fromkeys(keys))
-            else:
+            if lookup is not None:
                 self._asking[lookup] = keys
             self._ticker.wake()
 
@@ -238,7 +241,7 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
             self._stop(error)
             return
         for lookup in ended:
-            self._asked.update(dict.fromkeys(self._asking.pop(lookup)))
+            del self._asking[lookup]
         for done in dones:
             if (job := self._jobs.pop(done.ticket, None)) is not None:
                 self._finished.append(self._result(job, done))
