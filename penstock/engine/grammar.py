@@ -29,7 +29,11 @@ from torch import Tensor
 from penstock.engine.admission import Busy
 from penstock.engine.faults import GrammarFault
 from penstock.engine.mask_threads import MaskThreads, Moved
-from penstock.engine.structure import GrammarSource, StructuredOutputsParams
+from penstock.engine.structure import (
+    GrammarSource,
+    StructuredOutputsParams,
+    UnusableStructure,
+)
 from penstock.errors import ConfigError
 from penstock.install import STRUCTURED, require
 
@@ -148,7 +152,7 @@ class Grammars:
         self.mask_threads = MaskThreads()
 
     def compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
-        """Raises ConfigError if the grammar is invalid or too large, NotInstalled."""
+        """Raises UnusableStructure, and ConfigError if this model cannot have any."""
         source = wanted.source
         with self._lock:
             found = self._remembered.get(source)
@@ -238,9 +242,9 @@ def _text(source: GrammarSource) -> str:
         raise _invalid(source, str(error)) from None
 
 
-def _invalid(source: GrammarSource, reason: str) -> ConfigError:
+def _invalid(source: GrammarSource, reason: str) -> UnusableStructure:
     what = {"json": "the JSON schema", "regex": "the regular expression"}
-    return ConfigError(
+    return UnusableStructure(
         f"{what.get(source.kind, 'the grammar')} cannot be used ({_first_line(reason)}); correct "
         "or simplify it."
     )
