@@ -24,7 +24,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     "test_docs.py": (
         "test_python_runs?anywhere.md-1-*",
         "test_python_runs?hints.md-0-*",
-        "test_python_runs?server.md-1-*",
+        "test_python_runs?server.md-[12]-*",
         "test_python_runs?README.md-6-*",
         "test_python_runs?quickstart.md-5-*",
     ),

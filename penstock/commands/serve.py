@@ -28,6 +28,7 @@ from penstock.config.options import EMBEDDED
 from penstock.engine.params import MENDING_MODES
 from penstock.errors import ConfigError, NotInstalled
 from penstock.install import ENGINE, SERVER, how_to_install, require
+from penstock.server.tools.formats import FORMATS, find_format
 
 if TYPE_CHECKING:
     from penstock.server.backend import Serving
@@ -38,7 +39,6 @@ EXAMPLE = (
 )
 
 
-TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")  # penstock.server.tools.formats
 EXIT_LOST = 70  # the engine failed and could not recover: a supervisor should restart the server
 
 
@@ -117,7 +117,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"How the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}. By default it "
+            help=f"How the model writes tool calls: {', '.join(FORMATS)}. By default it "
             "is chosen from the chat template.",
             show_default=False,
         ),
@@ -187,11 +187,8 @@ def serve(
             f"--kv-mending is {kv_mending!r}: expected one of {', '.join(MENDING_MODES)}; correct "
             "it, or leave it out."
         )
-    if tool_call_parser is not None and tool_call_parser not in TOOL_CALL_PARSERS:
-        raise ConfigError(
-            f"--tool-call-parser is {tool_call_parser!r}: expected one of "
-            f"{', '.join(TOOL_CALL_PARSERS)}; correct it, or leave it out."
-        )
+    if tool_call_parser is not None:
+        find_format(tool_call_parser)
     hosts = names_of(host, allowed_host)
     template = None if chat_template is None else _read_template(chat_template)
     set_logging(log_level)

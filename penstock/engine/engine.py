@@ -191,6 +191,7 @@ class Engine(EngineParts):
         found = find_segments(prompt_ids, segments, params.mending, namespace)
         if found:
             self._prepare_turner()
+        state = None if grammar is None else grammar.fork()
         request = Request(
             request_id,
             prompt_ids,
@@ -204,12 +205,14 @@ class Engine(EngineParts):
             sequence=next(self._sequence),
             segments=found,
         )
+        if state is not None:
+            request.is_ready = state.is_ready
         live = _Live(
             request,
             make_generator(params.seed, index),
             Detokenizer(self.loaded.tokenizer, list(prompt_ids), params),
             frozenset(params.stop_ids),
-            None if grammar is None else grammar.fork(),
+            state,
         )
         try:
             self.scheduler.add(request)
@@ -294,6 +297,7 @@ class Engine(EngineParts):
     def _step(self, meanwhile: Callable[[], None]) -> None:
         self._end_undecodable()
         self._settle()
+        self._wait_for_masks()
         chunks = self._chunks = self.scheduler.schedule()
         self._story.entered(self.scheduler, time.monotonic())
         self._story.scheduled(self.scheduler, self.pool)
@@ -308,8 +312,9 @@ class Engine(EngineParts):
             self._read_step()
             if self._place_segments():
                 self.runner.wait()  # before the next step frees what was copied
-            elif not was_unread and self.offloader is not None and self.scheduler.has_work:
-                self.offloader.pause(0.002)  # leave the CPU to the loads
+            elif not was_unread and self.scheduler.has_work:
+                # Leave the CPU to loads and masks.
+                (time.sleep if self.offloader is None else self.offloader.pause)(0.002)
             return
         if not self.runner.only_queues:
             self._catch_up(meanwhile)
@@ -329,6 +334,13 @@ class Engine(EngineParts):
             self._catch_up(meanwhile)
         if not step.is_left:
             self._read_step()
+
+    def _wait_for_masks(self) -> None:
+        """Wait a little, so that sequences seldom sit out."""
+        patience = self.grammars.mask_threads.patience()
+        for live in self._live.values():
+            if live.grammar is not None:
+                live.grammar.wait(patience)
 
     def _launch(self, chunks: Sequence[Chunk]) -> LaunchedStep[_Live]:
         started = time.monotonic()

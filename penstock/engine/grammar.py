@@ -6,11 +6,10 @@
     grammar.advance(token_id)                # after each token of the output
 
 A grammar only reads and writes scores at sampling: KV does not depend on it. Its state depends on
-the output tokens alone, so preemption and restarts do not touch it. After each token the next mask
-is computed on another thread, while the device computes the next step.
-
-llguidance parses lazily and bounds its work in every call, so that no schema or regular expression
-can stall the thread that computes: one that reaches a limit is an error of its own request.
+the output tokens alone, so preemption and restarts do not touch it. Other threads do the work (see
+`mask_threads`): a sequence whose next mask is not ready sits out, so that no schema or regular
+expression can stall the thread that computes. One that reaches a limit is an error of its own
+request.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.admission import Busy
 from penstock.engine.faults import GrammarFault
-from penstock.engine.structure import GrammarSource, StructuredOutputsParams
+from penstock.engine.mask_threads import MaskThreads, Moved
+from penstock.engine.structure import (
+    GrammarSource,
+    StructuredOutputsParams,
+    UnusableStructure,
+)
 from penstock.errors import ConfigError
 from penstock.install import STRUCTURED, require
 
@@ -39,7 +44,6 @@ COMPILE_SECONDS = 10.0  # for which a request waits
 _MAX_REMEMBERED = 32
 _MAX_COMPILING = 32  # waiting or running
 _COMPILERS = 2
-_MASK_THREADS = 2
 _MAX_REASON_CHARS = 300
 # The first rule, after comments and empty lines.
 _GBNF = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*[\w-]+[ \t]*::=")
@@ -48,11 +52,25 @@ _GBNF = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*[\w-]+[ \t]*::=")
 class Grammar:
     """The state of one sequence. One thread uses it."""
 
-    def __init__(self, matcher: LLMatcher, bits: bytes, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, matcher: LLMatcher, bits: bytes, threads: MaskThreads) -> None:
         self._matcher = matcher
-        self._bits: bytes | Future[bytes] = bits
+        self._bits: bytes | Moved = bits
         self._threads = threads
-        self.is_finished = False  # only an end token could follow
+        self._is_finished = False
+
+    def is_ready(self) -> bool:
+        """Whether the next mask is known. If not, a sequence should not be computed yet."""
+        return not isinstance(self._bits, Moved) or self._bits.is_ready
+
+    def wait(self, patience: Callable[[], float]) -> None:
+        """Until it is ready, but not for long."""
+        if isinstance(self._bits, Moved):
+            self._threads.is_done(self._bits.bits, patience())
+
+    @property
+    def is_finished(self) -> bool:
+        """Only an end token could follow. False if that is not known yet: then masks say so."""
+        return self._is_finished
 
     def mask(self, scores: Tensor, banned_ids: Sequence[int] = ()) -> None:
         """Set the scores of all tokens that may not come next to -inf.
@@ -73,34 +91,43 @@ class Grammar:
 
     def advance(self, token_id: int) -> None:
         """Take the next token. Raises GrammarFault if it reached a limit."""
-        bits = self._read()  # also waits for the thread that may still use the matcher
-        is_allowed = len(bits) * 8 > token_id and bits[token_id >> 3] >> (token_id & 7) & 1
-        if self._matcher.is_error() or not is_allowed or not self._matcher.consume_token(token_id):
-            raise GrammarFault(
-                "the structure that this request asked for became too complex while the answer was "
-                "generated, or nothing can follow what was generated; simplify its schema or "
-                "grammar."
-            )
-        self.is_finished = self._matcher.is_stopped()
-        if not self.is_finished:
+        bits = self._read()
+        if not (len(bits) * 8 > token_id and bits[token_id >> 3] >> (token_id & 7) & 1):
+            raise _too_complex()
+        if self._is_finished:
+            return  # it was not known before this end token was chosen
+        self._bits = moved = self._threads.move(self._matcher, token_id)
+        if self._threads.is_done(moved.taken, self._threads.patience()()):
             try:
-                self._bits = self._threads.submit(self._matcher.compute_bitmask)
-            except RuntimeError:  # the engine closes
-                self._bits = self._matcher.compute_bitmask()
+                is_taken, self._is_finished = moved.taken.result()
+            except Exception as error:
+                raise _too_complex() from error
+            if not is_taken:
+                raise _too_complex()
 
     def _read(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        if isinstance(self._bits, Future):
+        """The mask. Empty after an error."""
+        if isinstance(self._bits, Moved):
+            moved = self._bits
             try:
-                self._bits = self._bits.result()
-            except CancelledError:
-                self._bits = self._matcher.compute_bitmask()
+                self._bits = moved.bits.result()
+                _, self._is_finished = moved.taken.result()
+            except (Exception, CancelledError):
+                self._bits = b""
         return np.frombuffer(self._bits, dtype=np.uint8)
+
+
+def _too_complex() -> GrammarFault:
+    return GrammarFault(
+        "the structure that this request asked for became too complex while the answer was "
+        "generated, or nothing can follow what was generated; simplify its schema or grammar."
+    )
 
 
 class CompiledGrammar:
     """A grammar at its beginning, from which sequences start."""
 
-    def __init__(self, matcher: LLMatcher, bits: bytes, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, matcher: LLMatcher, bits: bytes, threads: MaskThreads) -> None:
         self._matcher = matcher
         self._bits = bits
         self._threads = threads
@@ -122,10 +149,10 @@ class Grammars:
         self._reading = threading.Lock()
         self._num_compiling = 0
         self._compilers = ThreadPoolExecutor(_COMPILERS, "penstock-grammars")
-        self._mask_threads = ThreadPoolExecutor(_MASK_THREADS, "penstock-masks")
+        self.mask_threads = MaskThreads()
 
     def compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
-        """Raises ConfigError if the grammar is invalid or too large, NotInstalled."""
+        """Raises UnusableStructure, and ConfigError if this model cannot have any."""
         source = wanted.source
         with self._lock:
             found = self._remembered.get(source)
@@ -141,12 +168,13 @@ class Grammars:
         return made
 
     def submit(self, wanted: StructuredOutputsParams) -> Future[CompiledGrammar]:
-        """`compile` on another thread. Raises ConfigError if too many are being compiled."""
+        """`compile` on another thread. Raises Busy if too many are being compiled."""
         with self._lock:
             if self._num_compiling >= _MAX_COMPILING:
-                raise ConfigError(
+                raise Busy(
                     f"{self._num_compiling} schemas and grammars are already being compiled; send "
-                    "the request again later."
+                    "the request again later.",
+                    retry_after_seconds=1.0,
                 )
             self._num_compiling += 1
         future = self._compilers.submit(self.compile, wanted)
@@ -154,8 +182,8 @@ class Grammars:
         return future
 
     def close(self) -> None:
-        for threads in (self._compilers, self._mask_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self.mask_threads.close()
 
     def _note_compiled(self, _: Future[CompiledGrammar]) -> None:
         with self._lock:
@@ -167,6 +195,7 @@ class Grammars:
         limits = LLParserLimits(
             max_grammar_size=100_000,
             max_lexer_states=25_000,  # of 1 to 2 kB each
+            step_max_items=10_000,
             verbose_errors=False,  # they would contain the schema
         )
         matcher = LLMatcher(self._read_tokenizer(), _text(source), log_level=0, limits=limits)
@@ -175,7 +204,7 @@ class Grammars:
             raise _invalid(source, matcher.get_error())
         if not any(bits):
             raise _invalid(source, "no text satisfies it")
-        return CompiledGrammar(matcher, bits, self._mask_threads)
+        return CompiledGrammar(matcher, bits, self.mask_threads)
 
     def _read_tokenizer(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer
@@ -213,9 +242,9 @@ def _text(source: GrammarSource) -> str:
         raise _invalid(source, str(error)) from None
 
 
-def _invalid(source: GrammarSource, reason: str) -> ConfigError:
+def _invalid(source: GrammarSource, reason: str) -> UnusableStructure:
     what = {"json": "the JSON schema", "regex": "the regular expression"}
-    return ConfigError(
+    return UnusableStructure(
         f"{what.get(source.kind, 'the grammar')} cannot be used ({_first_line(reason)}); correct "
         "or simplify it."
     )

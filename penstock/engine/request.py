@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -39,6 +40,7 @@ class Request:
     sequence: int = 0  # order of arrival: the older request wins ties
     segments: tuple[Segment, ...] = ()  # whose KV may come from elsewhere (see `anywhere`)
     is_fill: bool = False  # computes one segment for others, and generates nothing
+    is_ready: Callable[[], bool] = lambda: True  # if not, it sits out (see `mask_threads`)
 
     phase: RequestPhase = RequestPhase.WAITING
     # Prompt and output. The last ones may be below zero: see `expect`.

@@ -216,7 +216,7 @@ class Scheduler:
         self._awaited.advance(self._clock())
         if self._fair.refresh():
             self._waiting.sort(key=lambda r: r.order)
-        running = sorted(self._running, key=lambda r: r.order)
+        running = sorted((r for r in self._running if r.is_ready()), key=lambda r: r.order)
         if self._cold_reads is not None:
             running = self._cold_reads.pick(running)
         for request in running:
@@ -288,7 +288,7 @@ class Scheduler:
 
     def _is_held(self, request: Request) -> bool:
         """Whether a request that starts computes nothing in this step."""
-        return bool(request.segments) or self._awaited.holds(request)
+        return bool(request.segments) or self._awaited.holds(request) or not request.is_ready()
 
     def computed(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' KV is on the device: name and save the blocks that are now complete."""

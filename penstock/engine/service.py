@@ -30,7 +30,8 @@ from penstock.engine.grammar import COMPILE_SECONDS, CompiledGrammar
 from penstock.engine.params import SamplingParams
 from penstock.engine.request import Request
 from penstock.engine.sampler import Sampled
-from penstock.errors import ConfigError, PenstockError
+from penstock.engine.structure import UnusableStructure
+from penstock.errors import PenstockError
 from penstock.hints import Hint
 from penstock.types import NO_ORIGIN, Origin
 
@@ -192,7 +193,7 @@ class Service:
         try:
             return await asyncio.wait_for(compiling, COMPILE_SECONDS)
         except TimeoutError:
-            raise ConfigError(
+            raise UnusableStructure(
                 f"the schema or grammar was not compiled within {COMPILE_SECONDS:.0f} s; simplify "
                 "it, or send the request again if the server is busy."
             ) from None

@@ -22,6 +22,10 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 
+class UnusableStructure(ConfigError):
+    """A schema or grammar that cannot be compiled."""
+
+
 def _refuse(name: str, value: object, expected: str) -> ConfigError:
     return ConfigError(
         f"structured_outputs.{name} is {reprlib.repr(value)}: expected {expected}; correct it, or "

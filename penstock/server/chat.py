@@ -25,6 +25,7 @@ from penstock.server.logprobs import chat_logprobs
 from penstock.server.prompts import ChatStyle
 from penstock.server.schema import ChatFields, ChatRequest
 from penstock.server.sse import EventStream
+from penstock.server.structure import structure_field
 from penstock.server.tools.answer import AnswerReader, chat_delta, whole_message
 from penstock.server.tools.use import chat_structure, tool_use
 from penstock.types import Origin
@@ -66,6 +67,8 @@ class ChatAnswer:
             structure=chat_structure(request, self._use),
             shows_special=self._use is not None and self._use.shows_special,
         )
+        must_call = self._use is not None and self._use.must_call
+        self._structure_field = "tools" if must_call else structure_field(request)
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -88,6 +91,7 @@ class ChatAnswer:
             tenant=tenant,
             origin=origin,
             priority=self._request.priority or 0,
+            structure_field=self._structure_field,
         )
 
     async def whole(self, generation: Generation) -> Response:

@@ -21,7 +21,7 @@ from penstock.server.generation import Generation, prompt_cut, sampling_params
 from penstock.server.logprobs import completion_logprobs
 from penstock.server.schema import CompletionRequest, SegmentedPrompt
 from penstock.server.sse import EventStream
-from penstock.server.structure import answer_structure
+from penstock.server.structure import answer_structure, structure_field
 from penstock.types import Origin
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class Completions:
             tenant=tenant,
             origin=origin,
             priority=self._request.priority or 0,
+            structure_field=structure_field(self._request),
         )
 
     async def whole(self, generation: Generation) -> Response:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.engine.anywhere.pieces import PromptTokens
 from penstock.engine.params import SamplingParams
-from penstock.engine.structure import StructuredOutputsParams
+from penstock.engine.structure import StructuredOutputsParams, UnusableStructure
 from penstock.errors import PenstockError
 from penstock.server.answers import PromptTokensDetails, Usage
 from penstock.server.errors import ApiError, from_engine
@@ -128,8 +128,12 @@ class Generation:
         tenant: str,
         priority: int,
         origin: Origin = NO_ORIGIN,
+        structure_field: str | None = None,
     ) -> Generation:
-        """Queue all prompts. Raises ApiError; then none is queued."""
+        """Queue all prompts. Raises ApiError; then none is queued.
+
+        `structure_field`: says what the answers must look like.
+        """
         num_choices = len(prompts) * params.n
         if num_choices > serving.max_choices:
             raise ApiError(
@@ -150,6 +154,9 @@ class Generation:
                     segments=prompt.segments,
                 )
                 streams.append(stream)
+        except UnusableStructure as error:
+            _close(streams)
+            raise ApiError(400, str(error), param=structure_field) from None
         except PenstockError as error:
             _close(streams)
             raise from_engine(error) from None

@@ -15,6 +15,12 @@ _GUIDED = {
 }
 
 
+def structure_field(request: GenerationRequest) -> str | None:
+    """The field that says so, if there is one."""
+    names = ("structured_outputs", *_GUIDED, "response_format")
+    return next((name for name in names if getattr(request, name) is not None), None)
+
+
 def answer_structure(request: GenerationRequest) -> StructuredOutputsParams | None:
     """None if any text will do. Raises ApiError if the fields are invalid or contradict."""
     wanted: dict[str, dict[str, object]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
 
 from penstock.config import Config, HostConfig
+from penstock.engine import mask_threads
 from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
@@ -210,3 +212,38 @@ def test_a_missing_library_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"llguidance is not installed.*structured\]"):
         engines().grammars.compile(StructuredOutputsParams(choice=["a"]))
+
+
+def test_a_slow_grammar_delays_only_its_own_request(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others go on meanwhile, and answers are the same as if it had been fast."""
+    params = [replace(structured(0), max_tokens=6), SamplingParams(temperature=0, max_tokens=40)]
+    params.append(replace(params[0], structured_outputs={"choice": ["slow and steady"]}))
+    expected, _, texts = run(engines(), params)
+    assert texts[2] == "slow and steady"
+
+    may_go_on, compute = threading.Event(), mask_threads._move
+
+    def wait_first(*given: Any) -> None:
+        assert may_go_on.wait(60)
+        compute(*given)
+
+    monkeypatch.setattr(mask_threads, "_move", wait_first)
+    engine = engines()
+    requests = [
+        engine.add(str(n), *each) for n, each in enumerate(zip(prompts(3), params, strict=True))
+    ]
+    progresses = []
+    while requests[1].finish_reason is None:
+        progresses += engine.step()
+    assert [requests[0].num_output, requests[2].num_output] == [1, 1]
+    may_go_on.set()
+    while engine.has_work:
+        progresses += engine.step()
+    said = [[p.sampled.token_id for p in progresses if p.request is each] for each in requests]
+    assert [tokens[: len(plain)] for tokens, plain in zip(said, expected, strict=True)] == [
+        [token for token, _ in plain] for plain in expected
+    ]
+    assert [each.finish_reason for each in requests] == ["length", "length", "stop"]
+    idle(engine)

@@ -32,6 +32,13 @@ CASES: list[tuple[ToolFormat, str, Found]] = [
     (HERMES, '<tool_call>{"name": "f"}</tool_call> after', ("after", [("f", "{}")])),
     (HERMES, "", ("", [])),
     (
+        HERMES,
+        '<tool_call>{"name": "\\ud800", "arguments": {}}',
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}', []),
+    ),
+    (HERMES, f'{" " * 1100}<tool_call>{{"name": "f"}}', (" " * 76, [("f", "{}")])),
+    (HERMES, f"<tool_call>{' ' * 1100}{{}}", (f"<tool_call>{' ' * 1100}{{}}", [])),
+    (
         LLAMA3_JSON,
         '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}',
         ("", [("f", '{"x": 1}'), ("g", "{}")]),
@@ -76,6 +83,16 @@ def test_calls_are_found_however_the_answer_is_divided(
         cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(0, 6))))
         ends = zip([0, *cuts], [*cuts, len(text)], strict=True)
         assert read(form, [text[start:end] for start, end in ends]) == expected
+
+
+@pytest.mark.parametrize("text", [" ", '<tool_call>{"x": "', '<tool_call>{"name": "f"}'])
+def test_what_is_held_is_bounded(text: str) -> None:
+    """Else each token of an answer that only goes on would cost more than the one before it."""
+    parser = CallParser(HERMES, {"f"})
+    parser.feed(text)
+    for _ in range(70):
+        parser.feed(" " * 1000)
+    assert len(parser._held) + parser._reader.num_chars < 1 << 17
 
 
 def test_calls_beyond_the_limit_are_left_out() -> None:

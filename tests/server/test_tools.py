@@ -226,6 +226,7 @@ def test_what_cannot_be_followed_is_refused(
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400, answer.text
         assert words in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] is not None
         client.check_serves()
 
 
@@ -265,6 +266,17 @@ def test_a_grammar_that_reaches_a_limit_ends_its_own_request(
         assert answer.json()["error"]["code"] == "structure_too_complex"
         client.check_serves()
         client.wait_idle()
+
+
+def test_too_many_schemas_at_once_are_refused_for_a_while(
+    hermes: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hermes.serving is not None
+    monkeypatch.setattr(hermes.serving.service.engine.grammars, "_num_compiling", 1 << 20)
+    with hermes.client() as client:
+        body = {"prompt": "x", "max_tokens": 1, "guided_regex": "a"}
+        answer = client.post("/v1/completions", json=body)
+        assert (answer.status_code, "Retry-After" in answer.headers) == (429, True)
 
 
 def test_a_model_whose_template_has_no_tools_says_so(local: Callable[..., Local]) -> None:

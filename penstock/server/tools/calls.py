@@ -18,6 +18,7 @@ from penstock.server.tools.json_object import ObjectReader
 
 _SPACE = " \t\r\n"
 _MAX_HEADER_CHARS = 1 << 16  # of a call whose name is not known yet
+_MAX_SPACE_CHARS = 1 << 10  # before a call, or before its object: models may write nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +96,11 @@ class CallParser:
         place = self._held.find(begin)
         if place < 0:
             # Whitespace before a call is left out.
-            keep = len(
-                self._held[: len(self._held) - _num_shared(self._held, begin)].rstrip(_SPACE)
-            )
+            keep = _num_before_space(self._held[: len(self._held) - _num_shared(self._held, begin)])
             self._say(self._held[:keep])
             self._held = self._held[keep:]
             return False
-        before = self._held[:place].rstrip(_SPACE)
+        before = self._held[: _num_before_space(self._held[:place])]
         self._say(before)
         self._raw = self._held[len(before) : place + len(begin)]
         self._held = self._held[place + len(begin) :]
@@ -111,6 +110,8 @@ class CallParser:
     def _before(self) -> bool:
         """An object follows, or this is not a call."""
         ahead = self._held.lstrip(_SPACE)
+        if len(self._held) - len(ahead) > _MAX_SPACE_CHARS:
+            return self._give_back("")
         opening = self._form.opening
         if opening and not self.num_calls:
             if len(ahead) < len(opening) and opening.startswith(ahead):
@@ -141,7 +142,7 @@ class CallParser:
                 (reader.name is not None and not is_call)
                 or reader.is_complete
                 or reader.is_broken
-                or len(reader.text) > _MAX_HEADER_CHARS
+                or reader.num_chars > _MAX_HEADER_CHARS
             ):
                 return self._give_back(reader.text)
         if self._is_told:
@@ -157,7 +158,7 @@ class CallParser:
 
     def _after(self) -> bool:
         """After a call: its end, a separator and the next call, or content."""
-        ahead = self._held.lstrip(_SPACE)
+        self._held = ahead = self._held.lstrip(_SPACE)
         form = self._form
         if not ahead:
             return False
@@ -192,6 +193,11 @@ class CallParser:
         self._raw = ""
         self._state = self._content if self._form.begin else self._rest
         return True
+
+
+def _num_before_space(text: str) -> int:
+    """How many characters stand before the whitespace at the end, of which only so much counts."""
+    return max(len(text.rstrip(_SPACE)), len(text) - _MAX_SPACE_CHARS)
 
 
 def _num_shared(text: str, begin: str) -> int:

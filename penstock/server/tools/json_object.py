@@ -17,6 +17,7 @@ class ObjectReader:
         self.has_value = False  # whether the arguments have begun
         self.is_complete = False
         self.is_broken = False  # not JSON, or not a call
+        self.num_chars = 0  # read so far
         self._seen: list[str] = []
         self._value: list[str] = []  # of the arguments, not taken yet
         self._closing: list[str] = []  # the brackets that are open
@@ -36,15 +37,19 @@ class ObjectReader:
         for place, char in enumerate(text):
             self._read(char)
             if self.is_complete or self.is_broken:
-                self._seen.append(text[: place + 1])
+                self._see(text[: place + 1])
                 return place + 1
-        self._seen.append(text)
+        self._see(text)
         return len(text)
 
     def take_value(self) -> str:
         """The text of the arguments since the last call."""
         value, self._value = "".join(self._value), []
         return value
+
+    def _see(self, text: str) -> None:
+        self._seen.append(text)
+        self.num_chars += len(text)
 
     def _read(self, char: str) -> None:
         if self._string is not None:
@@ -76,6 +81,7 @@ class ObjectReader:
             return
         try:
             text = json.loads(string, strict=False)
+            text.encode()  # "\\ud800" is JSON, but no text: it cannot be sent
         except ValueError:
             self.is_broken = True
             return
