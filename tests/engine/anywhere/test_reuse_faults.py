@@ -321,7 +321,7 @@ def test_segments_that_are_being_loaded_when_an_audit_fails_are_not_used(
     prompt = Prompt([text(1, 40), document(1), text(2)])
     ask(engine, prompt)
     forget(engine)
-    mending = {"link_tokens": LINK_TOKENS}
+    mending = {"link_tokens": 2 * LINK_TOKENS}  # else the whole prompt would be found
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, kv_mending=mending)
     request = engine.add("loading", prompt.ids, params, segments=prompt.segments)
     engine.step()
