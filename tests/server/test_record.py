@@ -71,9 +71,9 @@ def test_real_requests_are_recorded(spawn: Callable[..., Spawned], tmp_path: Pat
     first, second, longer, other, marked = record.requests
     details = answers[-1]["usage"]["prompt_tokens_details"]
     assert marked.num_reused_tokens == details["reused_tokens"] > 0
-    assert marked.num_mended_tokens == details["mended_tokens"] == 32
+    assert marked.num_mended_tokens == details["mended_tokens"] == 64
     (segment,) = marked.request.segments
-    assert segment.num_first_tokens == 32
+    assert segment.num_first_tokens == 64
     num_blocks = len(first.request.prompt_blocks)  # the segment begins with the same text
     assert segment.blocks[: num_blocks - 1] == first.request.prompt_blocks[: num_blocks - 1]
     assert len(marked.request.plain_blocks) == len(marked.request.prompt_blocks)
