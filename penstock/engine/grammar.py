@@ -28,7 +28,7 @@ from torch import Tensor
 
 from penstock.engine.admission import Busy
 from penstock.engine.faults import GrammarFault
-from penstock.engine.mask_threads import MaskThreads, Moved
+from penstock.engine.mask_threads import MaskThreads, NextMask
 from penstock.engine.structure import (
     GrammarSource,
     StructuredOutputsParams,
@@ -54,17 +54,17 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher, bits: bytes, threads: MaskThreads) -> None:
         self._matcher = matcher
-        self._bits: bytes | Moved = bits
+        self._bits: bytes | NextMask = bits
         self._threads = threads
         self._is_finished = False
 
     def is_ready(self) -> bool:
         """Whether the next mask is known. If not, a sequence should not be computed yet."""
-        return not isinstance(self._bits, Moved) or self._bits.is_ready
+        return not isinstance(self._bits, NextMask) or self._bits.is_ready
 
     def wait(self, patience: Callable[[], float]) -> None:
         """Until it is ready, but not for long."""
-        if isinstance(self._bits, Moved):
+        if isinstance(self._bits, NextMask):
             self._threads.is_done(self._bits.bits, patience())
 
     @property
@@ -107,7 +107,7 @@ class Grammar:
 
     def _read(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The mask. Empty after an error."""
-        if isinstance(self._bits, Moved):
+        if isinstance(self._bits, NextMask):
             moved = self._bits
             try:
                 self._bits = moved.bits.result()

@@ -26,7 +26,7 @@ class TooSlow(Exception):
     """The grammar may go on, but not within reasonable time."""
 
 
-class Moved:
+class NextMask:
     """What is known of a grammar after a token: first whether it may go on, then its mask."""
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class MaskThreads:
         self._threads = ThreadPoolExecutor(_THREADS, "penstock-masks")
         self._waits_again = 0.0
 
-    def move(self, matcher: LLMatcher, token_id: int) -> Moved:
-        moved = Moved()
+    def move(self, matcher: LLMatcher, token_id: int) -> NextMask:
+        moved = NextMask()
         try:
             self._threads.submit(_move, matcher, token_id, moved)
         except RuntimeError:  # the engine closes
@@ -73,7 +73,7 @@ class MaskThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _move(matcher: LLMatcher, token_id: int, moved: Moved) -> None:
+def _move(matcher: LLMatcher, token_id: int, moved: NextMask) -> None:
     began = time.thread_time()  # of the CPU: on a busy machine, others' time is not counted
     try:
         is_taken = matcher.consume_token(token_id)
