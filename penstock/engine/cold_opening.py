@@ -44,7 +44,7 @@ def why_not(loaded: LoadedModel, kv_dtype: torch.dtype) -> str:
     kinds = set(getattr(config, "layer_types", None) or ())
     has_windows = not kinds and getattr(config, "sliding_window", None)
     is_used = getattr(config, "use_sliding_window", True)
-    if is_used and (kinds - {"full_attention"} or has_windows):
+    if any(loaded.windows) or (is_used and (kinds - {"full_attention"} or has_windows)):
         return "it attends in windows"
     if any(name.endswith("sinks") for name, _ in loaded.model.named_parameters()):
         return "it has attention sinks"

@@ -235,7 +235,7 @@ def test_a_step_gives_what_it_gives_without_the_cpu(
         assert one.runner._cold.num_spans == 2 * 5
         assert one.runner.num_fetched == 2 * 2
     torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(found[0], wanted) or wanted.numel() == 0
+    assert not torch.equal(found[0], wanted)  # the CPU took part
     for other in found[1:]:
         assert torch.equal(other, found[0])
 
