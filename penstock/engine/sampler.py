@@ -1,8 +1,7 @@
 """Choose the next token of each sequence from its logits.
 
-Each random row is drawn separately, from its own copy of the logits with its own generator, so that
-the rest of the batch cannot change it. Probabilities are converted to integers before they are
-summed: the sum of integers does not depend on the order, the sum of floats on a device does.
+The rest of the batch cannot change a row's token: each has its own generator, and `drawing` keeps
+rows apart.
 
 Nothing here waits for a GPU before the tokens are read: work of a size that only the device knows
 would, so it is done on all of the vocabulary there.
@@ -22,15 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.drawing import DrawnRow, draw, top
 from penstock.engine.grammar import Grammar
 from penstock.engine.params import SamplingParams
 from penstock.errors import BookError
 from penstock.units import counted
 
-# Integer weights sum to about this. At 2**50 a double still scales a draw without rounding it up.
-_ONE = float(2**50)
-# Below this the division would overflow; the choice is greedy long before.
-_MIN_TEMPERATURE = 1e-5
+# Tokens are drawn for so many rows at once that their scores are at most so many numbers: drawing
+# takes 20 bytes for each on the device.
+_MAX_DRAWN = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +98,14 @@ def begin_sampling(
         chosen = logits.argmax(dim=-1)
     else:
         chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    for index, row in enumerate(rows):
-        if not plain[index]:
-            chosen[index] = _choose(logits[index], row)
+    for indices in _alike(rows, plain, logits):
+        tokens = _choose(_own(logits, indices), [rows[index] for index in indices])
+        if len(indices) == len(rows):
+            chosen = tokens
+        else:
+            chosen[_indices(indices, logits)] = tokens
     described = [
-        _described(logits[index], chosen[index], row.params.logprobs)
+        _described(_own(logits, [index])[0], chosen[index], row.params.logprobs)
         for index, row in enumerate(rows)
         if row.params.logprobs is not None
     ]
@@ -129,13 +131,40 @@ def _is_plain(row: SamplerRow) -> bool:
     return params.greedy and not params.penalised and not params.logit_bias and not row.banned_ids
 
 
-def _own(row: Tensor) -> Tensor:
-    # A copy has the same alignment in every batch, so reductions over it round the same way.
-    return row.to(torch.float32, copy=True)
+def _alike(
+    rows: Sequence[SamplerRow], plain: Sequence[bool], logits: Tensor
+) -> Iterator[tuple[int, ...]]:
+    """The rows that need more than the likeliest token, in groups that are chosen together."""
+    count = max(1, _MAX_DRAWN // logits.shape[1]) if logits.is_cuda else 1
+    for greedy in (True, False):
+        indices = (
+            index
+            for index, row in enumerate(rows)
+            if not plain[index] and row.params.greedy is greedy
+        )
+        while group := tuple(islice(indices, count)):
+            yield group
 
 
-def _choose(logits: Tensor, row: SamplerRow) -> Tensor:
-    scores = _own(logits)
+def _own(logits: Tensor, indices: Sequence[int]) -> Tensor:
+    # A copy has the same alignment in every batch, so reductions over a row round the same way.
+    if len(indices) == len(logits):
+        return logits.to(torch.float32, copy=True)
+    if len(indices) == 1:
+        return logits[indices[0], None].to(torch.float32, copy=True)
+    return logits[_indices(indices, logits)].to(torch.float32)
+
+
+def _choose(scores: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """The tokens of rows that are all greedy, or all drawn."""
+    for row, own in zip(rows, scores, strict=True):
+        _edit(own, row)
+    if rows[0].params.greedy:
+        return scores.argmax(dim=-1)
+    return draw(scores, [DrawnRow(row.params, row.generator) for row in rows])
+
+
+def _edit(scores: Tensor, row: SamplerRow) -> None:
     if row.params.logit_bias:
         ids, biases = zip(*row.params.biases, strict=True)
         # Each id occurs once, so the result does not depend on the device's order of additions.
@@ -146,9 +175,6 @@ def _choose(logits: Tensor, row: SamplerRow) -> Tensor:
         row.grammar.mask(scores, row.banned_ids)
     elif row.banned_ids:
         scores.index_fill_(0, _indices(row.banned_ids, scores), -torch.inf)
-    if row.params.greedy:
-        return scores.argmax()
-    return _draw(scores, row.params, row.generator)
 
 
 def _indices(ids: Sequence[int], like: Tensor) -> Tensor:
@@ -175,69 +201,20 @@ def _penalise(scores: Tensor, row: SamplerRow) -> None:
     scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 
-def _draw(scores: Tensor, params: SamplingParams, generator: torch.Generator | None) -> Tensor:
-    # Broken weights give NaN: even then the token must be one of the vocabulary.
-    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.finfo(scores.dtype).max)
-    # Subtract the maximum first, or a small temperature could make it infinite.
-    scores = (scores - scores.max()) / max(params.temperature, _MIN_TEMPERATURE)
-    weights = (torch.softmax(scores, dim=-1).nan_to_num(nan=1.0).double() * _ONE).round().long()
-    if params.min_p > 0:
-        least = (weights.max().double() * params.min_p).ceil().long()
-        weights = torch.where(weights >= least, weights, 0)
-    ids: Tensor | None = None
-    if 0 < params.top_k < weights.numel():
-        ids = _top(weights, params.top_k)
-        weights = weights[ids]
-    if params.top_p < 1:
-        kept, weights = _nucleus(weights, params.top_p)
-        ids = kept if ids is None else ids[kept]
-    draw = float(torch.rand((), dtype=torch.float64, generator=generator))
-    sums = weights.cumsum(0)
-    place = torch.searchsorted(sums, (sums[-1].double() * draw).long(), right=True)
-    return place if ids is None else ids.gather(0, place[None])[0]  # an index would be waited for
-
-
 def _is_queued(values: Tensor) -> bool:
     """Whether work on them is queued: then its sizes must not depend on their content."""
     return values.is_cuda
 
 
 def _top(values: Tensor, count: int) -> Tensor:
-    """The indices of the largest values, largest first; of equal values, the lower index first."""
     if _is_queued(values):
         return torch.sort(values, descending=True, stable=True).indices[:count]
-    # Faster than to sort them all. topk does not define which of several equal values it takes.
-    least = torch.topk(values, count).values[-1]
-    found = torch.nonzero(values >= least).flatten()
-    order = torch.sort(values[found], descending=True, stable=True).indices
-    return found[order[:count]]
-
-
-def _nucleus(weights: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The indices of the fewest weights that add up to top_p of the total, and the weights.
-
-    The largest come first. On a GPU others follow, with a weight of zero: they are never drawn.
-    """
-    total = weights.sum().double()
-    if _is_queued(weights):
-        ranked, order = torch.sort(weights, descending=True, stable=True)
-        return order, torch.where(_is_kept(ranked, total, top_p), ranked, 0)
-    # All weights below this add up to less than 1 - top_p; leaving them out makes sorting cheap.
-    least = (total * ((1 - top_p) / weights.numel())).long()
-    found = torch.nonzero(weights >= least).flatten()
-    ranked, order = torch.sort(weights[found], descending=True, stable=True)
-    is_kept = _is_kept(ranked, total, top_p)
-    return found[order[is_kept]], ranked[is_kept]
-
-
-def _is_kept(ranked: Tensor, total: Tensor, top_p: float) -> Tensor:
-    before = ranked.cumsum(0) - ranked
-    return before < (total * top_p).ceil().long()
+    return top(values, count)
 
 
 def _described(logits: Tensor, token_id: Tensor, count: int) -> Tensor:
     """What `_sampled` reads, as integers: they come back in one piece with the tokens."""
-    logprobs = torch.log_softmax(_own(logits), dim=-1)
+    logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(0, token_id[None])
     rank = 1 + (logprobs > chosen).sum(dim=0, keepdim=True)
     numbers = [_bits(chosen), rank]

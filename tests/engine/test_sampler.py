@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.drawing import nucleus, pick
 from penstock.engine.params import SamplingParams
 from penstock.engine.sampler import Sampled, SamplerRow, make_generator, sample
 from penstock.errors import BookError
 
 GREEDY = SamplingParams(temperature=0)
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="slow without a GPU")
 VOCAB = 97  # odd, so that rows of a batch start at odd addresses
 
 
@@ -162,8 +164,6 @@ def test_top_p_counts_what_top_k_left() -> None:
 @given(seed=st.integers(0, 10**6), top_p=st.floats(1e-6, 0.999999), scale=st.floats(0.01, 20))
 @settings(deadline=None, max_examples=100)
 def test_the_nucleus_is_the_one_a_full_sort_finds(seed: int, top_p: float, scale: float) -> None:
-    from penstock.engine.sampler import _nucleus
-
     weights = (torch.softmax(noise(seed)[0] * scale, 0).double() * 2**50).round().long()
     ranked = sorted(range(VOCAB), key=lambda token_id: (-int(weights[token_id]), token_id))
     expected, held = [], 0
@@ -172,9 +172,7 @@ def test_the_nucleus_is_the_one_a_full_sort_finds(seed: int, top_p: float, scale
             break
         expected.append(token_id)
         held += int(weights[token_id])
-    ids, kept = _nucleus(weights, top_p)
-    assert ids.tolist() == expected
-    assert torch.equal(kept, weights[ids])
+    assert nucleus(weights, top_p).tolist() == expected
 
 
 def test_min_p_is_a_share_of_the_likeliest() -> None:
@@ -296,23 +294,98 @@ def test_broken_logits_never_give_a_token_that_does_not_exist(
 IDS = torch.tensor([0, 3, 50])
 
 
-@given(seed=st.integers(0, 10**6), top_k=st.integers(0, VOCAB + 1), top_p=st.floats(0.01, 1.0))
-@settings(deadline=None, max_examples=60)
-def test_what_a_gpu_draws_without_waiting_is_what_a_cpu_draws(
-    seed: int, top_k: int, top_p: float
+@given(seed=st.integers(0, 10**6), count=st.integers(0, 20))
+@settings(deadline=None, max_examples=30)
+def test_logprobs_that_a_gpu_sorts_without_waiting_are_those_of_a_cpu(
+    seed: int, count: int
 ) -> None:
     from penstock.engine import sampler
 
-    params = SamplingParams(
-        temperature=0.8, seed=seed, top_k=top_k, top_p=top_p, min_p=0.01, logprobs=5
-    )
-    logits = noise(seed).round(decimals=1)  # with ties
-
-    def tokens() -> list[Sampled]:
-        rows = [SamplerRow(params, make_generator(seed, index)) for index in range(len(logits))]
-        return sample(logits, rows)
-
-    waited = tokens()
+    logits = noise(seed, rows=2).round(decimals=1)  # with ties
+    rows = [SamplerRow(SamplingParams(temperature=0, logprobs=count))] * 2
+    waited = sample(logits, rows)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sampler, "_is_queued", lambda _: True)
-        assert tokens() == waited
+        assert sample(logits, rows) == waited
+
+
+@st.composite
+def weights_and_wishes(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of weights as `weigh` makes them, with ties, zeros and extremes; how to pick of each."""
+    size = draw(st.integers(2, 40))
+    num_rows = draw(st.integers(1, 2))
+    some = st.sampled_from([0, 0, 1, 2, 3, 7, 2**20, 2**43, 2**44])
+    weight = some if draw(st.booleans()) else st.integers(0, 2**44)
+    rows = [draw(st.lists(weight, min_size=size, max_size=size)) for _ in range(num_rows)]
+    for row in rows:
+        row[draw(st.integers(0, size - 1))] = 2**44
+    share = st.one_of(st.floats(1e-9, 1.0), st.sampled_from([1.0, 1 - 2**-53, 0.5]))
+    almost_one = st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2**-53))
+    wishes = [
+        [draw(st.one_of(st.integers(1, size), st.just(size))), draw(share), draw(almost_one)]
+        for _ in rows
+    ]
+    return torch.tensor(rows), torch.tensor(wishes, dtype=torch.float64)
+
+
+@given(weights_and_wishes())
+@settings(deadline=None, max_examples=1000 if torch.cuda.is_available() else 25)
+def test_a_gpu_picks_what_a_cpu_picks(given: tuple[torch.Tensor, torch.Tensor]) -> None:
+    pytest.importorskip("triton")
+    from penstock.engine.drawing_triton import pick_rows
+
+    weights, wishes = given
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    picked = pick_rows(weights.to(device), *wishes.to(device).unbind(1))
+    expected = [int(pick(*row)) for row in zip(weights, *wishes.unbind(1), strict=True)]
+    assert picked.tolist() == expected
+    assert all(weights[row, token] > 0 for row, token in enumerate(expected))
+
+
+@pytest.mark.parametrize(
+    ("size", "top_p"),
+    [
+        (9_000, 0.9),
+        pytest.param(128_257, 1.0, marks=ON_GPU),
+        pytest.param(262_144, 0.999, marks=ON_GPU),
+    ],
+)
+def test_a_gpu_picks_of_a_large_vocabulary(size: int, top_p: float) -> None:
+    pytest.importorskip("triton")
+    from penstock.engine.drawing import weigh
+    from penstock.engine.drawing_triton import pick_rows
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scores = torch.randn(4, size, generator=torch.Generator().manual_seed(3)) * 2
+    weights = weigh(scores, torch.tensor([1.0, 0.6, 2.0, 1e4]))  # the last: all about the same
+    wishes = torch.tensor(
+        [[size, top_p, 0.3], [50, top_p, 0.999], [1000, top_p, 0.0], [size, top_p, 0.5]],
+        dtype=torch.float64,
+    )
+    picked = pick_rows(weights.to(device), *wishes.to(device).unbind(1))
+    expected = [int(pick(*row)) for row in zip(weights, *wishes.unbind(1), strict=True)]
+    assert picked.tolist() == expected
+
+
+@ON_GPU
+def test_on_a_gpu_a_row_does_not_see_its_batch() -> None:
+    logits = torch.randn(70, 128_257, device="cuda") * 4
+    wishes = [
+        {},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"top_k": 50},
+        {"temperature": 0},
+        {"temperature": 0, "presence_penalty": 1.0},
+        {"min_p": 0.01, "logit_bias": {5: 3.0}},
+        {"top_p": 0.5, "logprobs": 3},
+    ]
+
+    def rows(indices: range) -> list[SamplerRow]:
+        return [
+            SamplerRow(SamplingParams(**wishes[i % 7]), make_generator(i), [1, 2, 3], 1)
+            for i in indices
+        ]
+
+    together = sample(logits, rows(range(70)))
+    alone = [sample(logits[i : i + 1], rows(range(i, i + 1)))[0] for i in range(70)]
+    assert together == alone
