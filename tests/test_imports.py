@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -78,6 +79,7 @@ ALLOWED = {
 }
 
 
+@functools.cache
 def _trees() -> dict[str, ast.Module]:
     """Each file's path below penstock, without its suffix, and its syntax tree."""
     return {
@@ -86,6 +88,7 @@ def _trees() -> dict[str, ast.Module]:
     }
 
 
+@functools.cache
 def _modules() -> dict[str, set[str]]:
     """Each module's path below penstock, with every absolute name it imports."""
     found = {}
