@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_engine ttft       time to first token: computed, and from DRAM
     python -m benchmarks.gpu_engine cache      tokens per second for several sizes of DRAM
     python -m benchmarks.gpu_engine decode     time per token of the whole engine, next to vLLM's
+    python -m benchmarks.gpu_engine sampling   the same with random tokens, next to the likeliest
     python -m benchmarks.gpu_engine larger     one sequence larger than the device pool
     python -m benchmarks.gpu_engine beside     a decode step while blocks are loaded and saved
 
@@ -17,9 +18,10 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -290,8 +292,31 @@ def decode(scale: Scale) -> None:
             say(row)
 
 
+def sampling(scale: Scale) -> None:
+    """What random tokens cost: a whole step with them, next to one with the likeliest."""
+    context, answer = scale.tokens(2_048), 100
+    kinds: dict[str, dict[str, float]] = {
+        "likeliest": {"temperature": 0.0},
+        "temperature 1": {"temperature": 1.0},
+        "temperature 0.6, top_p 0.9": {"temperature": 0.6, "top_p": 0.9},
+        "top_k 50": {"top_k": 50},
+    }
+    for batch in VLLM_MS:
+        room = batch * (context + answer + BLOCK_TOKENS) * 5 // 4
+        with scale.engine(room, scale.tokens(16_384), max_num_seqs=batch) as engine:
+            ms = {}
+            for name, wishes in kinds.items():
+                ms[name] = _steps(engine, batch, context, answer, wishes)[0]["ms"]
+                share = ms["likeliest"] / ms[name]
+                say({"batch": batch, "sampling": name, "ms": ms[name], "of_likeliest": share})
+
+
 def _steps(
-    engine: Engine, batch: int, context: int, answer: int
+    engine: Engine,
+    batch: int,
+    context: int,
+    answer: int,
+    wishes: Mapping[str, Any] = MappingProxyType({"temperature": 0.0}),
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """For steps in which the whole batch decodes: their seconds, those that Python took in each
     part, and the bytes read from DRAM. Also the answers."""
@@ -300,7 +325,7 @@ def _steps(
     timed += [(engine.scheduler, "computed"), (engine, "_take"), (engine, "_settle")]
     for owner, name in timed:
         setattr(owner, name, _added(parts, name, getattr(owner, name)))
-    params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+    params = SamplingParams(max_tokens=answer, ignore_eos=True, seed=1, **wishes)
     prompts = [prompt_of(context, seed) for seed in range(batch)]
     requests = [engine.add(str(n), prompt, params) for n, prompt in enumerate(prompts)]
     taken, cold = [], []
@@ -454,6 +479,7 @@ def bare_copies(*, loads: bool, saves: bool) -> Iterator[Callable[[], None]]:
 
 PARTS: dict[str, Callable[[Scale], None]] = {
     "decode": decode,
+    "sampling": sampling,
     "larger": larger,
     "beside": beside,
 }
