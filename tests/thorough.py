@@ -32,7 +32,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     # Soaks and crashes.
     "engine/test_needles.py": ("*",),
     "engine/test_soak.py": ("*",),
-    "engine/test_audit_soak.py": ("*",),
+    "engine/test_audit_soak.py": ("*short*",),
     "engine/test_announcer.py": ("*cold?", "*in turns?", "test_after_a_fault*"),
     "engine/test_audit.py": (
         "test_nothing_is_found*dtype1*",
@@ -133,9 +133,10 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     "remote/test_packs.py": ("*",),
 }
 
-# A hundred kills each, of which shorter variants are above or in `make test`; and several servers
-# at once.
+# A hundred kills each, or thousands of requests, of which shorter variants are above or in
+# `make test`; and several servers at once.
 SOAKS: dict[str, tuple[str, ...]] = {
+    "engine/test_audit_soak.py": ("*long*",),
     "server/test_router_agreement.py": ("*",),
     "engine/test_node_kills.py": ("*long*",),
     "node/test_deaths.py": ("*long*",),

@@ -26,7 +26,13 @@ from penstock.events import Audited, AuditFailed, Event
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("dtype", "num_requests"), [(torch.float32, 8_000), (torch.bfloat16, 2_000)]
+    ("dtype", "num_requests"),
+    [
+        pytest.param(torch.float32, 1_500, id="short-float32"),
+        pytest.param(torch.bfloat16, 500, id="short-bfloat16"),
+        pytest.param(torch.float32, 8_000, id="long-float32"),
+        pytest.param(torch.bfloat16, 2_000, id="long-bfloat16"),
+    ],
 )
 def test_nothing_is_found_in_clean_requests(
     loaded: LoadedModel,

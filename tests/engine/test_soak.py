@@ -168,17 +168,18 @@ def test_whatever_happens_every_answer_is_the_undisturbed_one(
         engine.close()
     assert counts["done"] + counts["aborted"] == ROUNDS * REQUESTS_A_ROUND
     assert counts["aborted"] > 10
+    # Everything has happened. How often depends on how busy the machine is.
     placement = engine.scheduler.placement
     if residency.cold:
-        assert placement.num_left > 300
-        assert placement.num_returned > 100
+        assert placement.num_left > 60
+        assert placement.num_returned > 20
     elif residency.turn_seconds:
-        assert engine.scheduler.num_turns > 50
+        assert engine.scheduler.num_turns > 10
     else:
-        assert engine.scheduler.num_preemptions > 20
-    assert counts["loaded"] > 1000
-    assert counts["reused"] > 500
-    assert counts["mended"] > 100
+        assert engine.scheduler.num_preemptions > 4
+    assert counts["loaded"] > 200
+    assert counts["reused"] > 100
+    assert counts["mended"] > 20
     assert weather.kinds == {"fine", "fails", "full", "short", "late", "lies"}
     # The first round fills caches of the libraries; what comes later must not pile up.
     assert traced[-1] - traced[1] < 300_000, f"memory grows: {traced}"
