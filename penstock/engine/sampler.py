@@ -135,7 +135,7 @@ def _alike(
     rows: Sequence[SamplerRow], plain: Sequence[bool], logits: Tensor
 ) -> Iterator[tuple[int, ...]]:
     """The rows that need more than the likeliest token, in groups that are chosen together."""
-    count = max(1, _MAX_DRAWN // logits.shape[1]) if logits.is_cuda else 1
+    count = _num_at_once(logits)
     for greedy in (True, False):
         indices = (
             index
@@ -144,6 +144,10 @@ def _alike(
         )
         while group := tuple(islice(indices, count)):
             yield group
+
+
+def _num_at_once(logits: Tensor) -> int:
+    return max(1, _MAX_DRAWN // logits.shape[1]) if logits.is_cuda else 1
 
 
 def _own(logits: Tensor, indices: Sequence[int]) -> Tensor:

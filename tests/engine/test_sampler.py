@@ -309,6 +309,27 @@ def test_logprobs_that_a_gpu_sorts_without_waiting_are_those_of_a_cpu(
         assert sample(logits, rows) == waited
 
 
+@pytest.mark.parametrize("num_at_once", [1, 2, 3, 100])
+def test_rows_chosen_together_are_not_mixed_up(
+    num_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.sampler._num_at_once", lambda _: num_at_once)
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0},
+        {"temperature": 0, "logit_bias": {7: 100}},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"top_k": 1, "presence_penalty": 2.0},
+        {"temperature": 0, "logit_bias": {8: 100}, "logprobs": 1},
+        {"min_p": 1.0},
+    ]
+    # The likeliest token of each row is far ahead.
+    logits = noise(4, rows=len(wishes)) + 80 * torch.eye(VOCAB)[10 : 10 + len(wishes)]
+    rows = [SamplerRow(SamplingParams(**each), make_generator(1)) for each in wishes]
+    found = [each.token_id for each in sample(logits, rows)]
+    assert found == [10, 11, 7, 13, 14, 8, 16]
+
+
 @st.composite
 def weights_and_wishes(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of weights as `weigh` makes them, with ties, zeros and extremes; how to pick of each."""
