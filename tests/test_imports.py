@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "penstock"
 # import each other, not even through a third.
 BASE = {
     *("errors", "types", "units", "keys", "clock", "events"),
-    *("config", "codecs", "machine", "hints", "install"),
+    *("config", "codecs", "machine", "hints", "install", "compiling"),
 }
 BOOKS = {"books", "costs", "policies", "groups"}
 FLOORS = [
@@ -56,7 +56,7 @@ ALLOWED = {
     },
     "triton": {"codecs/lossless_triton", "transfer/cuda_stage", "engine"},
     "transformers": {"engine"},
-    "numba": {"codecs/lossless_numba", "engine"},
+    "numba": {"compiling", "engine"},
     "llguidance": {"engine/grammar", "engine/mask_threads"},
     "sglang": {"connectors/sglang"},
     "vllm": {"connectors/vllm", "connectors/vllm_tier"},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
+from penstock.compiling import compiled
 
-@numba.njit(nogil=True, cache=True)
+
+@compiled(nogil=True)
 def pack_regions(
     raw: Any,  # u16: the values of whole regions
     packed: Any,  # u8: the whole part
@@ -76,7 +77,7 @@ def pack_regions(
     return fits
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def unpack_rows(
     region: Any,  # u8: one whole region
     first_row: int,
@@ -124,7 +125,7 @@ def unpack_rows(
                     place += 1
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def unpack_regions(
     packed: Any,  # u8: the whole part
     raw: Any,  # u16: the values of whole regions

@@ -90,7 +90,7 @@ def open_cold_attention(
             device=device,
             num_threads=num_threads,
         )
-    except Exception as error:  # for example, numba has no folder to keep what it compiles in
+    except Exception as error:  # for example, numba cannot compile it
         log.warning(
             "the device attends to all cold KV of %s: the processor's part did not start (%s)",
             loaded.name,
@@ -114,7 +114,7 @@ def _open(
     device: torch.device,
     num_threads: int,
 ) -> ColdAttention:
-    # Only here: compiling them fails where numba cannot write.
+    # Only here: they import numba, which may be missing.
     from penstock.engine.cold_attention import MAX_TASKS, TASK_TOKENS, ColdAttention
     from penstock.engine.cold_threads import ColdShape, ColdThreads
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ pytest.importorskip("numba")
 
 from penstock.config.options import COLD_CPU, COLD_DEVICE, EngineOptions
 from penstock.engine import cold_opening
-from penstock.engine.attention import cold_serving
 from penstock.engine.attention.cold_serving import load_word, store_word
 from penstock.engine.cold_opening import why_not
 from penstock.engine.cold_threads import ColdAttentionFailed, ColdShape, ColdTasks, ColdThreads
@@ -306,47 +304,20 @@ def test_a_step_that_is_computed_in_halves_hands_the_threads_one_at_a_time(
     assert len(opened) == 2
 
 
-def test_where_numba_cannot_write_the_device_attends_to_everything(
+def test_where_numba_cannot_compile_the_device_attends_to_everything(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a file system that is read-only, where numba refuses to compile."""
     from penstock.engine import cold_threads
 
     def refuse(*_: object) -> None:
-        raise RuntimeError("cannot cache function 'attend': no locator available")
+        raise RuntimeError("cannot compile for this processor")
 
     monkeypatch.setattr(cold_threads, "make_serve", refuse)
     one = rig(COLD_CPU)
     assert one.runner._cold is None
-    assert "no locator available" in caplog.text
+    assert "cannot compile for this processor" in caplog.text
     code = "import sys, penstock.engine.triton_runner; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_what_numba_kept_of_another_version_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """numba looks at the time of one file, and code of others is compiled into the loop."""
-
-    from numba.core.registry import cpu_target
-
-    def kept_as() -> object:
-        loop = cold_serving.make_serve.__wrapped__(1, 2, 16, 8)
-        return loop._cache._index_key((), cpu_target.target_context.codegen())
-
-    before = kept_as()
-    assert kept_as() == before
-    sources = cold_serving._COMPILED_IN
-    assert {each.stem for each in sources} >= {"cold_numba", "cold_vectors", "lossless_format"}
-    for source in sources:
-        changed = tmp_path / source.name
-        changed.write_bytes(source.read_bytes() + b"# changed")
-        others = tuple(changed if each == source else each for each in sources)
-        monkeypatch.setattr(cold_serving, "_COMPILED_IN", others)
-        cold_serving._version.cache_clear()
-        assert kept_as() != before
-    monkeypatch.undo()
-    cold_serving._version.cache_clear()
 
 
 def test_models_that_it_does_not_suit_stay_with_the_device(loaded: LoadedModel) -> None:

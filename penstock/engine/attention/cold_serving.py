@@ -13,17 +13,14 @@ delays nobody else. Python's lock is not held, and nothing here calls CUDA.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 
-from penstock.codecs import lossless_format
-from penstock.engine.attention import cold_numba, cold_vectors
+from penstock.compiling import compiled
 from penstock.engine.attention.cold_numba import FAST, attend
 
 WORD = 8  # numbers between two words: a cache line of 64 bytes
@@ -41,7 +38,7 @@ _clock_gettime = _types.ExternalFunction("clock_gettime", _types.intc(_types.int
 _MONOTONIC = 1
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _seconds(clock: Any) -> Any:
     """`clock`: room for what the system answers."""
     _clock_gettime(_MONOTONIC, clock.ctypes.data)
@@ -80,12 +77,12 @@ def _add(_context: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def load_word(address: int) -> int:
     return _load(address)  # type: ignore[call-arg]
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def store_word(address: int, value: int) -> None:
     _store(address, value)  # type: ignore[call-arg]
 
@@ -96,7 +93,7 @@ _write_word: Any = _store
 _add_to_word: Any = _add
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _pause(looks: int) -> None:
     if looks < _SPINS:
         _yield()
@@ -104,24 +101,12 @@ def _pause(looks: int) -> None:
         _usleep(np.uint32(_LOOK_MICROSECONDS))
 
 
-_COMPILED_IN = tuple(
-    Path(str(each.__file__)) for each in (cold_numba, cold_vectors, lossless_format)
-)
-
-
-@cache
-def _version() -> int:
-    """Of what is compiled into the loop. Of the files, numba itself compares only this one."""
-    return crc32(b"".join(path.read_bytes() for path in _COMPILED_IN))
-
-
 @cache
 def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
     """The compiled loop for models of this shape."""
-    version = _version()
 
     # Only numbers come from outside, or numba could not find its cached code again.
-    @numba.njit(fastmath=FAST, nogil=True, cache=True)
+    @compiled(fastmath=FAST, nogil=True)
     def serve(
         control: int,  # the address of the threads' own words
         asked: int,  # addresses of the words that the GPU shares
@@ -141,7 +126,6 @@ def make_serve(kv_heads: int, group: int, dim: int, block_tokens: int) -> Any:
         clock: Any,
     ) -> None:
         """Work on steps until none has been open for a while, or the engine's thread says stop."""
-        _ = version  # part of the name under which numba keeps the loop
         word = 8 * WORD
         next_task = control + CONTROL_WORDS * word
         finished = next_task + num_layers * word

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.codecs.lossless_numba import unpack_rows
+from penstock.compiling import compiled
 from penstock.engine import fp8
 from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.table import Places
@@ -66,7 +67,7 @@ def _exp(x: Any) -> Any:
     return (p * x * x + x + np.float32(1)) * power.view(np.float32)
 
 
-@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+@compiled(fastmath=_FAST, nogil=True)
 def _score(query: Any, rows: Any, start: int, step: int, count: int, scores: Any) -> None:
     """scores[j, o] = query[j] . row o, four rows at a time to read each query only once for them"""
     group, dim = query.shape
@@ -97,7 +98,7 @@ def _score(query: Any, rows: Any, start: int, step: int, count: int, scores: Any
         o += 1
 
 
-@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+@compiled(fastmath=_FAST, nogil=True)
 def _soften(scores: Any, scale: Any, count: int, cap: Any) -> None:
     """Turn scores into cap * tanh(score * scale / cap)."""
     factor = np.float32(2) * scale / cap
@@ -109,7 +110,7 @@ def _soften(scores: Any, scale: Any, count: int, cap: Any) -> None:
             row[o] = np.copysign(cap * (np.float32(1) - power) / (np.float32(1) + power), x)
 
 
-@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+@compiled(fastmath=_FAST, nogil=True)
 def _weigh(scores: Any, scale: Any, count: int, largest: Any, total: Any, values: Any) -> None:
     """Turn scores into weights relative to the largest so far, and rescale the earlier sums."""
     group, dim = values.shape
@@ -131,7 +132,7 @@ def _weigh(scores: Any, scale: Any, count: int, largest: Any, total: Any, values
         total[j] = total[j] * shrink + added
 
 
-@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+@compiled(fastmath=_FAST, nogil=True)
 def _gather(weights: Any, rows: Any, start: int, step: int, count: int, values: Any) -> None:
     """values[j] += weights[j, o] * row o"""
     group, dim = values.shape
@@ -156,7 +157,7 @@ def _gather(weights: Any, rows: Any, start: int, step: int, count: int, values: 
         o += 1
 
 
-@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+@compiled(fastmath=_FAST, nogil=True)
 def _widen(block: Any, start: int, count: int, wide: Any) -> None:
     """Convert to float32: the bits of a bfloat16 are the upper half, and e4m3 has a table."""
     narrow = block[start : start + count]
@@ -168,7 +169,7 @@ def _widen(block: Any, start: int, count: int, wide: Any) -> None:
             wide[x] = np.uint32(narrow[x]) << np.uint32(16)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _unpack(block: int, form: Any, first_row: int, raw: Any) -> None:
     """Unpack neighboring rows of the packed block at an address; rows count from its beginning."""
     header_bytes, region_bytes, row_values, region_rows, max_exceptions = form
@@ -184,7 +185,7 @@ def _unpack(block: int, form: Any, first_row: int, raw: Any) -> None:
         done += count
 
 
-@numba.njit(fastmath=_FAST, nogil=True, cache=True)
+@compiled(fastmath=_FAST, nogil=True)
 def _attend_part(
     query: Any,  # [heads, dim]
     sample: Any,  # of the dtype at the addresses; uint16 stands for bfloat16, uint8 for e4m3
@@ -248,7 +249,7 @@ def _attend_part(
         token += count
 
 
-@numba.njit(fastmath=_FAST, nogil=True, cache=True, parallel=True)
+@compiled(fastmath=_FAST, nogil=True, parallel=True)
 def _decode(
     query: Any,
     sample: Any,
