@@ -176,6 +176,10 @@ class Engine(EngineParts):
         EngineFault if the engine failed, and EngineLost if it could not recover.
         """
         self._require_not_lost()
+        if request_id in self._live:
+            raise ConfigError(
+                f"a request with the id {request_id!r} has not ended: give each its own id"
+            )
         prompt_ids = self.intake.check(prompt_ids, params, priority=priority, tenant=tenant)
         try:
             max_new = self._max_new(len(prompt_ids), params)
