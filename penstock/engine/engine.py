@@ -49,6 +49,7 @@ from penstock.engine.request import Request, RequestPhase
 from penstock.engine.sampler import Sampled, SamplerRow, begin_sampling, make_generator
 from penstock.engine.scheduler import Chunk
 from penstock.engine.story import Story
+from penstock.errors import ConfigError
 from penstock.events import Observer
 from penstock.hints import NO_HINTS, Hint
 from penstock.keys import KeyChain

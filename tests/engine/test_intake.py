@@ -17,7 +17,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.parts import EngineConfig
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.events import Event, StepFailed
 from penstock.hints import Hint
 
@@ -41,6 +41,17 @@ def finish(engine: Engine) -> None:
     assert not engine.has_work
     assert engine.take_failed() == []
     assert not any(isinstance(event, StepFailed) for event in told)
+
+
+def test_an_id_is_used_again_only_when_its_request_has_ended(engine: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    first = engine.add("same", [1, 2, 3], params)
+    with pytest.raises(ConfigError, match="'same' has not ended"):
+        engine.add("same", [4, 5, 6], params)
+    finish(engine)
+    second = engine.add("same", [1, 2, 3], params)
+    finish(engine)
+    assert first.output_ids == second.output_ids
 
 
 def test_an_end_beyond_the_vocabulary_is_not_kept_from_the_model(engine: Engine) -> None:
