@@ -147,4 +147,31 @@ def test_a_chunk_behind_a_long_history_is_attended_as_with_a_mask(dtype: torch.d
     found = _attend_in_two(query, key, value, num_past, 0.2)
     assert found.dtype is dtype
     tolerance = 2e-6 if dtype is torch.float32 else 1e-2
+    wanted = wanted[0].transpose(0, 1)
     torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("is_token_major", [False, True])
+def test_halves_are_merged_by_their_weights(dim: int, is_token_major: bool) -> None:
+    """As the GPU's kernels give them: heads first, or in the order of the query."""
+    pytest.importorskip("triton")
+    from penstock.engine.attention.halves_triton import merge
+
+    torch.manual_seed(4)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    num_heads, num_tokens = 3, 37
+    halves = []
+    for scale in (1.0, 30.0):
+        half = torch.randn(num_heads, num_tokens, dim, device=device)
+        if is_token_major:
+            half = half.transpose(0, 1).contiguous().transpose(0, 1)
+        halves += [half, torch.randn(num_heads, num_tokens, device=device) * scale]
+    past, past_sums, own, own_sums = halves
+    past_sums[0, 0], own_sums[0, 0] = -200.0, 200.0
+    past_sums[1, 5], own_sums[1, 5] = 3e4, -3e4
+    shares = torch.stack([past_sums, own_sums]).double().softmax(0)[..., None]
+    wanted = (past.double() * shares[0] + own.double() * shares[1]).transpose(0, 1)
+    merged = merge(past, past_sums, own, own_sums)
+    assert merged.is_contiguous()
+    torch.testing.assert_close(merged.double(), wanted, rtol=2e-6, atol=2e-6)

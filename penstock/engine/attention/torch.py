@@ -123,6 +123,7 @@ def attend(
     step.between_layers()
     if step.decode is not None and not step.spans:
         return step.decode.attend(query, layer, scale, rules)
+    is_alone = step.decode is None and len(step.spans) == 1
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if step.decode is not None:
         decoded = query[: step.num_decode]
@@ -146,7 +147,10 @@ def attend(
             k, v = key[new], value[new]
         # [1, heads, tokens, head_dim], as torch expects
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[new], k, v))
-        out[new] = _attend(q, k, v, span, scale)[0].transpose(0, 1)
+        attended = _attend(q, k, v, span, scale)
+        if is_alone and span.num_new == len(query):
+            return attended
+        out[new] = attended
     return out
 
 
@@ -173,15 +177,16 @@ def _attend_by_rules(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, span: SequenceSpan, scale: float) -> Tensor:
+    """The result is [tokens, heads, head_dim]."""
     mask = None
     if span.num_new > 1 and span.num_past and _is_better_in_two(query, span):
         return _attend_in_two(query, key, value, span.num_past, scale)
     if span.num_new > 1 and not span.num_past and _suits_cudnn(query, key):
-        return _flash(query, key, value, True, scale)[0]
+        return _flash(query, key, value, True, scale)[0][0].transpose(0, 1)
     if span.num_past and span.num_new > 1:
         positions = torch.arange(span.num_past, span.num_past + span.num_new, device=query.device)
         mask = torch.arange(key.shape[2], device=query.device)[None] <= positions[:, None]
-    return scaled_dot_product_attention(
+    attended = scaled_dot_product_attention(
         query,
         key,
         value,
@@ -190,6 +195,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: SequenceSpan, scale
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return attended[0].transpose(0, 1)
 
 
 def _is_better_in_two(query: Tensor, span: SequenceSpan) -> bool:
@@ -204,10 +210,15 @@ def _attend_in_two(
     """Attend to history and chunk separately, then merge: a single pass needs a slow mask."""
     past, past_sum = _flash(query, key[:, :, :num_past], value[:, :, :num_past], False, scale)
     own, own_sum = _flash(query, key[:, :, num_past:], value[:, :, num_past:], True, scale)
+    if query.is_cuda:
+        from penstock.engine.attention import halves_triton
+
+        merged: Tensor = halves_triton.merge(past[0], past_sum[0], own[0], own_sum[0])
+        return merged
     both = torch.logaddexp(past_sum, own_sum)
     past_share = (past_sum - both).exp()[..., None].to(past.dtype)
     own_share = (own_sum - both).exp()[..., None].to(own.dtype)
-    return past * past_share + own * own_share
+    return (past * past_share + own * own_share)[0].transpose(0, 1)
 
 
 def _flash(
