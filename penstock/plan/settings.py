@@ -77,7 +77,10 @@ def _serve(
 def _why_not_planned(shape: ModelShape) -> str:
     per_token = embedded_bytes_per_token(shape)
     if per_token is None:
-        return "`penstock serve` refuses this model: its layers keep more than keys and values."
+        return (
+            "`penstock serve` refuses this model: it supports layers with keys and values of one "
+            "size, with or without a window."
+        )
     return (
         f"`penstock serve` keeps {format_bytes(per_token)} per token of this model: "
         f"{embedded_words(shape)}. This plan counts what vLLM keeps."
