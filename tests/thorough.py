@@ -61,6 +61,8 @@ THOROUGH: dict[str, tuple[str, ...]] = {
         "test_logits_are_those_of_transformers?[eocmpq]*",
         "test_answers*[!s]?",
     ),
+    "engine/test_window_fetches.py": ("*-2?",),
+    "engine/test_packed_rules.py": ("*triton-gemma2?",),
     "engine/test_rules.py": (
         "test_a_gpus_decode*[!l]?",
         "test_prompts_obey_them?[!a]*-triton?",

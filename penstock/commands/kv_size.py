@@ -13,6 +13,7 @@ from penstock.codecs.names import RAW
 from penstock.commands import JsonFlag, print_fields, print_json
 from penstock.commands.group_rows import describe_group, group_rows
 from penstock.errors import ConfigError
+from penstock.shapes.embedded import embedded_bytes_per_token, embedded_words
 from penstock.shapes.packing import pack_shape
 from penstock.shapes.sizing import (
     PRESETS,
@@ -74,7 +75,8 @@ def kv_size(
 
     KV bytes = 2 x layers x kv_heads x head_dim x bits/8 x tokens x batch
 
-    Layers with a window count at most the window; states count once per sequence.
+    Layers with a window count at most the window, as in vLLM; states count once per sequence. If
+    the embedded engine (`penstock serve`) keeps more, that is shown too.
     """
     counts = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
     check_counts({**counts, "--tokens": tokens, "--batch": batch})
@@ -90,6 +92,7 @@ def kv_size(
         "checkpoint_bytes": shape.checkpoint_bytes(),
         "offloaded_bytes_per_sequence": shape.offloaded_bytes(tokens),
     }
+    embedded = embedded_bytes_per_token(shape)
     packed = None if codec is None else _packed(shape, codec, block_tokens)
     if as_json:
         facts = {
@@ -105,6 +108,8 @@ def kv_size(
             "tokens": tokens,
             "batch": batch,
             "groups": group_rows(shape, tokens),
+            "embedded_bytes_per_token": embedded,
+            "embedded_bytes_per_sequence": None if embedded is None else embedded * tokens,
         }
         print_json(facts | sizes | ({} if packed is None else {"packed": packed}))
         return
@@ -117,6 +122,7 @@ def kv_size(
             *_partial_fields(shape),
             (f"sequence of {counted(tokens, 'token')}", _exact(sizes["kv_bytes_per_sequence"])),
             (f"batch of {batch:,}", _exact(sizes["kv_bytes_total"])),
+            *_embedded_fields(shape, embedded, tokens),
             (
                 "suggested block",
                 f"{counted(block_tokens, 'token')}, {_exact(sizes['block_bytes'])}",
@@ -220,6 +226,17 @@ def _partial_fields(shape: ModelShape) -> list[tuple[str, str]]:
         ("of that, grows without limit", _exact(shape.full_bytes_per_token)),
         ("checkpoint of windows and states", _exact(shape.checkpoint_bytes())),
     ]
+
+
+def _embedded_fields(
+    shape: ModelShape, per_token: int | None, tokens: int
+) -> list[tuple[str, str]]:
+    """What `penstock serve` keeps, if that is not the same."""
+    if per_token is None:
+        return [("sequence in penstock serve", "not supported: it refuses these layers")]
+    if not (words := embedded_words(shape)):
+        return []
+    return [("sequence in penstock serve", f"{_exact(per_token * tokens)}: {words}")]
 
 
 def _describe(shape: ModelShape) -> str:

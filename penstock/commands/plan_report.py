@@ -16,6 +16,7 @@ from penstock.plan.planner import Plan
 from penstock.plan.reuse import ReuseStats
 from penstock.plan.verdict import format_count
 from penstock.plan.ways import Mode, ServingEngine, Way, best_per_mode, target_of
+from penstock.shapes.embedded import embedded_bytes_per_token, embedded_words
 from penstock.shapes.gpu_rates import EXCHANGE_SECONDS, EXCHANGES_PER_LAYER, MEMORY_SHARE
 from penstock.shapes.packing import Packing
 from penstock.shapes.shape import suggest_block_tokens
@@ -49,6 +50,7 @@ def as_data(
             "checkpoint_bytes": found.checkpoint_bytes,
             "offloaded_bytes_per_session": found.offloaded_bytes,
             "groups": group_rows(shape, plan.demand.context_tokens),
+            "embedded_bytes_per_token": embedded_bytes_per_token(shape),
             "block_tokens": suggest_block_tokens(shape.bytes_per_token),
             "bits": shape.bits,
             "latent_dim": shape.latent_dim,
@@ -194,6 +196,7 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
             f"session of {counted(demand.context_tokens, 'token')}",
             f"{format_bytes(found.session_bytes)}{shared}",
         ),
+        *_embedded(plan),
         *([("layout", _layout(plan.layout))] if plan.hardware.num_gpus > 1 else []),
         ("weights", weights),
         ("GPU memory for KV", format_bytes(max(0, found.pool_bytes))),
@@ -226,6 +229,16 @@ def _sizes(plan: Plan, *, is_active_assumed: bool) -> list[tuple[str, str]]:
         )
     )
     return rows
+
+
+def _embedded(plan: Plan) -> list[tuple[str, str]]:
+    """What a session takes in `penstock serve`, if that is not what it takes in vLLM."""
+    shape = plan.model.shape
+    per_token = embedded_bytes_per_token(shape)
+    if per_token is None or not (words := embedded_words(shape)):
+        return []
+    size = format_bytes(per_token * plan.demand.context_tokens)
+    return [("session in penstock serve", f"{size}: {words}. Not counted below")]
 
 
 def _offloaded(plan: Plan) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from penstock.engine.table import Places
 
 _cuda: Any = torch.cuda  # mostly untyped
 
-NO_FETCHES = Fetches(np.zeros(0, np.int64), (), (), ())
+NO_FETCHES = Fetches(np.zeros(0, np.int64), (), (), (), ())
 
 
 class StepKind(NamedTuple):
@@ -59,9 +59,9 @@ class DecodePlan:
         | lengths | starts | first items | sequences of items | parts of items | table | fetched
         | waves
 
-    A wave is five numbers: its first block in `fetched`, how many it fetches, how many of them have
-    their first layers on the device already, its first item, and its number of items. A step that
-    fetches nothing has one wave.
+    A wave is six numbers: its first block in `fetched`, how many it fetches, how many of them have
+    their first layers on the device already, its first item, its number of items, and how many
+    blocks it fetches for layers with a window. A step that fetches nothing has one wave.
 
     The plan also has the rows of a replayed step: their token ids, positions, and the addresses of
     their keys in the first layer. `fill` waits until the plan before has been read from pinned
@@ -80,7 +80,7 @@ class DecodePlan:
         """`max_fetched`: how many cold blocks one wave may fetch to the device."""
         self.max_fetched = max_fetched
         self._part_tokens = part_tokens
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self.span_blocks = span_blocks(part_tokens, block_tokens)
         # A sequence's last part may be short and may end in the middle of a block.
         self.max_items = max_blocks * block_tokens // part_tokens + 2 * max_sequences
@@ -164,13 +164,14 @@ class DecodePlan:
             written[:, 0] = np.cumsum(fetches.num_sources) - fetches.num_sources
             written[:, 1] = fetches.num_sources
             written[:, 2] = fetches.num_there
+            written[:, 5] = fetches.num_near
         written[:, 3] = np.cumsum(num_in_wave) - num_in_wave
         written[:, 4] = num_in_wave
 
     def _waves_of(self, sequences: Places, parts: Places, span_waves: Sequence[Places]) -> Places:
         """The wave of each part. Sequences without cold blocks may be missing in `span_waves`."""
         begins = np.cumsum([0, *map(len, span_waves)])
-        spans = parts * self._part_tokens // (self.span_blocks * self._block_tokens)
+        spans = parts * self._part_tokens // (self.span_blocks * self.block_tokens)
         is_known = sequences < len(span_waves)
         flat = np.concatenate(span_waves)
         waves = np.zeros(len(parts), np.int64)

@@ -7,6 +7,9 @@ wave.
 Two steps of the same sequences read almost the same blocks, so the first layers of the next step
 are fetched before it begins (see `fetching`). They are valid only if every sequence of the last
 step takes part again and has kept all its pins: then their HOST slots cannot have changed.
+
+Layers with a window fetch the first blocks of a wave: those that it reaches (see `reach`). A block
+that no layer reads is in no wave.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.cold_split import whole_spans
+from penstock.engine.reach import FAR_REACH, Reach
 from penstock.engine.table import Addresses, BlockTable, Places
 
 ON_CPU = -1  # instead of a span's wave
@@ -54,6 +58,7 @@ class Fetches(NamedTuple):
     sources: Places  # their addresses, wave after wave
     num_sources: Sequence[int]  # of each wave
     num_there: Sequence[int]  # of each wave, from the first: their first layers are there already
+    num_near: Sequence[int]  # of each wave, from the first: what layers with a window fetch
     span_waves: Sequence[Places]  # for each sequence, the waves of its spans
     on_cpu: CpuShare = NO_SHARE
 
@@ -71,49 +76,77 @@ class _Seen(NamedTuple):
     num_releases: int
 
 
+class _Wave(NamedTuple):
+    places: Places  # that it fetches
+    after: Places  # how many tokens the nearest reader has after each block
+    num_near: int  # see `Fetches`
+
+
+_NO_WAVE = _Wave(_NONE, _NONE, 0)
+
+
 @dataclass(slots=True)
 class _Chosen:
-    waves: list[Places]  # the places that each wave fetches
+    waves: list[_Wave]
     sources: Places
     tables: list[Places]
+    lengths: Places
     span_waves: list[Places]
     on_cpu: CpuShare = NO_SHARE
 
 
 class FetchChoice:
-    def __init__(self, max_fetched: int, span_blocks: int, cpu_part: CpuPart | None = None) -> None:
+    def __init__(
+        self,
+        max_fetched: int,
+        span_blocks: int,
+        cpu_part: CpuPart | None = None,
+        reach: Reach = FAR_REACH,
+    ) -> None:
         """`max_fetched`: in one wave; a span of a sequence has `span_blocks` blocks, all in one."""
         self.max_fetched = max_fetched
         self._cpu_part = cpu_part
+        self._reach = reach
         self.is_steady = False  # the next step will likely read the same blocks
         self._span_blocks = span_blocks
         self._seen: list[_Seen] = []
-        self._chosen = _Chosen([], _NONE, [], [])
-        self._ahead: list[Places] = []
+        self._chosen = _Chosen([], _NONE, [], _NONE, [])
+        self._ahead: list[_Wave] = []
 
     def choose(
-        self, tables: Sequence[BlockTable], places: Sequence[Places], addresses: Addresses
+        self,
+        tables: Sequence[BlockTable],
+        places: Sequence[Places],
+        lengths: Sequence[int],
+        addresses: Addresses,
     ) -> FetchPlan:
-        """Choose what to fetch when. `places`: the blocks that are read from each of `tables`.
+        """Choose what to fetch when. Blocks that are already there keep their number.
 
-        Blocks that are already there keep their number.
+        `places` and `lengths`: the blocks, and how many tokens, are read from each of `tables`.
         """
         seen = [_Seen(table, table.num_moves, table.num_releases) for table in tables]
         self.is_steady = self._all_hold(seen)
         ahead = self._ahead if self.is_steady else []
         is_stale = self._cpu_part is not None and self._cpu_part.is_stale
-        have_grown = map(_has_grown_on_device, places, self._chosen.tables)
-        if seen == self._seen and not is_stale and all(have_grown):
-            self._grow(places, addresses)
-            num_there = [len(wave) for wave in ahead]
+        now = np.array(lengths, np.int64)
+        is_same = seen == self._seen and not is_stale and bool((now >= self._chosen.lengths).all())
+        if is_same and all(map(_has_grown_on_device, places, self._chosen.tables)):
+            self._grow(places, now, addresses)
+            num_there = [len(wave.places) for wave in ahead]
         else:
-            self._chosen, num_there = self._choose_again(places, ahead, addresses)
+            self._chosen, num_there = self._choose_again(places, now, ahead, addresses)
         self._seen, self._ahead = seen, []
         chosen = self._chosen
         self.is_steady &= bool(chosen.waves)  # without any, the step does not tell what to fetch
         num_there += [0] * (len(chosen.waves) - len(num_there))
-        num_sources = [len(wave) for wave in chosen.waves]
-        fetches = Fetches(chosen.sources, num_sources, num_there, chosen.span_waves, chosen.on_cpu)
+        fetches = Fetches(
+            chosen.sources,
+            [len(wave.places) for wave in chosen.waves],
+            num_there,
+            [wave.num_near for wave in chosen.waves],
+            chosen.span_waves,
+            chosen.on_cpu,
+        )
         return FetchPlan(np.concatenate(chosen.tables), fetches)
 
     def fetch_ahead(self) -> None:
@@ -126,15 +159,22 @@ class FetchChoice:
         self._seen, self._ahead = [], []
         self.is_steady = False
 
-    def _grow(self, places: Sequence[Places], addresses: Addresses) -> None:
-        """Add the sequences' new blocks, which are on the device."""
+    def _grow(self, places: Sequence[Places], lengths: Places, addresses: Addresses) -> None:
+        """Add the sequences' new blocks, which are on the device. Windows move on."""
         chosen = self._chosen
+        if self._reach.window and chosen.waves:
+            num_more = int((lengths - chosen.lengths).min())
+            chosen.waves = [self._wave(w.places, w.after + num_more) for w in chosen.waves]
+            chosen.lengths = chosen.lengths + num_more
         for index, mine in enumerate(places):
             known = len(chosen.tables[index])
             if len(mine) > known:
                 more = addresses.of(mine[known:])
                 chosen.tables[index] = np.concatenate([chosen.tables[index], more])
                 chosen.span_waves[index] = self._with_new_spans(chosen.span_waves[index], len(mine))
+
+    def _wave(self, places: Places, after: Places) -> _Wave:
+        return _Wave(places, after, self._reach.num_near(after))
 
     def _with_new_spans(self, waves: Places, num_blocks: int) -> Places:
         num_new = self._num_spans(num_blocks) - len(waves)
@@ -144,7 +184,11 @@ class FetchChoice:
         return -(-num_blocks // self._span_blocks)
 
     def _choose_again(
-        self, places: Sequence[Places], ahead: list[Places], addresses: Addresses
+        self,
+        places: Sequence[Places],
+        lengths: Places,
+        ahead: list[_Wave],
+        addresses: Addresses,
     ) -> tuple[_Chosen, list[int]]:
         """Also returns how many of each wave's blocks are already there."""
         sizes = [len(mine) for mine in places]
@@ -152,6 +196,10 @@ class FetchChoice:
         everything = np.concatenate(places)
         at = np.flatnonzero(everything < 0)
         sequences = np.searchsorted(begins, at, side="right") - 1
+        after = self._reach.tokens_after(at - begins[sequences], lengths[sequences])
+        if self._reach.is_limited:  # no layer reads the others
+            is_read = after < self._reach.window
+            at, sequences, after = at[is_read], sequences[is_read], after[is_read]
         spans = (at - begins[sequences]) // self._span_blocks
         span_begins = np.cumsum([0, *(self._num_spans(size) for size in sizes)])
         mapped = addresses.of(everything)
@@ -164,7 +212,7 @@ class FetchChoice:
             pieces.append(mapped[first[:, None] + np.arange(self._span_blocks)].ravel())
         on_cpu = CpuShare(for_cpu, np.concatenate(pieces))
         kept = ~is_on_cpu[span_begins[sequences] + spans]
-        at, sequences, spans = at[kept], sequences[kept], spans[kept]
+        at, sequences, spans, after = at[kept], sequences[kept], spans[kept], after[kept]
         # Sequences that share a prefix read it in the same wave, so that it crosses the link once.
         order = np.lexsort((sequences, spans))
         cold = everything[at[order]]
@@ -173,30 +221,45 @@ class FetchChoice:
         waves = _divide(cold, np.flatnonzero(is_first), self.max_fetched)
         num_waves = int(waves[-1]) + 1 if len(waves) else 0
         if len(ahead) != num_waves:
-            ahead = [_NONE] * num_waves
+            ahead = [_NO_WAVE] * num_waves
         members, num_there = [], []
         for wave, there in enumerate(ahead):
             begin, end = np.searchsorted(waves, [wave, wave + 1])
             mine, which = np.unique(cold[begin:end], return_inverse=True)
-            if not np.isin(there, mine).all():  # a sequence is read only in part
-                there = _NONE
-            is_new = ~np.isin(mine, there)
-            listed = np.concatenate([there, mine[is_new]])
+            nearest = np.full(len(mine), np.iinfo(np.int64).max)
+            np.minimum.at(nearest, which, after[order[begin:end]])
+            listed, num_kept = self._in_order(mine, nearest, there)
             numbers = np.empty(len(mine), np.int64)
-            numbers[np.searchsorted(mine, listed)] = np.arange(len(listed))
+            numbers[listed] = np.arange(len(listed))
             mapped[at[order[begin:end]]] = ~numbers[which]
-            members.append(listed)
-            num_there.append(len(there))
+            members.append(self._wave(mine[listed], nearest[listed]))
+            num_there.append(num_kept)
         span_waves = np.where(is_on_cpu, ON_CPU, 0)
         span_waves[(span_begins[sequences] + spans)[order]] = waves
         chosen = _Chosen(
             members,
-            addresses.of(np.concatenate([*members, _NONE])),
+            addresses.of(np.concatenate([*(wave.places for wave in members), _NONE])),
             np.split(mapped, begins[1:-1]),
+            lengths,
             np.split(span_waves, span_begins[1:-1]),
             on_cpu,
         )
         return chosen, num_there
+
+    def _in_order(self, mine: Places, nearest: Places, there: _Wave) -> tuple[Places, int]:
+        """Indices of a wave's blocks in the order of their numbers, and how many are there."""
+        reach, everything = self._reach, np.arange(len(mine))
+        if np.isin(there.places, mine).all():  # otherwise a sequence is read only in part
+            kept = np.searchsorted(mine, there.places)
+            new = np.setdiff1d(everything, kept, assume_unique=True)
+            order = np.concatenate([kept, reach.nearest_first(new, nearest)])
+            # A window may reach a block that its layers have left out. And if what it reaches were
+            # not in front, its layers would fetch too much.
+            num_near = np.count_nonzero(nearest < reach.window) if reach.window else 0
+            was_fetched = reach.num_near(nearest[kept]) <= there.num_near
+            if was_fetched and reach.num_near(nearest[order]) == num_near:
+                return order, len(kept)
+        return reach.nearest_first(everything, nearest), 0
 
     def _choose_for_cpu(
         self, cold: Places, sequences: Places, spans: Places, sizes: Sequence[int]

@@ -3,7 +3,8 @@
 While one layer is computed, a few programs on separate streams copy what is read next from HOST,
 into several buffers. A buffer holds one layer of one wave of blocks (see `fetch_choice`). Packed
 blocks arrive in a buffer of their own and are unpacked from there, so the link is never kept
-waiting. A block that several sequences read in one wave crosses the link once. After the last
+waiting. A block that several sequences read in one wave crosses the link once, and not in layers
+whose window does not reach it. After the last
 layer, the first layers of the next step are fetched if it will likely read the same blocks. So the
 link stays busy while logits are computed, tokens are sampled and the next step is prepared.
 
@@ -25,6 +26,7 @@ from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
 from penstock.engine.decode_plan import DecodePlan
 from penstock.engine.fetch_choice import CpuPart, FetchChoice, FetchPlan
+from penstock.engine.reach import Reach
 from penstock.engine.table import PACKED_MARK, Addresses, BlockTable, Places
 
 _cuda: Any = torch.cuda  # untyped
@@ -118,12 +120,15 @@ class Fetcher:
         like: Tensor,
         host_form: LosslessFormat | None = None,
         cpu_part: CpuPart | None = None,
+        windows: Sequence[int] = (),
     ) -> None:
         """`layer` is the shape of a layer's KV in a block, `like` a tensor of the same type.
 
         `num_buffers`: see `fetch_room`. `host_form`: the form of HOST's blocks, if they are packed.
+        `windows`: of each layer, in tokens; 0, or empty: all tokens.
         """
         self._num_layers = num_layers
+        self._have_windows = [window > 0 for window in windows or [0] * num_layers]
         self._num_waves = 1
         self._num_buffers = num_buffers
         self._buffers = like.new_empty((self._num_buffers, plan.max_fetched, *layer))
@@ -144,7 +149,8 @@ class Fetcher:
         self._ahead = _Blocks(
             torch.zeros_like(plan.fetched[:num_ahead]), torch.zeros_like(plan.waves[:num_numbers])
         )
-        self._choice = FetchChoice(plan.max_fetched, plan.span_blocks, cpu_part)
+        reach = Reach.of(windows, plan.block_tokens)
+        self._choice = FetchChoice(plan.max_fetched, plan.span_blocks, cpu_part, reach)
         self._was_cut_short = False  # the last step: it may still fetch what nothing waits for
         on_gpu = like.device.type == "cuda"
         self._streams: list[Any] = []
@@ -158,11 +164,15 @@ class Fetcher:
         self._arrived_ahead = [_Event(on_gpu) for _ in range(self._num_buffers)]
 
     def choose(
-        self, tables: Sequence[BlockTable], places: Sequence[Places], addresses: Addresses
+        self,
+        tables: Sequence[BlockTable],
+        places: Sequence[Places],
+        lengths: Sequence[int],
+        addresses: Addresses,
     ) -> FetchPlan:
         """See `FetchChoice.choose`. The next step must use the result."""
         self._let_fetches_end()
-        chosen = self._choice.choose(tables, places, addresses)
+        chosen = self._choice.choose(tables, places, lengths, addresses)
         self._num_waves = max(1, len(chosen.fetches.num_sources))
         return chosen
 
@@ -257,10 +267,9 @@ class Fetcher:
     def _copy(self, unit: _Unit, blocks: _Blocks, *, is_first: bool) -> None:
         target = self._buffer(unit.number)
         offset = unit.layer * self._layer_bytes
+        which = {"is_first": is_first, "has_window": self._have_windows[unit.layer]}
         if self._form is None:
-            kernels.fetch_layer(
-                *blocks, unit.wave, offset, target, _NUM_PROGRAMS, is_first=is_first
-            )
+            kernels.fetch_layer(*blocks, unit.wave, offset, target, _NUM_PROGRAMS, **which)
             return
         arrival = self._arrivals[unit.number % _NUM_STREAMS]
         kernels.fetch_layer(
@@ -269,10 +278,10 @@ class Fetcher:
             packed.packed_at(self._form, offset) - PACKED_MARK,
             arrival.view(torch.int64),
             _NUM_PACKED_PROGRAMS,
-            is_first=is_first,
+            **which,
         )
         packed.unpack_layer(
-            arrival, blocks.waves, unit.wave, target, _NUM_UNPACKING, self._form, is_first=is_first
+            arrival, blocks.waves, unit.wave, target, _NUM_UNPACKING, self._form, **which
         )
 
     def _stream(self, unit: _Unit) -> Any:

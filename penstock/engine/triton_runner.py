@@ -266,6 +266,7 @@ class TritonRunner:
                 like,
                 host_form,
                 self._cold,
+                self._windows,
             )
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
@@ -530,7 +531,7 @@ class TritonRunner:
             none: Places = np.zeros(0, np.int64)
             everything = self._addresses.of(np.concatenate([*places, none]))
             return _Reads(everything, num_blocks, lengths, NO_FETCHES)
-        chosen = self._fetcher.choose(tables, places, self._addresses)
+        chosen = self._fetcher.choose(tables, places, lengths, self._addresses)
         self.num_fetched += len(chosen.fetches.sources)
         self.num_ahead += sum(chosen.fetches.num_there)
         return _Reads(chosen.table, num_blocks, lengths, chosen.fetches)

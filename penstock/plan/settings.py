@@ -12,9 +12,10 @@ from penstock.connectors.vllm.settings import VllmSettings
 from penstock.plan.fit import Fit, Hardware
 from penstock.plan.verdict import PlanKind, PlanVerdict, format_count
 from penstock.plan.ways import SERVED_BITS, Mode, ServingEngine, Way
+from penstock.shapes.embedded import embedded_bytes_per_token, embedded_words
 from penstock.shapes.shape import ModelShape
 from penstock.types import Tier
-from penstock.units import GiB, counted, format_seconds
+from penstock.units import GiB, counted, format_bytes, format_seconds
 
 DISK_PATH = "/var/cache/penstock"
 _BLOCK_TOKENS = 16  # token budgets are rounded to whole blocks
@@ -56,10 +57,7 @@ def _serve(
     kind: PlanKind, model: str, shape: ModelShape, hardware: Hardware, way: Way | None
 ) -> tuple[tuple[str, ...] | None, str]:
     if not shape.is_plain:
-        return None, (
-            "`penstock serve` supports only models whose layers all keep the keys and values of "
-            "every token."
-        )
+        return None, _why_not_planned(shape)
     if shape.bits not in SERVED_BITS:
         return None, f"`penstock serve` does not support {shape.bits}-bit KV."
     if way is None:
@@ -73,6 +71,19 @@ def _serve(
         f"{_in_numbers(way)} Start one server on each of {num_servers} GPUs "
         "(CUDA_VISIBLE_DEVICES), each with its own --port and "
         f"{counted(way.part.num_sessions, 'session')}."
+    )
+
+
+def _why_not_planned(shape: ModelShape) -> str:
+    per_token = embedded_bytes_per_token(shape)
+    if per_token is None:
+        return (
+            "`penstock serve` refuses this model: it supports layers with keys and values of one "
+            "size, with or without a window."
+        )
+    return (
+        f"`penstock serve` keeps {format_bytes(per_token)} per token of this model: "
+        f"{embedded_words(shape)}. This plan counts what vLLM keeps."
     )
 
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from penstock.plan.decode_cost import DecodeCost, decode_cost, decode_step, most_within
 from penstock.plan.fit import Demand, Fit, Hardware, Layout, fit, layouts
+from penstock.shapes.embedded import embedded_words
 from penstock.shapes.gpu_rates import GpuRates, RatesOf
 from penstock.shapes.shape import ModelShape
 from penstock.types import Tier
@@ -174,6 +175,8 @@ def _no_engine(shape: ModelShape, mode: Mode, layout: Layout) -> str:
         return ""
     if not shape.is_plain:
         why = f"does not support {_special(shape)}"
+        if embedded_words(shape):
+            why = f"keeps more of {_special(shape)} than this plan counts"
     else:
         is_served = shape.bits in SERVED_BITS
         why = "runs on one GPU" if is_served else f"does not support {shape.bits}-bit KV"

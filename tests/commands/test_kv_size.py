@@ -98,6 +98,24 @@ def test_windows_and_what_is_offloaded(run: Run) -> None:
     assert found["offloaded_bytes_per_sequence"] == 8192 * 81_920 + 436_207_616
 
 
+def test_the_embedded_engine_keeps_all_tokens_in_every_layer(run: Run) -> None:
+    found = run("kv-size", "gemma-3-27b", "--tokens", 32768, "--json").json
+    assert found["embedded_bytes_per_token"] == found["kv_bytes_per_token"] == 507_904
+    assert found["embedded_bytes_per_sequence"] == 32768 * 507_904
+    drawn = " ".join(run("kv-size", "gemma-3-27b", "--tokens", 32768).stdout.split())
+    assert "sequence in penstock serve 15.5 GiB (16,642,998,272 bytes): every layer keeps" in drawn
+    found = run("kv-size", "deepseek-v3", "--json").json
+    assert found["embedded_bytes_per_token"] == 61 * 2 * 128 * 192 * 2
+    assert "keys and values of every head" in " ".join(run("kv-size", "deepseek-v3").stdout.split())
+    plain = run("kv-size", "llama-3.1-8b", "--json").json
+    assert plain["embedded_bytes_per_token"] == plain["kv_bytes_per_token"]
+    assert "penstock serve" not in run("kv-size", "llama-3.1-8b").stdout  # it is the same
+    refused = run("kv-size", "qwen3-next-80b-a3b", "--json").json
+    assert refused["embedded_bytes_per_token"] is refused["embedded_bytes_per_sequence"] is None
+    drawn = " ".join(run("kv-size", "qwen3-next-80b-a3b").stdout.split())
+    assert "sequence in penstock serve not supported" in drawn
+
+
 def test_a_compressed_cache_says_so(run: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MLA))
     assert run("kv-size", tmp_path, "--json").json["kv_bytes_per_token"] == 27 * 576 * 2

@@ -320,3 +320,12 @@ def test_codecs(run: Run) -> None:
     assert "--host-codec is 'x'" in run("plan", *asked, "--host-codec", "x").refusal
     refusal = run("plan", *asked, "--kv-cache-dtype", "fp8", "--host-codec", "int4").refusal
     assert "--host-codec is int4, but int4 packs" in refusal
+
+
+def test_what_the_embedded_engine_keeps_has_a_row(run: Run) -> None:
+    argv = ["--context", 32768, "--sessions", 8, "--gpu", "h200", "--host-gib", 64]
+    kv = run("plan", "gemma-3-27b", *argv, "--json").json["kv"]
+    assert kv["embedded_bytes_per_token"] == kv["bytes_per_token"] > kv["growing_bytes_per_token"]
+    drawn = " ".join(run("plan", "gemma-3-27b", *argv).stdout.split())
+    assert "session in penstock serve 15.5 GiB: every layer keeps all tokens" in drawn
+    assert "session in penstock serve" not in run("plan", "llama-3.1-8b", *argv).stdout

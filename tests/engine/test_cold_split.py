@@ -139,7 +139,7 @@ def test_the_link_brings_what_the_cpu_leaves() -> None:
 
     def choose() -> tuple[list[int], list[list[int]], list[int]]:
         places = [table.places for table in tables]
-        plan = choice.choose(tables, places, addresses)
+        plan = choice.choose(tables, places, [len(each) for each in places], addresses)
         share = plan.fetches.on_cpu
         waves = [each.tolist() for each in plan.fetches.span_waves]
         return plan.fetches.sources.tolist(), waves, share.blocks.tolist()

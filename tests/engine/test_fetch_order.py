@@ -202,7 +202,7 @@ class Steps:
         self._num_left -= 1
 
     def _fetch_layer(
-        self, _: Any, waves: Any, wave: int, offset: int, out: Any, *__: Any, is_first: bool
+        self, _: Any, waves: Any, wave: int, offset: int, out: Any, *__: Any, **which: bool
     ) -> None:
         self._count()
         unit = (self._layers[offset], wave)
@@ -210,7 +210,7 @@ class Steps:
         self._gpu.work([names[waves.data_ptr()]], names[out.data_ptr()], lambda: unit)
 
     def _unpack_layer(
-        self, arrived: Any, waves: Any, wave: int, out: Any, *_: Any, is_first: bool
+        self, arrived: Any, waves: Any, wave: int, out: Any, *_: Any, **which: bool
     ) -> None:
         self._count()
         names, content = self._names, self._gpu.content

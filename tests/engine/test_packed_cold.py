@@ -73,15 +73,18 @@ def fetch(
     wave: int,
     layer: int,
     num_there: int = 0,
+    num_near: int = 0,
     *,
     is_first: bool = False,
+    has_window: bool = False,
 ) -> Tensor:
     """One layer of a wave's blocks, unpacked; sevens where nothing was fetched to."""
     numbers, sources = [], []
     for places in waves:
-        numbers += [len(sources), len(places), num_there, 0, 0]
+        numbers += [len(sources), len(places), num_there, 0, 0, num_near]
         sources += addresses_of(pool, host).of(np.array(places)).tolist()
     described = torch.tensor(numbers, device=DEVICE)
+    which = {"is_first": is_first, "has_window": has_window}
     offset = layer * layer_bytes_of(pool)
     shape = (len(waves[wave]) + 2, packed.packed_layer_bytes(host.form, layer_bytes_of(pool)))
     arrived = torch.full(shape, 7, dtype=torch.uint8, device=DEVICE)
@@ -92,10 +95,10 @@ def fetch(
         packed.packed_at(host.form, offset) - PACKED_MARK,
         arrived.view(torch.int64),
         3,
-        is_first=is_first,
+        **which,
     )
     buffer = torch.full((shape[0], *pool.shape[2:]), 7, dtype=pool.dtype, device=DEVICE)
-    packed.unpack_layer(arrived, described, wave, buffer, 5, host.form, is_first=is_first)
+    packed.unpack_layer(arrived, described, wave, buffer, 5, host.form, **which)
     return buffer
 
 
@@ -112,6 +115,11 @@ def test_a_layer_that_is_fetched_is_unpacked(shape: tuple[int, int, int]) -> Non
         buffer = fetch(pool, host, waves, 1, layer, num_there=1, is_first=True)
         assert same_bits(buffer[1:4], pool[[3, 4, 1], layer])
         assert (buffer[[0, 4, 5]] == 7).all()  # fetched earlier, or not wanted
+        buffer = fetch(pool, host, waves, 1, layer, 1, 2, is_first=True, has_window=True)
+        assert same_bits(buffer[1], pool[3, layer])
+        assert (buffer[[0, 2, 3, 4, 5]] == 7).all()  # a window does not reach all of them
+        buffer = fetch(pool, host, waves, 1, layer, 2, 1, is_first=True, has_window=True)
+        assert (buffer == 7).all()
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, MANY_REGIONS], ids=str)

@@ -7,11 +7,15 @@ from functools import partial
 import pytest
 import torch
 from engine import test_attention
+from engine.ruled_models import MODELS
 from torch import Tensor
 
 from penstock.engine import fp8
 from penstock.engine.attention.by_rules import attend_by_rules
 from penstock.engine.attention.rules import LayerRules
+from penstock.engine.support import inspect_attention
+from penstock.shapes.embedded import embedded_bytes_per_token
+from penstock.shapes.model_config import shape_from_fields
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 9.0])  # one larger than all scores
 RULES = {
@@ -150,3 +154,13 @@ def test_prompts_obey_them(rule: str, kernel: str) -> None:
 def on_device(rules: LayerRules, device: torch.device) -> LayerRules:
     sinks = None if rules.sinks is None else rules.sinks.to(device)
     return LayerRules(rules.window, rules.cap, sinks)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if "wide" not in kind])
+def test_sizes_that_are_shown_are_those_that_are_kept(kind: str) -> None:
+    """Wide values are left out: a shape does not know how wide they are."""
+    config = MODELS[kind]
+    found = inspect_attention(config)
+    shape = shape_from_fields(config.to_dict(), kind, bits=16)
+    kept = len(found.windows) * 2 * found.num_kv_heads * found.head_dim * 2
+    assert embedded_bytes_per_token(shape) == kept

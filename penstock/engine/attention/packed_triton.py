@@ -23,7 +23,7 @@ from penstock.codecs.lossless_triton import row_constants, unpack_words
 _TILE_VALUES = 8192
 _ARRIVED_VALUES = 2048
 _NUM_WARPS = 4
-WAVE_NUMBERS = tl.constexpr(5)  # that describe a wave; see `DecodePlan`
+WAVE_NUMBERS = tl.constexpr(6)  # that describe a wave; see `DecodePlan`
 
 
 @triton.jit
@@ -61,11 +61,12 @@ def unpack_rows_of_layer(
 
 
 @triton.jit
-def wave_blocks(waves, wave, IS_FIRST: tl.constexpr):  # noqa: N803
+def wave_blocks(waves, wave, IS_FIRST: tl.constexpr, HAS_WINDOW: tl.constexpr):  # noqa: N803
     """The first block of a wave to fetch, the last, and the wave's place in the list of all."""
     described = waves + wave * WAVE_NUMBERS
     begin = tl.load(described + 2) if IS_FIRST else 0
-    return begin, tl.load(described + 1), tl.load(described)
+    end = tl.load(described + 5) if HAS_WINDOW else tl.load(described + 1)
+    return begin, end, tl.load(described)
 
 
 @triton.jit(do_not_specialize=["wave"], do_not_specialize_on_alignment=["waves"])
@@ -76,6 +77,7 @@ def _unpack_layer(
     out,  # int32: [blocks, LAYER_ROWS, ROW / 2]
     num_programs,
     IS_FIRST: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
     PACKED_LAYER: tl.constexpr,  # noqa: N803
     LAYER_ROWS: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
@@ -86,7 +88,7 @@ def _unpack_layer(
     MAX_EXCEPTIONS: tl.constexpr,  # noqa: N803
 ):
     num_steps: tl.constexpr = (LAYER_ROWS + ROWS - 1) // ROWS
-    begin, end, _ = wave_blocks(waves, wave, IS_FIRST)
+    begin, end, _ = wave_blocks(waves, wave, IS_FIRST, HAS_WINDOW)
     for work in range(begin * num_steps + tl.program_id(0), end * num_steps, num_programs):
         block = work // num_steps
         row = work % num_steps * ROWS
@@ -138,6 +140,7 @@ def unpack_layer(
     form: LosslessFormat,
     *,
     is_first: bool = False,
+    has_window: bool = False,
 ) -> None:
     """Unpack a wave's blocks from arrived [blocks, bytes] to out [blocks, ...] (`fetch_layer`)."""
     _unpack_layer[(num_programs,)](
@@ -147,6 +150,7 @@ def unpack_layer(
         as_words(out),
         num_programs,
         IS_FIRST=is_first,
+        HAS_WINDOW=has_window,
         PACKED_LAYER=arrived.shape[1],
         LAYER_ROWS=out[0].numel() // form.row_values,
         ROWS=rows_at_once(form.row_values, _ARRIVED_VALUES),

@@ -240,12 +240,13 @@ def _fetch_layer(
     offset,  # where the layer begins in a block
     num_programs,
     IS_FIRST: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
     STEP: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
 ):
     num_steps: tl.constexpr = (SIZE + STEP - 1) // STEP
-    begin, end, first = wave_blocks(waves, wave, IS_FIRST)
+    begin, end, first = wave_blocks(waves, wave, IS_FIRST, HAS_WINDOW)
     for work in range(begin * num_steps + tl.program_id(0), end * num_steps, num_programs):
         block = work // num_steps
         places = work % num_steps * STEP + tl.arange(0, STEP)
@@ -493,10 +494,12 @@ def fetch_layer(
     num_programs: int,
     *,
     is_first: bool = False,
+    has_window: bool = False,
 ) -> None:
     """Copy one layer of a wave's blocks to out [blocks, ...], from `offset` in each block.
 
-    `is_first`: one of the layers that some of the wave's blocks have there already.
+    `is_first`: one of the layers that some of the wave's blocks have there already. `has_window`:
+    one of the layers that do not read all of them.
     """
     size = out[0].numel()
     _fetch_layer[(num_programs,)](
@@ -507,6 +510,7 @@ def fetch_layer(
         offset,
         num_programs,
         IS_FIRST=is_first,
+        HAS_WINDOW=has_window,
         SIZE=size,
         STEP=min(32768 // out.itemsize, triton.next_power_of_2(size)),
         ALIGN=aligned_bytes(out),
