@@ -182,7 +182,7 @@ def test_no_structure_is_a_failure(server: Local) -> None:
     """Schemas, expressions and grammars that mean something, beside tools."""
     statuses = set()
 
-    @settings(SETTINGS, max_examples=60)
+    @settings(SETTINGS, max_examples=40)
     @given(
         structured=st.just({}) | STRUCTURED,
         tools=st.just({}) | TOOLS,
