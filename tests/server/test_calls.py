@@ -7,6 +7,7 @@ import random
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.server.tools.answer import AnswerReader
 from penstock.server.tools.calls import CallDelta, CallParser
 from penstock.server.tools.formats import (
     HERMES,
@@ -19,6 +20,7 @@ from penstock.server.tools.formats import (
     find_format,
     format_of,
 )
+from penstock.server.tools.use import ToolUse
 
 TOOLS = [
     Tool(
@@ -158,6 +160,26 @@ def test_what_is_held_is_bounded(text: str) -> None:
 def test_calls_beyond_the_limit_are_left_out() -> None:
     _, text, (content, calls) = CASES[0]
     assert read(HERMES, [text], max_calls=1) == (content, calls[:1])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"i": 1}}', "tool_calls"),
+        ('<tool_call>{"name": "f", "arguments": {"i": 1}}</tool_call> so', "tool_calls"),
+        ('<tool_call>{"name": "f", "arguments": {"i": 1', "stop"),
+        (
+            '<tool_call>{"name": "g", "arguments": {}}<tool_call>{"name": "f", "arguments": {',
+            "stop",
+        ),
+    ],
+)
+def test_an_answer_that_stops_within_a_call_is_not_one_with_calls(text: str, reason: str) -> None:
+    reader = AnswerReader(ToolUse(HERMES, tuple(TOOLS), False, False, None, lambda _: None))
+    reader.feed(text)
+    reader.finish()
+    assert reader.finish_reason("stop") == reason
+    assert reader.finish_reason("length") == "length"
 
 
 def test_the_format_is_chosen_from_the_template() -> None:
