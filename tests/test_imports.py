@@ -57,7 +57,7 @@ ALLOWED = {
     "triton": {"codecs/lossless_triton", "transfer/cuda_stage", "engine"},
     "transformers": {"engine"},
     "numba": {"compiling", "engine"},
-    "llguidance": {"engine/grammar", "engine/mask_threads"},
+    "llguidance": {"engine/grammar", "engine/grammar_text", "engine/mask_threads"},
     "sglang": {"connectors/sglang"},
     "vllm": {"connectors/vllm", "connectors/vllm_tier"},
     "redis": {"stores/redis", "stores/redis_urls"},

@@ -112,6 +112,10 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     "server/test_restart.py": ("*",),
     "server/test_kv_events.py": ("test_two_servers*",),
     "server/test_fuzz.py": ("*",),
+    "server/test_tool_edges.py": (
+        *("*?llama3_json?", "*?mistral?", "*?mistral_args?"),
+        "test_values*",
+    ),
     "server/test_process.py": ("test_an_upload_that_never_ends*",),
     "commands/test_top.py": ("test_a_real_server_at_work",),
     "commands/test_serve.py": ("test_asked_twice*",),

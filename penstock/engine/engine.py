@@ -171,7 +171,7 @@ class Engine(EngineParts):
     ) -> Request:
         """Queue a request. `segments`: parts of the prompt, as the tokens at which each begins and
         ends, whose KV may be used wherever they stand (docs/anywhere.md). `grammar`: that of
-        `params.structured_outputs`, if it is already compiled.
+        `params.structured_outputs`, if it is already compiled; it must not be given without.
 
         Raises ConfigError or TooLong if it can never be served, Busy if the queue is full,
         EngineFault if the engine failed, and EngineLost if it could not recover.
@@ -188,6 +188,12 @@ class Engine(EngineParts):
             room = "no_room" if isinstance(refusal, NoRoom) else "too_long"
             self._story.refused("busy" if isinstance(refusal, Busy) else room)
             raise
+        if grammar is not None and params.structure is None:
+            # Else the next step would be queued before the grammar knows the last token.
+            raise ConfigError(
+                "grammar is given without params.structured_outputs: expected both, or only the "
+                "latter; set structured_outputs to what the grammar was compiled from."
+            )
         if grammar is None and params.structure is not None:
             grammar = self.grammars.compile(params.structure)
         min_new = min(params.min_tokens, max_new)

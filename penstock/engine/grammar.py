@@ -14,8 +14,6 @@ request.
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,11 +26,11 @@ from torch import Tensor
 
 from penstock.engine.admission import Busy
 from penstock.engine.faults import GrammarFault
+from penstock.engine.grammar_text import first_line, grammar_text, invalid
 from penstock.engine.mask_threads import MaskThreads, NextMask
 from penstock.engine.structure import (
     GrammarSource,
     StructuredOutputsParams,
-    UnusableStructure,
 )
 from penstock.errors import ConfigError
 from penstock.install import STRUCTURED, require
@@ -44,9 +42,6 @@ COMPILE_SECONDS = 10.0  # for which a request waits
 _MAX_REMEMBERED = 32
 _MAX_COMPILING = 32  # waiting or running
 _COMPILERS = 2
-_MAX_REASON_CHARS = 300
-# The first rule, after comments and empty lines.
-_GBNF = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*[\w-]+[ \t]*::=")
 
 
 class Grammar:
@@ -87,7 +82,7 @@ class Grammar:
             unbanned[list(banned_ids)] = False
             allowed = unbanned if unbanned.any() else allowed
         if allowed.any():
-            scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
+            scores.masked_fill_(_sent(~allowed, scores), -torch.inf)
 
     def advance(self, token_id: int) -> None:
         """Take the next token. Raises GrammarFault if it reached a limit."""
@@ -117,6 +112,16 @@ class Grammar:
         return np.frombuffer(self._bits, dtype=np.uint8)
 
 
+def _sent(mask: Tensor, like: Tensor) -> Tensor:
+    """The mask on the device of the scores. From pageable memory, the copy would wait for the GPU.
+
+    Each mask has memory of its own, which torch uses again only once the copy has ended.
+    """
+    if not like.is_cuda:
+        return mask
+    return mask.pin_memory().to(like.device, non_blocking=True)
+
+
 def _too_complex() -> GrammarFault:
     return GrammarFault(
         "the structure that this request asked for became too complex while the answer was "
@@ -143,6 +148,9 @@ class Grammars:
         self._hf_tokenizer = tokenizer
         self._num_ids = max(vocab_size, len(tokenizer))
         self._end_ids = sorted(end_ids)
+        self._special = [
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        ]
         self._tokenizer: LLTokenizer | None = None  # made on first use: it takes a second or two
         self._remembered: OrderedDict[GrammarSource, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -198,12 +206,13 @@ class Grammars:
             step_max_items=10_000,
             verbose_errors=False,  # they would contain the schema
         )
-        matcher = LLMatcher(self._read_tokenizer(), _text(source), log_level=0, limits=limits)
+        text = grammar_text(source, self._special)
+        matcher = LLMatcher(self._read_tokenizer(), text, log_level=0, limits=limits)
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
-            raise _invalid(source, matcher.get_error())
+            raise invalid(source, matcher.get_error())
         if not any(bits):
-            raise _invalid(source, "no text satisfies it")
+            raise invalid(source, "no text satisfies it")
         return CompiledGrammar(matcher, bits, self.mask_threads)
 
     def _read_tokenizer(self) -> LLTokenizer:
@@ -218,38 +227,6 @@ class Grammars:
                 except Exception as error:
                     raise ConfigError(
                         "structured outputs are not possible with this model's tokenizer "
-                        f"({_first_line(str(error))}); leave them out."
+                        f"({first_line(str(error))}); leave them out."
                     ) from None
             return self._tokenizer
-
-
-def _text(source: GrammarSource) -> str:
-    """The source in llguidance's words."""
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        if source.kind == "json":
-            return LLMatcher.grammar_from_json_schema(
-                source.text, overrides=json.loads(source.options)
-            )
-        if source.kind == "regex":
-            return LLMatcher.grammar_from_regex(source.text)
-        return LLMatcher.grammar_from_lark(
-            gbnf_to_lark(source.text) if _GBNF.match(source.text) else source.text
-        )
-    except Exception as error:  # a converter in Python, which may fail in any way
-        raise _invalid(source, str(error)) from None
-
-
-def _invalid(source: GrammarSource, reason: str) -> UnusableStructure:
-    what = {"json": "the JSON schema", "regex": "the regular expression"}
-    return UnusableStructure(
-        f"{what.get(source.kind, 'the grammar')} cannot be used ({_first_line(reason)}); correct "
-        "or simplify it."
-    )
-
-
-def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return (lines or ["no reason given"])[0][:_MAX_REASON_CHARS]

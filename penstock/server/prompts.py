@@ -100,10 +100,9 @@ class Prompts:
             self._check_template()
         templates = _templates(self._tokenizer)
         self.has_tools = any(_TOOLS.search(text) for text in templates)
+        text = "\n".join(templates)
         self.tool_format = (
-            format_of("\n".join(templates))
-            if tool_call_parser is None
-            else find_format(tool_call_parser)
+            format_of(text) if tool_call_parser is None else find_format(tool_call_parser, text)
         )
         self._special_ids = {
             token.content: token_id

@@ -25,9 +25,11 @@ from penstock.engine.anywhere.placing_triton import place_tokens
 from penstock.engine.attention import cold_triton
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
+from penstock.engine.attention.halves_triton import merge
 from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.scattered_triton import attend_scattered
 from penstock.engine.decode_plan import DecodePlan, PartRoom
+from penstock.engine.drawing_triton import pick_rows
 from penstock.transfer.cuda_stage import CopyStage
 from penstock.transfer.paged import PagedMemory, PageStretch
 
@@ -155,6 +157,19 @@ def compile_plan() -> None:
     kernels.take_kept(numbers, numbers)
 
 
+def compile_sampling() -> None:
+    wishes = torch.zeros(ROWS, 5, dtype=torch.float64)
+    for vocabulary in (128_256, 50_257):
+        weights = torch.zeros(ROWS, vocabulary, dtype=torch.int64)
+        pick_rows(weights, *wishes.unbind(1)[2:])
+
+
+def compile_halves(shape: Shape) -> None:
+    half = shape.tokens(shape.heads).transpose(0, 1)
+    sums = torch.zeros(half.shape[:2])
+    merge(half, sums, half, sums)
+
+
 def compile_cpu_part(shape: Shape) -> None:
     """The device's side of `cold_attention`."""
     numbers = torch.zeros(64, dtype=torch.int64)
@@ -240,6 +255,8 @@ def main(argument: str = "") -> None:
         if shape.dtype is BF16:
             compile_reads(shape)
     compile_plan()
+    compile_sampling()
+    compile_halves(LLAMA)
     compile_cpu_part(LLAMA)
     compile_elementwise(LLAMA)
     compile_elementwise(SHAPES["llama, fp8"], has_norms=True)

@@ -206,6 +206,20 @@ def test_what_cannot_be_followed_is_refused_before_it_is_queued(
     assert not engine.has_work
 
 
+def test_a_grammar_needs_the_parameters_that_name_it(engines: Callable[..., Engine]) -> None:
+    """Else sampling would run ahead of the grammar."""
+    engine = engines()
+    compiled = engine.grammars.compile(StructuredOutputsParams(choice=["a"]))
+    with pytest.raises(ConfigError, match=r"without params\.structured_outputs"):
+        engine.add("x", [5], SamplingParams(), grammar=compiled)
+    assert not engine.has_work
+    said = SamplingParams(structured_outputs={"choice": ["a"]}, max_tokens=4)
+    request = engine.add("y", [5], said, grammar=compiled)
+    while engine.has_work:
+        engine.step()
+    assert request.finish_reason == "stop"
+
+
 def test_a_missing_library_is_named(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from server.running import TIMEOUT_SECONDS, Local
+from server.test_tools import HERMES
 
 from penstock.metrics import Metrics
 from penstock.server.app import AppSettings, make_app
@@ -29,6 +33,13 @@ KNOWN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
     "/v1/completions": {"prompt": "Hello"},
 }
+JSON = "application/json"
+SETTINGS = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 MAX_NEW = 3
 MAX_SEQUENCES = 2
 
@@ -37,6 +48,74 @@ STRUCTURES = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
+NAMES = st.sampled_from(["a", "b", "$ref", "x-guidance", "\u00e9", "</tool_call>"])
+LEAVES = st.sampled_from([None, True, 0, -1, 2.5, 1e300, "a", "^a*$", "(", "#/$defs/a", "string"])
+# Keywords that belong together are drawn together more often than chance alone would.
+SCHEMAS = st.recursive(
+    st.sampled_from(["string", "integer", "number", "boolean", "null", "object"]).map(
+        lambda kind: {"type": kind}
+    )
+    | st.builds(lambda values: {"enum": values}, st.lists(LEAVES, max_size=3))
+    | st.just({"$ref": "#/$defs/a"})
+    | st.dictionaries(
+        st.sampled_from(["type", "pattern", "maxLength", "minimum", "multipleOf", "required"]),
+        LEAVES,
+        max_size=2,
+    ),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["object", "array"]),
+            "properties": st.dictionaries(NAMES, inner, max_size=2),
+            "required": st.lists(NAMES, max_size=2),
+            "additionalProperties": inner | st.booleans(),
+            "items": inner,
+            "anyOf": st.lists(inner, max_size=2),
+            "$defs": st.dictionaries(NAMES, inner, max_size=2),
+        },
+    ),
+    max_leaves=6,
+)
+EXPRESSIONS = st.text("ab(|)*+?[]{}^$\\.0,9-", max_size=12)
+STRUCTURED = st.one_of(
+    SCHEMAS.map(lambda schema: {"guided_json": schema}),
+    st.builds(
+        lambda schema, strict: {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema, "strict": strict},
+            }
+        },
+        SCHEMAS,
+        st.booleans(),
+    ),
+    EXPRESSIONS.map(lambda text: {"structured_outputs": {"regex": text}}),
+    st.text('ab: |"/\n()<>%=', max_size=12).map(lambda text: {"guided_grammar": f"start: {text}"}),
+)
+TOOLS = st.builds(
+    lambda schema, strict, choice, parallel: {
+        "tools": [
+            {"type": "function", "function": {"name": name, "parameters": each, "strict": strict}}
+            for name, each in zip(("f", "g"), (schema, {}), strict=True)
+        ],
+        "tool_choice": choice,
+        "parallel_tool_calls": parallel,
+    },
+    SCHEMAS,
+    st.booleans(),
+    st.sampled_from(
+        ["auto", "required", "none", {"type": "function", "function": {"name": "g"}}, {"name": "f"}]
+    ),
+    st.none() | st.booleans(),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path) -> Iterator[Local]:
+    """Its model has tools."""
+    made = Local(tiny, chat_template=HERMES).start()
+    yield made
+    made.stop()
 
 
 def shorten(body: Any) -> None:
@@ -50,16 +129,15 @@ def shorten(body: Any) -> None:
             body[name] = min(body[name], most)
     if "messages" in body:
         body.pop("max_completion_tokens", None)
-        for name in ("tools", "tool_choice"):  # the model's template has none
-            body.pop(name, None)
         if body.get("max_tokens") is None:
             body["max_tokens"] = MAX_NEW
     if body.get("stream") is not True:
         body.pop("stream_options", None)
     if body.get("logprobs") is not True:
         body.pop("top_logprobs", None)
-    for name in ("best_of", *STRUCTURES):  # schemas and expressions that mean something
-        body.pop(name, None)
+    for name in [name for name in STRUCTURES if body.get(name) is not None][1:]:
+        del body[name]  # two are refused
+    body.pop("best_of", None)
 
 
 @pytest.mark.parametrize(
@@ -84,28 +162,49 @@ def test_no_request_is_a_failure(
     operation = SCHEMA[path][method]
     statuses = set()
 
-    @settings(
-        max_examples=num_examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(SETTINGS, max_examples=num_examples)
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: Case) -> None:
-        statuses.add(check(case))
-
-    def check(case: Case) -> int:
         shorten(case.body)
-        response = case.call(base_url=server.url, timeout=TIMEOUT_SECONDS)
-        case.validate_response(response, checks=CHECKED)
-        return response.status_code
+        statuses.add(check(case, server))
 
     send()
     assert statuses
     if body := KNOWN.get(path):
-        assert check(operation.Case(body=dict(body), media_type="application/json")) == 200
+        assert check(operation.Case(body={**body, "max_tokens": 1}, media_type=JSON), server) == 200
         wrong = {**body, "temperature": "hot"}
-        assert check(operation.Case(body=wrong, media_type="application/json")) == 400
+        assert check(operation.Case(body=wrong, media_type=JSON), server) == 400
     with server.client() as client:
         client.check_serves()
+
+
+def test_no_structure_is_a_failure(server: Local) -> None:
+    """Schemas, expressions and grammars that mean something, beside tools."""
+    statuses = set()
+
+    @settings(SETTINGS, max_examples=40)
+    @given(
+        structured=st.just({}) | STRUCTURED,
+        tools=st.just({}) | TOOLS,
+        others=st.fixed_dictionaries(
+            {}, optional={"stream": st.just(True), "n": st.just(2), "logprobs": st.just(True)}
+        ),
+    )
+    def send(**given: dict[str, Any]) -> None:
+        path = "/v1/chat/completions"
+        body = {**KNOWN[path], "max_tokens": MAX_NEW}
+        for fields in given.values():
+            body |= fields
+        statuses.add(check(SCHEMA[path]["POST"].Case(body=body, media_type=JSON), server))
+
+    send()
+    assert {200, 400} <= statuses
+    with server.client() as client:
+        client.check_serves()
+        client.wait_idle()
+
+
+def check(case: Case, server: Local) -> int:
+    response = case.call(base_url=server.url, timeout=TIMEOUT_SECONDS)
+    case.validate_response(response, checks=CHECKED)
+    return response.status_code

@@ -49,6 +49,8 @@ FORMATS = {
     "hermes": HERMES,
     "llama3_json": HERMES,
     "mistral": HERMES,
+    "mistral_args": HERMES,
+    "qwen3_coder": HERMES,
 }
 
 

@@ -32,7 +32,9 @@ class AnswerReader:
         return [] if self._parser is None else self._parser.finish()
 
     def finish_reason(self, reason: str | None) -> str | None:
-        if reason == "stop" and self._parser is not None and self._parser.num_calls:
+        """After `finish`. A stop string within a call is the end of an answer, not of a call."""
+        parser = self._parser
+        if reason == "stop" and parser is not None and parser.num_calls and not parser.is_in_call:
             assert self._use is not None
             return self._use.finish_reason
         return reason

@@ -1,6 +1,6 @@
 """Finds tool calls in an answer while it is generated.
 
-    parser = CallParser(HERMES, names)
+    parser = CallParser(HERMES, tools)
     for text in answer: deltas += parser.feed(text)
     deltas += parser.finish()
 
@@ -10,13 +10,12 @@ written. Text that turns out not to be a call is content, as the model wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.server.tools.formats import ToolFormat
-from penstock.server.tools.json_object import ObjectReader
+from penstock.server.tools.formats import Tool, ToolFormat
+from penstock.server.tools.reading import SPACE, num_shared
 
-_SPACE = " \t\r\n"
 _MAX_HEADER_CHARS = 1 << 16  # of a call whose name is not known yet
 _MAX_SPACE_CHARS = 1 << 10  # before a call, or before its object: models may write nothing else
 
@@ -38,18 +37,20 @@ class CallParser:
     """`max_calls`: those after it are left out."""
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], max_calls: int | None = None
+        self, form: ToolFormat, tools: Sequence[Tool], max_calls: int | None = None
     ) -> None:
         self._form = form
-        self._names = frozenset(names)
+        self._tools = tools
+        self._names = frozenset(tool.name for tool in tools)
         self._max_calls = max_calls
         self._held = ""  # not decided yet
         self._raw = ""  # where a call may have begun: content, if it did not
-        self._reader = ObjectReader()
+        self._reader = form.reader(tools)
         self._is_told = False  # whether the call that is being read has been reported
         # Without a beginning, only the start of an answer may be a call.
         self._state = self._content if form.begin else self._before
         self._out: list[Delta] = []
+        self._is_cut = False
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Delta]:
@@ -64,17 +65,23 @@ class CallParser:
             self._raw += self._reader.text
         if self._state in (self._before, self._call):
             left = self._raw + self._held
-            if not left.strip(_SPACE + ",;"):
+            if not left.strip(SPACE + ",;"):
                 left = "" if self.num_calls else left
         else:
             left = self._held
         self._held = self._raw = ""
         if self._state == self._call and self._is_told:
             left = ""
+            self._is_cut = True
         if left.strip() or not self.num_calls:
             self._say(left)
         self._state = self._rest
         return self._take()
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun that is not complete."""
+        return self._is_cut
 
     def _take(self) -> list[Delta]:
         out, self._out = self._out, []
@@ -96,7 +103,7 @@ class CallParser:
         place = self._held.find(begin)
         if place < 0:
             # Whitespace before a call is left out.
-            keep = _num_before_space(self._held[: len(self._held) - _num_shared(self._held, begin)])
+            keep = _num_before_space(self._held[: len(self._held) - num_shared(self._held, begin)])
             self._say(self._held[:keep])
             self._held = self._held[keep:]
             return False
@@ -109,22 +116,25 @@ class CallParser:
 
     def _before(self) -> bool:
         """An object follows, or this is not a call."""
-        ahead = self._held.lstrip(_SPACE)
+        ahead = self._held.lstrip(SPACE)
         if len(self._held) - len(ahead) > _MAX_SPACE_CHARS:
             return self._give_back("")
         opening = self._form.opening
         if opening and not self.num_calls:
             if len(ahead) < len(opening) and opening.startswith(ahead):
                 return False
-            ahead = ahead.removeprefix(opening).lstrip(_SPACE)
+            ahead = ahead.removeprefix(opening).lstrip(SPACE)
         if not ahead:
             return False
-        if ahead[0] != "{":
+        starts = self._form.starts(ahead)
+        if starts is None:
+            return False
+        if not starts:
             return self._give_back("")
         taken = len(self._held) - len(ahead)
         self._raw += self._held[:taken]
         self._held = ahead
-        self._reader, self._is_told = ObjectReader(), False
+        self._reader, self._is_told = self._form.reader(self._tools), False
         self._state = self._call
         return True
 
@@ -158,7 +168,7 @@ class CallParser:
 
     def _after(self) -> bool:
         """After a call: its end, a separator and the next call, or content."""
-        self._held = ahead = self._held.lstrip(_SPACE)
+        self._held = ahead = self._held.lstrip(SPACE)
         form = self._form
         if not ahead:
             return False
@@ -174,7 +184,7 @@ class CallParser:
 
     def _gap(self) -> bool:
         """Whitespace after a call is left out."""
-        self._held = self._held.lstrip(_SPACE)
+        self._held = self._held.lstrip(SPACE)
         if self._held:
             self._state = self._content if self._form.begin else self._rest
         return bool(self._held)
@@ -197,12 +207,4 @@ class CallParser:
 
 def _num_before_space(text: str) -> int:
     """How many characters stand before the whitespace at the end, of which only so much counts."""
-    return max(len(text.rstrip(_SPACE)), len(text) - _MAX_SPACE_CHARS)
-
-
-def _num_shared(text: str, begin: str) -> int:
-    """How many of the last characters of the text may be the start of `begin`."""
-    for count in range(min(len(text), len(begin) - 1), 0, -1):
-        if begin.startswith(text[-count:]):
-            return count
-    return 0
+    return max(len(text.rstrip(SPACE)), len(text) - _MAX_SPACE_CHARS)

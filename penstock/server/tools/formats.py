@@ -5,18 +5,35 @@ hermes        <tool_call>
               </tool_call>                                         Hermes, Qwen 2.5 and 3
 llama3_json   {"name": "f", "parameters": {"x": 1}}                Llama 3.1 to 3.3
 mistral       [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]  Mistral
+mistral_args  [TOOL_CALLS]f[ARGS]{"x": 1}                          Mistral's latest
+qwen3_coder   <tool_call>
+              <function=f>
+              <parameter=x>
+              1
+              </parameter>
+              </function>
+              </tool_call>                                         Qwen3-Coder
+
+vLLM names both of Mistral's `mistral`, which here also means the one that the template has.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from penstock.errors import ConfigError
+from penstock.server.tools.json_object import ObjectReader
+from penstock.server.tools.named_call import ARGS, CALL_ID, NAME, NamedReader
+from penstock.server.tools.reading import CallReader
+from penstock.server.tools.xml_call import FUNCTION, XmlReader
+from penstock.server.tools.xml_grammar import call_rules
 
 MAX_CALLS = 32  # in one answer whose calls are enforced
 _ALPHABET = string.ascii_letters + string.digits
@@ -36,6 +53,28 @@ class ToolFormat:
     enforced: tuple[str, str, str] = ("", "", "")
     id_prefix: str = "call_"
     num_id_chars: int = 24
+    body: Literal["object", "named", "xml"] = "object"  # how one call is written
+    inner_marks: tuple[str, ...] = ()  # within a call
+
+    @property
+    def marks(self) -> list[str]:
+        """The texts that tokenizers may have special tokens for."""
+        return [mark for mark in (self.begin, self.opening, self.end, *self.inner_marks) if mark]
+
+    def starts(self, text: str) -> bool | None:
+        """Whether a call may begin like this. None if more of it is needed."""
+        if self.body == "object":
+            return text.startswith("{")
+        if self.body == "xml":
+            return text.startswith(FUNCTION) or (None if FUNCTION.startswith(text) else False)
+        return re.match(NAME, text) is not None
+
+    def reader(self, tools: Sequence[Tool]) -> CallReader:
+        if self.body == "object":
+            return ObjectReader()
+        if self.body == "named":
+            return NamedReader()
+        return XmlReader({tool.name: tool.parameters for tool in tools})
 
     def new_id(self) -> str:
         chars = "".join(secrets.choice(_ALPHABET) for _ in range(self.num_id_chars))
@@ -47,17 +86,33 @@ class ToolFormat:
         """The rule `calls`, and those that it needs, in Lark's format.
 
         `special_id`: the id of a text that is one special token, which a grammar must name.
+        Raises ConfigError if such calls cannot be made to follow a tool's schema.
         """
-        opens, between, closes = self.enforced
+        literal = partial(_literal, marks=self.marks, special_id=special_id)
+        opens, between, closes = map(literal, self.enforced)
         calls = " | ".join(f"call_{number}" for number in range(len(tools)))
-        more = f"({_quoted(between)} one){{0,{max_calls - 1}}}" if max_calls > 1 else ""
-        parts = [_literal(self.begin, special_id), _quoted(opens), "one", more, _quoted(closes)]
+        more = f"({between} one){{0,{max_calls - 1}}}" if max_calls > 1 else ""
+        parts = [literal(self.begin), opens, "one", more, closes]
         lines = [f"calls: {' '.join(filter(None, parts))}", f"one: {calls}"]
         for number, tool in enumerate(tools):
-            head = f'{{"name": {json.dumps(tool.name)}, "{self.arguments}": '
-            lines.append(f'call_{number}: {_quoted(head)} arguments_{number} "}}"')
-            lines.append(f"arguments_{number}: %json {tool.schema_text}")
+            lines += self._call_rules(number, tool, special_id)
         return "\n".join(lines)
+
+    def _call_rules(
+        self, number: int, tool: Tool, special_id: Callable[[str], int | None]
+    ) -> list[str]:
+        if self.body == "xml":
+            return call_rules(number, tool)
+        arguments = f"arguments_{number}"
+        if self.body == "named":
+            literal = partial(_literal, marks=self.marks, special_id=special_id)
+            has_id = special_id(CALL_ID) is not None
+            call_id = f"({literal(CALL_ID)} /[a-zA-Z0-9]{{9}}/)?" if has_id else ""
+            call = f"{_quoted(tool.name)} {call_id} {literal(ARGS)} {arguments}"
+        else:
+            head = f'{{"name": {json.dumps(tool.name)}, "{self.arguments}": '
+            call = f'{_quoted(head)} {arguments} "}}"'
+        return [f"call_{number}: {call}", f"{arguments}: %json {tool.schema_text}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +161,32 @@ MISTRAL = ToolFormat(
     id_prefix="",  # its templates reject ids that are not nine letters and digits
     num_id_chars=9,
 )
-FORMATS = {each.name: each for each in (HERMES, LLAMA3_JSON, MISTRAL)}
+MISTRAL_ARGS = ToolFormat(
+    "mistral_args",
+    begin="[TOOL_CALLS]",
+    end="",
+    arguments="",
+    enforced=("", "[TOOL_CALLS]", ""),
+    id_prefix="",
+    num_id_chars=9,
+    body="named",
+    inner_marks=(ARGS, CALL_ID),
+)
+QWEN3_CODER = ToolFormat(
+    "qwen3_coder",
+    begin="<tool_call>",
+    end="</tool_call>",
+    arguments="",
+    enforced=("\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    body="xml",
+)
+FORMATS = {each.name: each for each in (HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_ARGS, QWEN3_CODER)}
 
 
-def find_format(name: str) -> ToolFormat:
-    """Raises ConfigError."""
+def find_format(name: str, template: str = "") -> ToolFormat:
+    """Raises ConfigError. The template decides between two formats of the same name in vLLM."""
+    if name == MISTRAL.name and format_of(template) is MISTRAL_ARGS:
+        return MISTRAL_ARGS
     if name not in FORMATS:
         raise ConfigError(
             f"--tool-call-parser is {name!r}: expected one of {', '.join(FORMATS)}; correct it, or "
@@ -121,8 +197,10 @@ def find_format(name: str) -> ToolFormat:
 
 def format_of(template: str) -> ToolFormat | None:
     """The format that a chat template asks the model for. None if it is not known."""
-    if "<function=" in template or "[ARGS]" in template:
-        return None  # Qwen3-Coder's XML, and Mistral's latest
+    if FUNCTION in template:
+        return QWEN3_CODER if "<tool_call>" in template and "<parameter=" in template else None
+    if ARGS in template:
+        return MISTRAL_ARGS if "[TOOL_CALLS]" in template else None
     if "<tool_call>" in template:
         return HERMES
     if "[TOOL_CALLS]" in template:
@@ -135,6 +213,12 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _literal(text: str, special_id: Callable[[str], int | None]) -> str:
-    found = special_id(text) if text else None
-    return _quoted(text) if found is None else f"<[{found}]>"
+def _literal(text: str, *, marks: Sequence[str], special_id: Callable[[str], int | None]) -> str:
+    """The text in Lark's format, with its special tokens."""
+    special = {mark: found for mark in marks if (found := special_id(mark)) is not None}
+    if not special:
+        return _quoted(text)
+    parts = re.split(f"({'|'.join(map(re.escape, special))})", text)
+    return " ".join(
+        f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts if part
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-_SPACE = " \t\r\n"
+from penstock.server.tools.reading import SPACE
+
 _CLOSING = {"{": "}", "[": "]"}
 _VALUE_KEYS = ("arguments", "parameters")
 
@@ -32,6 +33,11 @@ class ObjectReader:
         """All that was read."""
         return "".join(self._seen)
 
+    @property
+    def has_whole_value(self) -> bool:
+        """Whether arguments that are an object have just ended."""
+        return self._reads_value and len(self._closing) == 1
+
     def feed(self, text: str) -> int:
         """Read on. Returns how many characters belong to the object."""
         for place, char in enumerate(text):
@@ -54,7 +60,7 @@ class ObjectReader:
     def _read(self, char: str) -> None:
         if self._string is not None:
             self._read_string(self._string, char)
-        elif char in _SPACE:
+        elif char in SPACE:
             if self._reads_value and len(self._closing) > 1:
                 self._value.append(char)
         elif len(self._closing) > 1:

@@ -28,11 +28,10 @@ class ToolUse:
     @property
     def shows_special(self) -> bool:
         """Whether calls contain special tokens, which a text usually leaves out."""
-        marks = (self.form.begin, self.form.opening, self.form.end)
-        return any(mark and self.special_id(mark) is not None for mark in marks)
+        return any(self.special_id(mark) is not None for mark in self.form.marks)
 
     def parser(self) -> CallParser:
-        return CallParser(self.form, [tool.name for tool in self.tools], self.max_calls)
+        return CallParser(self.form, self.tools, self.max_calls)
 
     def structure(self, answer: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """What an answer must look like: calls, if there must be some, or else `answer` too.
@@ -41,7 +40,10 @@ class ToolUse:
         """
         if not self.must_call and answer is None:
             return None
-        calls = self.form.grammar(self.tools, self.max_calls or MAX_CALLS, self.special_id)
+        try:
+            calls = self.form.grammar(self.tools, self.max_calls or MAX_CALLS, self.special_id)
+        except ConfigError as error:
+            raise ApiError(400, f"{error}.", param="tools") from None
         if self.must_call:
             return self._checked(f"start: calls\n{calls}")
         assert answer is not None
