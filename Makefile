@@ -90,7 +90,7 @@ $(VLLM_STAMP): pyproject.toml
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	TEST_MODEL="$$($(BIN)/python tests_vllm/model_folder.py)" PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/named \
-		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile -m "not soak" tests_vllm
+		$(VLLM_VENV)/bin/python -m pytest -c tests_vllm/pytest.ini -n 2 --dist loadfile --no-loadscope-reorder -m "not soak" tests_vllm
 
 test-vllm-soak: $(STAMP) $(VLLM_STAMP)
 	TEST_MODEL="$$($(BIN)/python tests_vllm/model_folder.py)" PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/named \

@@ -30,6 +30,22 @@ _UNSEEN = "llvmlite.binding.ffi"
 
 Tokens = list[int]
 
+# Files run two at a time: the longest first, so that none of them is left alone at the end.
+_LONGEST = (
+    "test_soak.py",
+    "test_group_soak.py",
+    "test_identity.py",
+    "test_injected_errors.py",
+    "test_serve.py",
+    "test_group_parallel.py",
+    "test_group_states.py",
+    "test_group_windows.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
+
 
 class Vllm:
     """An engine, and what the tests ask of it.
