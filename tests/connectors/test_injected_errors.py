@@ -161,7 +161,7 @@ def test_an_error_in_what_copies(models: Models, name: str) -> None:
 def test_an_error_behind_vllms_back_ends_offloading(models: Models) -> None:
     vllm = models(disk=True)
     live(vllm, 0, 60)
-    vllm.side._ticker.error = Injected()
+    vllm.side._lock.error = Injected()  # as if its thread had met one
     request = vllm.add([2] * 30, 2)
     vllm.run()
     assert request.num_output == 2

@@ -393,7 +393,7 @@ class Vllm:
         for mover in self.movers:
             mover.gate.set()
             mover.saves_gate.set()
-        has_ended = self.scheduler.side is None
+        has_ended = self.scheduler.side is None or self.side.failure is not None
         assert self.scheduler.close()
         if has_ended:
             # Its threads, which vLLM's process would end. Nothing may be settled any more: after an
@@ -405,7 +405,7 @@ class Vllm:
 
     def check(self) -> None:
         """Audit the books, unless an error of ours has ended them."""
-        if self.scheduler.side is not None:
+        if self.scheduler.side is not None and self.side.failure is None:
             self.side.check()
             assert self.engine.num_flying == 0 or self.requests or self.scheduler.has_pending_work
 

@@ -17,7 +17,6 @@ nothing here waits.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from penstock.build import Delegated
 from penstock.clock import Clock
 from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.awaiting import HANDED_OVER, hands_over
+from penstock.connectors.vllm.books_lock import BooksLock
 from penstock.connectors.vllm.checkpoints import RequestCheckpoints, States
 from penstock.connectors.vllm.dispatch import Dispatch
 from penstock.connectors.vllm.identity import Naming
@@ -186,7 +186,7 @@ class SchedulerSide:
             fails_whole=ways.fails_whole or not groups.is_plain,
         )
         self._saves = RequestSaves(offloader, requests, may_save, news, audits)
-        self._lock = threading.RLock()
+        self._lock = BooksLock()
         self._ticker = Ticker(self._tick)
 
     # vLLM's calls for a request, in their order.
@@ -326,14 +326,15 @@ class SchedulerSide:
 
     @property
     def failure(self) -> Exception | None:
-        """The error that stopped the thread, if any."""
-        return self._ticker.error
+        """The first error in a call or in the thread, if any. Later calls raise it again."""
+        return self._lock.error
 
     def abandon(self) -> None:
         """After an error: stop the thread and write nothing more. The books cannot be trusted."""
         self._ticker.stop(wait=False)
         if self._node is not None:
-            with self._lock:  # the node should not go on talking to somebody who does not listen
+            # The node should not go on talking to somebody who does not listen.
+            with self._lock.regardless:
                 self._offloader.abandon(_CLOSE_SECONDS)
 
     def check(self) -> None:

@@ -85,8 +85,9 @@ class GuardedScheduler:
 
     def close(self) -> bool:
         """False if a tier hung."""
-        side, self._side = self._side, None
-        return side is None or side.close()
+        has_ended = self.ask(True, lambda side: side.close())
+        self._side = None
+        return has_ended
 
     def ask(self, otherwise: T, act: Callable[[SchedulerSide], T]) -> T:
         """The result of `act`. After an error offloading ends, and `otherwise` is returned."""
