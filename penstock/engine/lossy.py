@@ -20,8 +20,9 @@ class _Counted(Protocol):
 class LossyBlocks:
     """The device's blocks with KV from a lossy tier, or computed after such KV.
 
-    A block that is loaded from DRAM may have come from the disk before. So if any tier is lossy,
-    every block that is loaded counts as lossy: this may count too many, but never too few.
+    A block in DRAM may have come from the disk before, also one that a sequence has computed: it
+    may have been evicted and fetched again. So if any tier is lossy, every block that is loaded or
+    read in DRAM counts as lossy: this may count too many, but never too few.
     """
 
     def __init__(
@@ -29,7 +30,6 @@ class LossyBlocks:
     ) -> None:
         self._block_tokens = block_tokens
         self._is_any_lossy = any(map(is_lossy, codecs.values()))
-        self._is_host_lossy = is_lossy(codecs.get(Tier.HOST, ""))
         self._slots: set[Slot] = set()
 
     def loaded(self, request: _Counted, num_blocks: int, slots: Iterable[Slot | None]) -> None:
@@ -53,9 +53,8 @@ class LossyBlocks:
         """A request has computed these blocks, after reading all KV before them."""
         if not self._is_any_lossy:
             return
-        if self._is_host_lossy:
-            num_cold = request.table.num_cold * self._block_tokens
-            request.num_lossy_tokens = max(request.num_lossy_tokens, num_cold)
+        num_cold = request.table.num_cold * self._block_tokens
+        request.num_lossy_tokens = max(request.num_lossy_tokens, num_cold)
         # Slots are reused: what was lossy in them is gone.
         if request.num_lossy_tokens:
             self._slots.update(slots)

@@ -92,10 +92,13 @@ class Rooms:
             raise WireError("the values of a block do not add up to its size")
         found = self._rooms.get(spec.namespace)
         if found is not None:
-            if found.codecs.host.packed_bytes != codecs.host.packed_bytes:
+            held, wanted = found.codecs.host, codecs.host
+            # Packed blocks of the same size may still mean something else: each client unpacks its
+            # own way.
+            if (held.packed_bytes, held.version) != (wanted.packed_bytes, wanted.version):
                 raise WireError(
-                    f"{found.model} is in use with blocks of another size: all clients with one "
-                    "namespace must have the same layout"
+                    f"{found.model} is in use with blocks of another size or another form: all "
+                    "clients with one namespace must have the same layout"
                 )
             return found
         if len(self._rooms) >= self._config.node.max_models:

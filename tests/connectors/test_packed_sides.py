@@ -17,6 +17,7 @@ from connectors.users_model import live
 from connectors.vllm_model import Vllm
 
 from penstock.connectors.vllm import lookups
+from penstock.offload import Offloader
 from penstock.types import KEY_BYTES, Slot, Tier
 
 SOME_UNFIT = replace(PACKABLE, num_unfit=6)  # tokens in 256: one block in ten
@@ -106,6 +107,24 @@ def test_packed_blocks_are_smaller_and_come_back(models: Models) -> None:
     assert ask(vllm) == {"host": 5 * BLOCK_TOKENS}
     vllm.offloader.empty_host()
     assert ask(vllm) == {"disk": 5 * BLOCK_TOKENS}
+
+
+def test_an_answer_says_how_many_of_its_tokens_may_be_lossy(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = models()
+    ask(vllm)
+    codecs = {Tier.HOST: "raw", Tier.DISK: "int8"}
+    monkeypatch.setattr(Offloader, "codecs", property(lambda _: codecs))
+    request = vllm.add(PROMPT, 2)
+    vllm.flush()
+    assert vllm.answers[request.request_id] == {
+        # DRAM may have its blocks from the disk.
+        "penstock": {
+            "loaded_tokens": {"host": 5 * BLOCK_TOKENS},
+            "lossy_tokens": 5 * BLOCK_TOKENS,
+        }
+    }
 
 
 def test_the_orders_name_the_codec(models: Models) -> None:

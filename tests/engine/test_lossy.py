@@ -57,12 +57,14 @@ def test_a_slot_that_is_computed_again_is_exact() -> None:
     assert second.num_lossy_tokens == TOKENS
 
 
-def test_reading_from_lossy_dram_counts() -> None:
+@pytest.mark.parametrize("codecs", [{Tier.HOST: "fp8"}, LOSSY_DISK])
+def test_reading_in_dram_counts(codecs: dict[Tier, str]) -> None:
+    """Also if DRAM holds blocks as they are: it may have fetched them from a lossy disk again."""
     request = new_request()
     request.table.extend_places([0, ~5, ~6])  # two blocks in HOST
-    LossyBlocks(TOKENS, LOSSY_DISK).computed(request, [])
-    assert request.num_lossy_tokens == 0  # this DRAM holds them as they are
-    LossyBlocks(TOKENS, {Tier.HOST: "fp8"}).computed(request, [])
+    LossyBlocks(TOKENS, {Tier.HOST: "raw"}).computed(request, [])
+    assert request.num_lossy_tokens == 0
+    LossyBlocks(TOKENS, codecs).computed(request, [])
     assert request.num_lossy_tokens == 2 * TOKENS
 
 

@@ -53,12 +53,13 @@ class Device:
         num_slots: int = 64,
         block_bytes: int = BLOCK_BYTES,
         name: str = "",
+        values: BlockValues | None = None,
     ) -> None:
         self.namespace = namespace(model)
         self.spec = self.namespace.block_spec(block_bytes)
         device_spec = BlockSpec(bytes(32), block_bytes, BLOCK_TOKENS)
         self.memory = HostArena(device_spec, num_slots * device_spec.stride_bytes)
-        values = BlockValues((PartValues(block_bytes),))
+        values = values or BlockValues((PartValues(block_bytes),))
         channel, settings = open_node(path, 5.0)
         codecs = TierCodecs.choose(settings.codecs, values)
         self.tiers = NodeTiers(

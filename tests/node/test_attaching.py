@@ -108,6 +108,26 @@ def test_a_node_that_does_not_come_back_is_a_sentence(tmp_path: Path) -> None:
         attach(path, 0.5)
 
 
+def test_clients_that_pack_one_namespace_in_other_forms_do_not_share_dram(tmp_path: Path) -> None:
+    """The same bytes of bfloat16 in one piece or in two: packed, they have the same size too."""
+    num_bytes = 2 * 6144 * 2
+
+    def values(*stretches: int) -> BlockValues:
+        return BlockValues((PartValues(num_bytes, "bfloat16", stretches),), on_gpu=True)
+
+    whole, halves = values(num_bytes), values(num_bytes // 2, num_bytes // 2)
+    one, two = (each.open("lossless") for each in (whole, halves))
+    assert one.packed_bytes == two.packed_bytes
+    assert one.version != two.version
+    with node(tmp_path) as (path, _):
+        assert (
+            Device(path, block_bytes=num_bytes, values=whole).tiers.codecs[Tier.HOST] == "lossless"
+        )
+        with pytest.raises(ConfigError, match="another form"):
+            Device(path, block_bytes=num_bytes, values=halves)
+        Device(path, block_bytes=num_bytes, values=whole)
+
+
 def test_a_client_that_attaches_again_while_the_node_ends_tries_again_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

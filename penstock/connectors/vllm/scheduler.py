@@ -25,6 +25,7 @@ from penstock.audits.auditor import Auditor
 from penstock.books.sessions import Sessions
 from penstock.build import Delegated
 from penstock.clock import Clock
+from penstock.codecs.names import is_lossy
 from penstock.connectors.vllm.auditing import RequestAudits
 from penstock.connectors.vllm.awaiting import HANDED_OVER, hands_over
 from penstock.connectors.vllm.books_lock import BooksLock
@@ -285,7 +286,11 @@ class SchedulerSide:
             if not tracked.tokens_from:
                 return None
             hits = {tier.label: count for tier, count in tracked.tokens_from.items()}
-            return {"penstock": {"loaded_tokens": hits}}
+            told: dict[str, Any] = {"loaded_tokens": hits}
+            if any(map(is_lossy, self._offloader.codecs.values())):
+                # DRAM may have its blocks from the disk, so all that was loaded counts.
+                told["lossy_tokens"] = sum(hits.values())
+            return {"penstock": told}
 
     def sources(self, request_id: str) -> dict[Tier, int]:
         """The tokens of a request's last load by the tier they are loaded from."""
