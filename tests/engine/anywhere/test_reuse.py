@@ -139,6 +139,24 @@ def test_segments_are_not_loaded_from_both_ends(loaded: LoadedModel, is_faster: 
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("mode", "seconds", "is_loaded"),
+    [("none", 0.9, True), ("link", 0.9, True), ("blend", 0.9, False), ("blend", 1.1, True)],
+)
+def test_a_segment_is_loaded_if_that_beats_what_it_saves(
+    loaded: LoadedModel, mode: str, seconds: float, is_loaded: bool
+) -> None:
+    """Blending computes a fifth of it. A link that seems slower than computing is measured."""
+    engine = make(loaded)
+    ask(engine, Prompt([document(1)]), "plain")
+    forget(engine)
+    engine.scheduler._choose = lambda match, num_past: LoadChoice(match.num_blocks, seconds, 1.0)
+    request = ask(engine, Prompt([text(1), document(1), text(2)]), mode).request
+    assert bool(request.num_reused_tokens) == bool(request.num_loaded_tokens) == is_loaded
+    idle(engine)
+    engine.close()
+
+
 def test_what_is_loaded_for_segments_is_not_told_as_a_prefix(loaded: LoadedModel) -> None:
     told: list[FirstToken] = []
     engine = make(loaded)
