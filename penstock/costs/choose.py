@@ -8,7 +8,7 @@ two meet (Cake, arXiv 2410.03065).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.costs.meters import PrefillMeter
 from penstock.costs.rates import LinkRate, PrefillRate, load_seconds
@@ -41,6 +41,15 @@ class LoadChoice:
     load_seconds: float | None = None
     compute_seconds: float | None = None  # to compute these blocks instead
     num_two_ended: int = 0  # blocks after them, for a two-ended load
+    # The best without a two-ended load, if this one has one.
+    plain: LoadChoice | None = field(default=None, compare=False)
+
+    @property
+    def one_ended(self) -> LoadChoice:
+        """What to load if the front of these blocks is not computed meanwhile."""
+        if not self.num_two_ended:
+            return self
+        return self.plain or LoadChoice(self.num_blocks, self.load_seconds, self.compute_seconds)
 
     @property
     def patience_seconds(self) -> float | None:
@@ -160,7 +169,9 @@ def choose_two_ended(
         both = _two_ended_seconds(match.runs, start, loading, computing)
         if both is not None and lead + both < best_seconds:
             best_seconds = lead + both
-            best = LoadChoice(start, lead, computing(0, start), num_two_ended=num_all - start)
+            best = LoadChoice(
+                start, lead, computing(0, start), num_two_ended=num_all - start, plain=plain
+            )
     return best
 
 

@@ -125,7 +125,7 @@ class Scheduler:
             tiers,
             block_tokens,
             self.placement.take,
-            lambda match, num_past: self._choose(match, num_past),
+            self._choose_one_ended,
             self._lossy,
             looks_per_token,
         )
@@ -506,7 +506,7 @@ class Scheduler:
         if request.segments and not self._segments.has_room(request):
             self._refuse(request)
             return None
-        choose = self._choose
+        choose = self._choose_one_ended if request.segments else self._choose
         if request.params.awaits_prefill and not request.has_stopped_waiting:
             choose = _all_of_it
         if self._audits is not None:
@@ -525,6 +525,10 @@ class Scheduler:
         if plan is None:
             self._refuse(request)
         return plan
+
+    def _choose_one_ended(self, match: Match, num_past: int) -> LoadChoice:
+        """For prompts with segments, which are not computed from their front meanwhile."""
+        return self._choose(match, num_past).one_ended
 
     def _start(self, request: Request, plan: AdmissionPlan, budget: int) -> None:
         """Carry out a plan: the request loads, or runs its first chunk."""
@@ -579,7 +583,7 @@ class Scheduler:
         self._rotation.begin(request, self._clock())
         end, request.two_ended_end = request.two_ended_end, 0
         self._awaited.begin(request, self._clock())
-        if end > num_there and not request.segments:
+        if end > num_there:
             self._two_ended_loads.begin(request, num_there, end)
 
     def _take_awaited(self, request: Request, num_arrived: int, done: Done) -> None:

@@ -127,12 +127,14 @@ class Story:
 
     def first_token(self, request: Request, prefill: PrefillRate | None) -> None:
         num_prompt = len(request.prompt_ids)
-        num_loaded = min(request.num_loaded_tokens, request.num_cached_tokens)
+        # What was loaded for segments is not part of what was found as a prefix.
+        num_cached = request.num_cached_tokens
+        num_on_device = min(request.found[Tier.DEVICE] * self._block_tokens, num_cached)
         first = FirstToken(
             (request.first_token_time or request.arrival) - request.arrival,
             num_prompt,
-            request.num_cached_tokens - num_loaded,
-            num_loaded,
+            num_on_device,
+            num_cached - num_on_device,
             None if prefill is None else prefill.seconds(num_prompt),
             request.num_reused_tokens,
             request.num_mended_tokens,
@@ -144,7 +146,7 @@ class Story:
             _ms(first.seconds),
             num_prompt,
             first.num_on_device,
-            num_loaded,
+            first.num_loaded,
             _ms(first.recompute_seconds),
         )
         if request.segments:

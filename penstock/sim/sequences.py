@@ -32,6 +32,11 @@ class SimulatedSegment:
     keys: tuple[BlockKey, ...]
     reused: range
     blend_share: float
+    num_tokens: int  # of its blocks
+
+    @property
+    def saved_share(self) -> float:
+        return (1 - self.blend_share) * len(self.reused) / self.num_tokens
 
 
 class _Table:
@@ -113,6 +118,7 @@ class Sequence:
                     each.start + len(each.blocks) * self.block_tokens,
                 ),
                 each.blend_share,
+                len(each.blocks) * self.block_tokens,
             )
             for each in request.segments
         )

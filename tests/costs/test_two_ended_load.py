@@ -44,6 +44,15 @@ def test_a_tier_as_fast_as_computing_saves_half() -> None:
     assert choose(match, remote=1e5) == LoadChoice(0, 0.0, 0.0, num_two_ended=100)
 
 
+def test_who_cannot_load_from_both_ends_is_told_what_to_load() -> None:
+    match = Match(100, (Run(Tier.REMOTE, 100),))
+    slower, faster = choose(match, remote=8e4), choose(match, remote=1.2e5)
+    assert slower.num_two_ended == faster.num_two_ended == 100
+    assert slower.one_ended.num_blocks == 0
+    assert faster.one_ended.num_blocks == 100
+    assert faster.one_ended.one_ended.num_two_ended == 0
+
+
 def test_a_fast_tier_is_simply_loaded() -> None:
     match = Match(100, (Run(Tier.REMOTE, 100),))
     assert choose(match, remote=1e8).num_two_ended == 0

@@ -82,7 +82,9 @@ class SegmentLoads(Generic[_Request]):
         lossy: LossyBlocks,
         looks_per_token: int = 1,
     ) -> None:
-        """`looks_per_token`: how many tokens are looked at in the time in which one is computed."""
+        """`choose` chooses no two-ended loads. `looks_per_token`: how many tokens are looked at in
+        the time in which one is computed.
+        """
         self._looks_per_token = looks_per_token
         self._lossy = lossy
         self._pool = pool
@@ -307,7 +309,7 @@ class SegmentLoads(Generic[_Request]):
         if match.num_blocks < len(keys):
             return None
         choice: LoadChoice = self._choose(match, segment.start)
-        if choice.num_blocks + choice.num_two_ended < len(keys):
+        if choice.num_blocks < len(keys) or not _saves_time(choice, segment):
             return None
         if not request.num_preemptions:
             self._tiers.note(match)
@@ -327,6 +329,16 @@ class SegmentLoads(Generic[_Request]):
             positions % size,
             segment.start,
         )
+
+
+def _saves_time(choice: LoadChoice, segment: AnySegment) -> bool:
+    """Whether loading is also faster than to compute what is not mended: the rest is computed
+    anyway.
+    """
+    loading, computing = choice.load_seconds, choice.compute_seconds
+    if loading is None or computing is None or loading >= computing:  # to measure the link
+        return True
+    return loading < computing * segment.saved_share
 
 
 def _placed(request: _Request, coming: _Coming[_Request]) -> range:

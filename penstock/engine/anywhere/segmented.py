@@ -23,6 +23,10 @@ class AnySegment(Protocol):
     def keys(self) -> Sequence[BlockKey]: ...
     @property
     def reused(self) -> range: ...
+    @property
+    def saved_share(self) -> float:
+        """Of the tokens of its blocks: those that are not computed."""
+        ...
 
 
 class AnyTable(Sized, Protocol):

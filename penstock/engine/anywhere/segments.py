@@ -33,6 +33,12 @@ class Segment:
     reused: range  # positions in the prompt whose KV is not computed
     name: bytes  # of the segment in the keys of the prompt's own blocks
     namespace: Namespace
+    blend_share: float = 0.0  # of the reused tokens, computed after all
+
+    @property
+    def saved_share(self) -> float:
+        """Of the tokens of its blocks: those that are not computed."""
+        return (1 - self.blend_share) * len(self.reused) / len(self.tokens)
 
 
 def find_segments(
@@ -48,6 +54,7 @@ def find_segments(
     """
     _check(bounds, len(prompt_ids))
     size = namespace.block_tokens
+    share = mending.blend_share if mending.is_blend else 0.0
     found = []
     for start, end in bounds:
         # The prompt's last token is always computed, because sampling needs its logits.
@@ -59,7 +66,7 @@ def find_segments(
         keys = tuple(KeyChain(namespace, tokens).keys)
         # Where the reused tokens end also depends on the prompt's length.
         name = f"segment {start} {end} {reused.stop} {mending.words}".encode()
-        found.append(Segment(start, end, keys, tokens, reused, name, namespace))
+        found.append(Segment(start, end, keys, tokens, reused, name, namespace, share))
     return tuple(found)
 
 

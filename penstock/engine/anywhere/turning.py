@@ -23,6 +23,7 @@ from penstock.engine.models import LoadedModel
 from penstock.errors import ConfigError
 
 _FROM = 3  # the position whose keys are turned
+_PROBES = range(1, 9)  # tokens that are tried, one after the other
 _MAX_ERROR = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of a pair's length
 _ANGLE_ERROR = 2.0**-23  # for each position: models compute angles in float32
 _TOKENS_AT_ONCE = 512  # turned keys are float32: they take several times the memory of the KV
@@ -76,7 +77,8 @@ class Turner:
         """Raises ConfigError if the model's keys cannot be turned."""
         last = loaded.max_tokens - 1
         turns = sorted({1, min(37, last - _FROM), last - _FROM})
-        before, *after = _keys_at(loaded, [_FROM, *(_FROM + turn for turn in turns)])
+        token = _telling_token(loaded)
+        before, *after = _keys_at(loaded, [_FROM, *(_FROM + turn for turn in turns)], token)
         candidates = [None, *_candidates(loaded.model, loaded.head_dim)]
         # Of each layer; None if it has no positions.
         self._rotations: list[_Rotation | None] = [
@@ -158,8 +160,24 @@ class _Captured:
         raise AssertionError("a single token has no history")
 
 
+def _telling_token(loaded: LoadedModel) -> int:
+    """A token that has keys. Those of a token without an embedding, such as one that only pads,
+    are all zero, which every rotation leaves as they are."""
+    for token in _PROBES[: loaded.vocab_size - 1]:
+        (keys,) = _keys_at(loaded, [_FROM], token)
+        if all(bool(layer.any()) for layer in keys):
+            return token
+    raise ConfigError(
+        f"the keys of the model's tokens {_PROBES.start} to {_PROBES.stop - 1} are all zero, so it "
+        "is not known how they turn to other positions, and segments cannot be reused anywhere. "
+        "Send the prompt without segments."
+    )
+
+
 @torch.inference_mode()
-def _keys_at(loaded: LoadedModel, positions: Sequence[int]) -> list[list[Tensor]]:
+def _keys_at(
+    loaded: LoadedModel, positions: Sequence[int], token: int = _PROBES.start
+) -> list[list[Tensor]]:
     """The keys of one token, alone at each of these positions, in each layer."""
     captured = _Captured()
     # One after the other, so that all are computed alike, to the bit.
@@ -167,7 +185,7 @@ def _keys_at(loaded: LoadedModel, positions: Sequence[int]) -> list[list[Tensor]
     for position in positions:
         captured.keys = []
         loaded.model(
-            input_ids=torch.tensor([[1]], device=loaded.device),
+            input_ids=torch.tensor([[token]], device=loaded.device),
             position_ids=torch.tensor([[position]], device=loaded.device),
             use_cache=False,
             logits_to_keep=1,

@@ -19,9 +19,11 @@ from engine.anywhere.prompts import (
 )
 from tiny import BLOCK_TOKENS, idle
 
+from penstock.costs.choose import LoadChoice
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
-from penstock.types import Tier
+from penstock.events import FirstToken
+from penstock.types import Match, Tier
 
 PROMPT = Prompt([text(1), document(1), document(2, 100), text(2, 5), document(3, 131), text(3)])
 
@@ -115,6 +117,61 @@ def test_it_does_not_matter_where_segments_come_from(
     for found, expected in zip((on_device, from_dram, from_disk), fresh, strict=True):
         assert found.request.num_reused_tokens == NUM_REUSED[mode]
         assert found.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_segments_are_not_loaded_from_both_ends(loaded: LoadedModel, is_faster: bool) -> None:
+    """So they are loaded only if that alone is faster than to compute them."""
+    engine = make(loaded)
+    ask(engine, PROMPT)
+    forget(engine)
+
+    def choose(match: Match, num_past: int) -> LoadChoice:
+        plain = LoadChoice(match.num_blocks if is_faster else 0)
+        return LoadChoice(0, num_two_ended=match.num_blocks, plain=plain)
+
+    engine.scheduler._choose = choose
+    for prompt in (OTHER, PROMPT):  # the latter is found whole
+        answer = ask(engine, prompt).request
+        assert bool(answer.num_loaded_tokens) == is_faster
+        assert bool(answer.num_reused_tokens) == (is_faster and prompt is OTHER)
+    idle(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "seconds", "is_loaded"),
+    [("none", 0.9, True), ("link", 0.9, True), ("blend", 0.9, False), ("blend", 1.1, True)],
+)
+def test_a_segment_is_loaded_if_that_beats_what_it_saves(
+    loaded: LoadedModel, mode: str, seconds: float, is_loaded: bool
+) -> None:
+    """Blending computes a fifth of it. A link that seems slower than computing is measured."""
+    engine = make(loaded)
+    ask(engine, Prompt([document(1)]), "plain")
+    forget(engine)
+    engine.scheduler._choose = lambda match, num_past: LoadChoice(match.num_blocks, seconds, 1.0)
+    request = ask(engine, Prompt([text(1), document(1), text(2)]), mode).request
+    assert bool(request.num_reused_tokens) == bool(request.num_loaded_tokens) == is_loaded
+    idle(engine)
+    engine.close()
+
+
+def test_what_is_loaded_for_segments_is_not_told_as_a_prefix(loaded: LoadedModel) -> None:
+    told: list[FirstToken] = []
+    engine = make(loaded)
+    first = Prompt([text(1, 64), document(1), text(2)])
+    ask(engine, first)
+    ask(engine, Prompt([document(2)]), "plain")
+    forget(engine)
+    ask(engine, Prompt([text(1, 64)]), "plain")  # on the device again
+    engine._story._observers += (
+        lambda event: told.append(event) if isinstance(event, FirstToken) else None,
+    )
+    request = ask(engine, Prompt([text(1, 64), document(2), text(2)])).request
+    assert request.num_loaded_tokens == 144
+    assert (told[0].num_on_device, told[0].num_loaded) == (64, 0)
+    engine.close()
 
 
 def test_a_segment_at_the_start_is_an_ordinary_prefix(loaded: LoadedModel) -> None:

@@ -143,6 +143,19 @@ def test_cold_sequences(loaded: LoadedModel, reused: dict[str, list[list[int]]],
     engine.close()
 
 
+@pytest.mark.parametrize("mode", ["link", "blend"])
+def test_steps_that_are_launched_ahead(
+    loaded: LoadedModel, reused: dict[str, list[list[int]]], mode: str
+) -> None:
+    """Segments are placed, and looked at, while the last tokens of others are not read."""
+    engine = make(loaded, num_blocks=40, dram=2048, max_num_seqs=4, launch_ahead=True)
+    engine.runner.only_queues = True
+    assert [answer.tokens for answer in ask_all(engine, PROMPTS, mode)] == reused[mode]
+    assert engine.ahead.num_ahead > 0
+    idle(engine)
+    engine.close()
+
+
 def test_aborts_at_every_step(loaded: LoadedModel, plain: list[list[int]]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     for mode in MODES:

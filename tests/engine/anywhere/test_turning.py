@@ -130,6 +130,21 @@ def test_a_few_large_keys_that_hardly_rotate_do_not_hide_the_others() -> None:
         assert float(error) < 0.02 * float(other[layer][..., :7].abs().max())
 
 
+def test_tokens_without_an_embedding_tell_nothing() -> None:
+    """Their keys are zero wherever they stand, as if the model had no positions."""
+    loaded = make("default")
+    embeddings = loaded.model.get_input_embeddings().weight.data
+    embeddings[1:3] = 0.0
+    turner = Turner(loaded)
+    one, other = _keys_at(loaded, [3, 90], 5)
+    for layer in range(3):
+        turned = turner.turn(one[layer], layer, 87)
+        assert float((turned - other[layer]).abs().max()) < 2e-5 * float(other[layer].abs().max())
+    embeddings[:] = 0.0
+    with pytest.raises(ConfigError, match="all zero"):
+        Turner(loaded)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_long_contexts(dtype: torch.dtype) -> None:
     """Their last angles are rounded by far more than the keys."""
