@@ -15,7 +15,7 @@ from penstock.events import ModelRemoved, NodeEvent
 from penstock.node.room import Dram, NodeRoom
 from penstock.node.shares import Shares
 from penstock.node.values_wire import unpack_values
-from penstock.node.wire import WireError
+from penstock.node.wire import WireError, unpack_text
 from penstock.stores.shared_cap import DividedFolder
 from penstock.types import BlockSpec
 
@@ -83,7 +83,10 @@ class Rooms:
             bytes.fromhex(fields["namespace"]),
             int(fields["block_bytes"]),
             int(fields["block_tokens"]),
-            tuple((str(name), str(text)) for name, text in fields.get("description", [])),
+            tuple(
+                (unpack_text(name), unpack_text(text))
+                for name, text in fields.get("description", [])
+            ),
         )
         if len(spec.namespace) != 32 or spec.block_bytes < 1 or spec.block_tokens < 1:
             raise WireError("the blocks of this client are not described correctly")
