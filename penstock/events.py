@@ -224,6 +224,11 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeLost:
+    """The node is gone. The next one may hold anything, and tells of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class KvEventsDropped:
     """KV events did not fit their queue. Everything that is held will be published again."""
 
@@ -427,6 +432,7 @@ Event = (
     | Audited
     | AuditFailed
     | Quarantined
+    | NodeLost
     | KvEventsDropped
     | Sequences
     | Preempted

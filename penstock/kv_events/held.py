@@ -16,7 +16,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from penstock.errors import BookError
-from penstock.events import Event, Quarantined, Removed, Stored
+from penstock.events import Event, NodeLost, Quarantined, Removed, Stored
 from penstock.kv_events.salts import published_salt
 from penstock.types import BlockKey, Tier
 
@@ -144,9 +144,14 @@ class HeldBlocks:
                 self.removed(tier, keys)
             case Quarantined():
                 self._is_quarantined = True
-                for tier in Tier:
-                    if tier is not Tier.DEVICE:
-                        self.emptied(tier)
+                self._lower_emptied()
+            case NodeLost():
+                self._lower_emptied()
+
+    def _lower_emptied(self) -> None:
+        for tier in Tier:
+            if tier is not Tier.DEVICE:
+                self.emptied(tier)
 
     # The publisher's thread.
 

@@ -24,7 +24,7 @@ from typing import Any
 from penstock.codecs.base import BlockCodec
 from penstock.codecs.blocks import BlockValues, TierCodecs
 from penstock.errors import BookError, PenstockError
-from penstock.events import Observer, TicketDone
+from penstock.events import NodeLost, Observer, TicketDone
 from penstock.node.client_memory import ClientMemory, Remap, close_files
 from penstock.node.client_pins import ClientPins
 from penstock.node.client_tickets import ClientTickets
@@ -428,6 +428,7 @@ class NodeTiers(NodeBooks):
             f"the node at {self._line.path} is gone ({why}): nothing is loaded until it is back"
         )
         self._tickets.end_all(Verdict.FAILED)
+        self._tell([NodeLost()])
 
     def _drop_line(self) -> None:
         if self._line.is_open:

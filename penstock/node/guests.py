@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CLIENTS = 512
 _MAX_UNSENT_BYTES = 64 << 20  # a client that does not read its answers is not served
+_MAX_SENTENCE = 1000  # characters
 _ACCEPT_AGAIN_SECONDS = 0.5  # after a connection could not be accepted
 _UNWATCHED_SECONDS = 30.0  # how long a process that cannot be watched may go on copying
 
@@ -273,6 +274,7 @@ class Guests:
     def _refuse(self, guest: Guest, sentence: str, reason: str) -> None:
         if guest.channel.is_closed:
             return
+        sentence = sentence[:_MAX_SENTENCE]  # it may quote what the client has sent
         log.warning("a client is refused: %s", sentence)
         guest.channel.send("refused", {"why": sentence})
         guest.channel.flush()

@@ -17,9 +17,11 @@ from penstock.node.room import Dram
 from penstock.node.rooms import Rooms
 from penstock.node.session import Session
 from penstock.node.wire import VERSION as PROTOCOL
-from penstock.node.wire import Frame, WireError
+from penstock.node.wire import Frame, WireError, unpack_text
 
 log = logging.getLogger(__name__)
+
+_WRONG = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class Reception:
@@ -38,7 +40,7 @@ class Reception:
         if version != PROTOCOL:
             raise WireError(
                 f"the node speaks version {PROTOCOL} of the protocol (Penstock {VERSION}), the "
-                f"client version {str(version)[:20]}: expected the same; upgrade the older one"
+                f"client version {_short(version)}: expected the same; upgrade the older one"
             )
         if guest.session is not None and frame.kind in ("attach", "join"):
             raise WireError("this connection has a session already")
@@ -53,7 +55,7 @@ class Reception:
                 self._join(guests, guest, frame)
             else:
                 raise WireError(f'attach first: "{frame.kind[:40]}" needs a session')
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (*_WRONG, RecursionError) as error:
             raise WireError(f'the request "{frame.kind}" is incomplete: {error!r}') from None
 
     def _settings(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class Reception:
 
     def _attach(self, guests: Guests, guest: Guest, frame: Frame, now: float) -> None:
         fields = frame.fields
+        name = unpack_text(fields.get("name", ""))[:80]
         if ended := {str(token) for token in fields.get("ended", [])}:
             guests.end_sessions(ended)
             guests.bury(now)
@@ -83,7 +86,7 @@ class Reception:
         session = Session(
             self._next_number,
             secrets.token_hex(16),
-            str(fields.get("name", ""))[:80],
+            name,
             guest.channel,
             room,
             max_pins=max_pins,
@@ -128,3 +131,7 @@ class Reception:
         finally:
             os.close(reading)
         guest.channel.flush()
+
+
+def _short(value: object) -> str:
+    return str(value)[:20] if isinstance(value, str | int | float) else "unknown"

@@ -21,6 +21,7 @@ from penstock.node.shares import Shares
 from penstock.node.switchboard import Switchboard
 from penstock.offload import Offloader
 from penstock.stores.host import HostArena
+from penstock.stores.memory_file import end_changes, make_memory_file
 from penstock.stores.remotes import headroom_bytes
 from penstock.stores.shared_cap import DividedFolder
 from penstock.transfer.base import Transfers
@@ -79,10 +80,10 @@ class NodeRoom:
                 "raise host.size or node.model_cap of the node"
             )
         self.arena = HostArena.over(dram.file, host_spec, dram.num_bytes, headroom)
-        self.seals_file = os.memfd_create("penstock-seals", os.MFD_CLOEXEC)
         seals_bytes = self.arena.num_slots * KEY_BYTES
-        os.ftruncate(self.seals_file, seals_bytes)
+        self.seals_file = make_memory_file("penstock-seals", seals_bytes)
         memory = mmap.mmap(self.seals_file, seals_bytes, flags=mmap.MAP_SHARED)
+        end_changes(self.seals_file, is_written_here_only=True)
         seals = Seals(self.arena, memory=memoryview(memory))
         self.events: list[Event] = []
         boards: list[Switchboard] = []

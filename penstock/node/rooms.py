@@ -15,7 +15,7 @@ from penstock.events import ModelRemoved, NodeEvent
 from penstock.node.room import Dram, NodeRoom
 from penstock.node.shares import Shares
 from penstock.node.values_wire import unpack_values
-from penstock.node.wire import WireError
+from penstock.node.wire import WireError, unpack_text
 from penstock.stores.shared_cap import DividedFolder
 from penstock.types import BlockSpec
 
@@ -83,7 +83,10 @@ class Rooms:
             bytes.fromhex(fields["namespace"]),
             int(fields["block_bytes"]),
             int(fields["block_tokens"]),
-            tuple((str(name), str(text)) for name, text in fields.get("description", [])),
+            tuple(
+                (unpack_text(name), unpack_text(text))
+                for name, text in fields.get("description", [])
+            ),
         )
         if len(spec.namespace) != 32 or spec.block_bytes < 1 or spec.block_tokens < 1:
             raise WireError("the blocks of this client are not described correctly")
@@ -118,7 +121,7 @@ class Rooms:
                 self._dram,
                 self._shares,
                 in_one=bool(fields.get("in_one", False)),
-                divided=self._part_of_disk(),
+                divided=self._part_of_disk(spec.namespace),
                 notify=self._notify,
                 now=now,
             )
@@ -184,9 +187,16 @@ class Rooms:
             log.warning("a tier of %s hangs: its DRAM stays taken until it has ended", room.model)
         self._abandon_again[room.number] = now + _ABANDON_AGAIN_SECONDS
 
-    def _part_of_disk(self) -> DividedFolder | None:
+    def _part_of_disk(self, namespace: bytes) -> DividedFolder | None:
         """The disk, if it has a part for one more model."""
         if self._disk is None:
+            return None
+        if any(room.spec.namespace == namespace and room.has_disk for room in self._leaving):
+            log.warning(
+                "a model has no disk, only DRAM: its books broke, and an engine or a tier still "
+                "uses its part of the disk. It has the disk again once it was removed, or the "
+                "node is restarted."
+            )
             return None
         if not self._disk.has_part:
             self._remove_longest_unused(with_disk=True)

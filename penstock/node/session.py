@@ -370,7 +370,8 @@ class Session:
                 del self._pins[slot]
 
     def _reply(self, frame: Frame, fields: dict[str, Any], *parts: bytes) -> None:
-        self.channel.send("reply", {**fields, "call": frame.fields["call"]}, *parts)
+        # A number: anything else is not echoed. What is nested too deep cannot be written.
+        self.channel.send("reply", {**fields, "call": int(frame.fields["call"])}, *parts)
 
     def _send_transfer(self, transfer: Transfer) -> None:
         number = None if transfer.ticket is None else self._numbers.get(transfer.ticket)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary, finalize
 
 from penstock.errors import ConfigError
+from penstock.stores.memory_file import end_changes, make_memory_file
 from penstock.types import KEY_BYTES, PAGE_BYTES, BlockSpec, Slot, round_up
 from penstock.units import format_bytes
 
@@ -54,8 +55,8 @@ class HostMemory:
 
     def __init__(self, num_bytes: int, *, huge_pages: bool, numa_node: int | None) -> None:
         self.num_bytes = num_bytes
-        self.file = os.memfd_create("penstock-host", os.MFD_CLOEXEC)
-        os.ftruncate(self.file, num_bytes)
+        self.file = make_memory_file("penstock-host", num_bytes)
+        end_changes(self.file)
         self._memory = _map_file(self.file, num_bytes)
         self._address = _address_of(self._memory)
         self._huge_pages = huge_pages

@@ -11,9 +11,11 @@ import pytest
 from penstock.config.settings import NodeConfig
 from penstock.node import shares
 from penstock.node.service import NodeService
-from penstock.types import Tier
+from penstock.node.wire import pack_keys, pack_slots
+from penstock.types import Slot, Tier
 from penstock.units import MiB
 from tests.node.nodes import Device, node
+from tests.node.test_hostile import KEYS, Raw
 
 
 def dram_of(service: NodeService, device: Device) -> int:
@@ -156,3 +158,26 @@ def test_a_node_makes_room_for_one_more_model(tmp_path: Path) -> None:
 def _disk_bytes(folder: Path) -> int:
     paths = [folder, *folder.rglob("*")]
     return sum(path.lstat().st_blocks * 512 for path in paths)
+
+
+def test_a_model_whose_books_broke_is_served_while_its_part_of_the_disk_is_taken(
+    tmp_path: Path,
+) -> None:
+    """A client may still copy, so the broken model cannot let go of its folder on disk."""
+    disk = tmp_path / "disk"
+    with node(tmp_path, disk=disk, limits=NodeConfig(disk_models=2)) as (path, service):
+        raw = Raw(path)
+        raw.send("save", {"ticket": 1}, pack_keys(KEYS[:1]), pack_slots([Slot(0)]))
+        raw.hear("transfer")
+        (room,) = service._rooms
+        room.offloader.step = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+        assert "attach again" in raw.is_refused()
+        raw.close()
+        device = Device(path)
+        keys = device.keys(1, 4)
+        assert device.save(keys)
+        assert device.load(keys) == 4
+        device.tiers.check()
+        assert device.tiers.close()
+        assert service.num_faults == 1
+        service._num_faults = 0
