@@ -18,8 +18,10 @@ from penstock.engine.params import SamplingParams
 
 # The likeliest token's weight. The sum of 2**18 of them is still an int64.
 _ONE = float(2**44)
-# Below this the division would overflow; the choice is greedy long before.
+# Beyond these the division would overflow, or no longer be one; the choice is greedy, or as good as
+# uniform, long before.
 _MIN_TEMPERATURE = 1e-5
+_MAX_TEMPERATURE = 1e30
 
 
 class DrawnRow(NamedTuple):
@@ -52,7 +54,7 @@ def draw(scores: Tensor, rows: Sequence[DrawnRow]) -> Tensor:
 def _numbers(row: DrawnRow, size: int) -> list[float]:
     params = row.params
     return [
-        max(params.temperature, _MIN_TEMPERATURE),
+        min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE),
         params.min_p,
         params.top_k if 0 < params.top_k < size else size,
         params.top_p,
@@ -63,7 +65,9 @@ def _numbers(row: DrawnRow, size: int) -> list[float]:
 def weigh(scores: Tensor, temperatures: Tensor) -> Tensor:
     """How likely each token is, as integers in proportion. The scores are used up."""
     # Broken weights give NaN: even then the token must be one of the vocabulary.
-    scores.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(scores.dtype).max)
+    # One that is banned has -inf, which no temperature makes likely.
+    most = torch.finfo(scores.dtype).max
+    scores.nan_to_num_(nan=-torch.inf, posinf=most, neginf=-torch.inf)
     # Subtract the maximum first, or a small temperature could make it infinite.
     scores.sub_(scores.amax(1, keepdim=True)).div_(temperatures[:, None])
     return scores.exp_().nan_to_num_(nan=1.0).double().mul_(_ONE).round_().long()
