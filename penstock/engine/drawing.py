@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.params import SamplingParams
+from penstock.engine.sending import sent
 
 # The likeliest token's weight. The sum of 2**18 of them is still an int64.
 _ONE = float(2**44)
@@ -35,10 +36,7 @@ def draw(scores: Tensor, rows: Sequence[DrawnRow]) -> Tensor:
     """One token per row. The scores [rows, vocabulary], in float32, are used up."""
     size = scores.shape[1]
     numbers = torch.tensor([_numbers(row, size) for row in rows], dtype=torch.float64)
-    if scores.is_cuda:
-        # Torch keeps the pinned memory until the copy has ended: nothing here waits for the device.
-        numbers = numbers.pin_memory().to(scores.device, non_blocking=True)
-    temperatures, least_shares, top_ks, top_ps, draws = numbers.unbind(1)
+    temperatures, least_shares, top_ks, top_ps, draws = sent(numbers, scores).unbind(1)
     weights = weigh(scores, temperatures.float())
     if any(row.params.min_p > 0 for row in rows):
         least = (weights.amax(1).double() * least_shares).ceil().long()
