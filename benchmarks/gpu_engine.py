@@ -42,6 +42,7 @@ from penstock.engine.params import SamplingParams
 from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
+from penstock.engine.sampler import SamplerRow, begin_sampling, make_generator
 from penstock.events import Decided, Event, Lost, Observer
 from penstock.types import Direction, Slot, Verdict
 
@@ -387,7 +388,7 @@ def larger(scale: Scale) -> None:
 
 def beside(scale: Scale) -> None:
     """Decode 16 sequences of 2,048 tokens, alone and while 512 blocks at a time are loaded or
-    saved."""
+    saved: with the likeliest and with random tokens."""
     batch, context, num = (2, 128, 8) if scale.tiny else (16, 2_048, 512)
     blocks = batch * context // BLOCK_TOKENS
     with scale.engine((blocks + 2 * num) * BLOCK_TOKENS, 16 * num * BLOCK_TOKENS) as engine:
@@ -401,7 +402,7 @@ def beside(scale: Scale) -> None:
         sources = [Slot(slot) for slot in range(blocks, blocks + num)]
         targets = [Slot(slot) for slot in range(blocks + num, blocks + 2 * num)]
         keys = fresh_keys(num, 0)
-        made = [fresh_keys(num, number) for number in range(1, 2_000 if scale.tiny else 400)]
+        made = [fresh_keys(num, number) for number in range(1, 2_000 if scale.tiny else 800)]
 
         def load() -> Any:
             return offloader.load(keys, targets)
@@ -412,7 +413,15 @@ def beside(scale: Scale) -> None:
         def step() -> None:
             engine.runner.post(engine.runner.run(chunks).argmax(-1))()
 
-        def step_ms(starts: list[Callable[[], Any]]) -> tuple[float, float]:
+        drawn = SamplingParams(temperature=0.6, top_p=0.9)
+        rows = [SamplerRow(drawn, make_generator(number)) for number in range(batch)]
+
+        def random_step() -> None:
+            begin_sampling(engine.runner.run(chunks), rows, engine.runner.post)()
+
+        def step_ms(
+            starts: list[Callable[[], Any]], step: Callable[[], None] = step
+        ) -> tuple[float, float]:
             """Milliseconds per step while these transfers keep running, and their GB/s."""
             pending = {start: start() for start in starts if made}
             taken, moved, began = [], 0, time.perf_counter()
@@ -447,6 +456,8 @@ def beside(scale: Scale) -> None:
             base = (before + step_ms([])[0]) / 2
             row = {"beside": name, "alone_ms": base, "ms": ms, "slower": ms / base - 1}
             row["gb_s"] = rate
+            row["random_alone_ms"] = step_ms([], random_step)[0]
+            row["random_ms"] = step_ms(list(starts), random_step)[0]
             if not scale.tiny:
                 row["bare_slower"] = bare_ms(load in starts, save in starts) / base - 1
             say(row)

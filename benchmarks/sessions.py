@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.gpu_model import random_llama, small_llama, tiny_llama, token_bytes
 from penstock.config import Config, HostConfig
+from penstock.config.options import COLD_ATTENTION, COLD_DEVICE
 from penstock.engine.admission import Busy, TooLong
 from penstock.engine.engine import Engine
 from penstock.engine.params import SamplingParams
@@ -179,6 +180,12 @@ def main() -> None:
     parser.add_argument("--turn", type=float, default=0.5, help="seconds")
     parser.add_argument("--host-gib", type=float, default=40.0)
     parser.add_argument("--only", help="one of the systems")
+    parser.add_argument(
+        "--cold-attention",
+        choices=COLD_ATTENTION,
+        default=COLD_DEVICE,
+        help="who attends to KV in DRAM",
+    )
     options = parser.parse_args()
     bursts_of = (options.bursts, options.burst)
     if options.tiny:
@@ -215,6 +222,7 @@ def main() -> None:
             32,
             load.max_waiting,
             residency,
+            cold_attention=options.cold_attention,
         )
         engine = Engine(loaded, config, tiers)
         engine.runner.warm_up(lambda _: None)

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from penstock.engine.params import SamplingParams
+from penstock.engine.sending import sent
 
 # The likeliest token's weight. The sum of 2**18 of them is still an int64.
 _ONE = float(2**44)
-# Below this the division would overflow; the choice is greedy long before.
+# Beyond these the division would overflow, or no longer be one; the choice is greedy, or as good as
+# uniform, long before.
 _MIN_TEMPERATURE = 1e-5
+_MAX_TEMPERATURE = 1e30
 
 
 class DrawnRow(NamedTuple):
@@ -33,10 +36,7 @@ def draw(scores: Tensor, rows: Sequence[DrawnRow]) -> Tensor:
     """One token per row. The scores [rows, vocabulary], in float32, are used up."""
     size = scores.shape[1]
     numbers = torch.tensor([_numbers(row, size) for row in rows], dtype=torch.float64)
-    if scores.is_cuda:
-        # Torch keeps the pinned memory until the copy has ended: nothing here waits for the device.
-        numbers = numbers.pin_memory().to(scores.device, non_blocking=True)
-    temperatures, least_shares, top_ks, top_ps, draws = numbers.unbind(1)
+    temperatures, least_shares, top_ks, top_ps, draws = sent(numbers, scores).unbind(1)
     weights = weigh(scores, temperatures.float())
     if any(row.params.min_p > 0 for row in rows):
         least = (weights.amax(1).double() * least_shares).ceil().long()
@@ -52,7 +52,7 @@ def draw(scores: Tensor, rows: Sequence[DrawnRow]) -> Tensor:
 def _numbers(row: DrawnRow, size: int) -> list[float]:
     params = row.params
     return [
-        max(params.temperature, _MIN_TEMPERATURE),
+        min(max(params.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE),
         params.min_p,
         params.top_k if 0 < params.top_k < size else size,
         params.top_p,
@@ -63,7 +63,9 @@ def _numbers(row: DrawnRow, size: int) -> list[float]:
 def weigh(scores: Tensor, temperatures: Tensor) -> Tensor:
     """How likely each token is, as integers in proportion. The scores are used up."""
     # Broken weights give NaN: even then the token must be one of the vocabulary.
-    scores.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(scores.dtype).max)
+    # One that is banned has -inf, which no temperature makes likely.
+    most = torch.finfo(scores.dtype).max
+    scores.nan_to_num_(nan=-torch.inf, posinf=most, neginf=-torch.inf)
     # Subtract the maximum first, or a small temperature could make it infinite.
     scores.sub_(scores.amax(1, keepdim=True)).div_(temperatures[:, None])
     return scores.exp_().nan_to_num_(nan=1.0).double().mul_(_ONE).round_().long()

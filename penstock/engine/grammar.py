@@ -28,6 +28,7 @@ from penstock.engine.admission import Busy
 from penstock.engine.faults import GrammarFault
 from penstock.engine.grammar_text import first_line, grammar_text, invalid
 from penstock.engine.mask_threads import MaskThreads, NextMask
+from penstock.engine.sending import sent
 from penstock.engine.structure import (
     GrammarSource,
     StructuredOutputsParams,
@@ -82,7 +83,7 @@ class Grammar:
             unbanned[list(banned_ids)] = False
             allowed = unbanned if unbanned.any() else allowed
         if allowed.any():
-            scores.masked_fill_(_sent(~allowed, scores), -torch.inf)
+            scores.masked_fill_(sent(~allowed, scores), -torch.inf)
 
     def advance(self, token_id: int) -> None:
         """Take the next token. Raises GrammarFault if it reached a limit."""
@@ -110,16 +111,6 @@ class Grammar:
             except (Exception, CancelledError):
                 self._bits = b""
         return np.frombuffer(self._bits, dtype=np.uint8)
-
-
-def _sent(mask: Tensor, like: Tensor) -> Tensor:
-    """The mask on the device of the scores. From pageable memory, the copy would wait for the GPU.
-
-    Each mask has memory of its own, which torch uses again only once the copy has ended.
-    """
-    if not like.is_cuda:
-        return mask
-    return mask.pin_memory().to(like.device, non_blocking=True)
 
 
 def _too_complex() -> GrammarFault:

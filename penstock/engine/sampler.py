@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock.engine.drawing import DrawnRow, draw, top
 from penstock.engine.grammar import Grammar
 from penstock.engine.params import SamplingParams
+from penstock.engine.sending import sent
 from penstock.errors import BookError
 from penstock.units import counted
 
@@ -172,7 +173,7 @@ def _edit(scores: Tensor, row: SamplerRow) -> None:
     if row.params.logit_bias:
         ids, biases = zip(*row.params.biases, strict=True)
         # Each id occurs once, so the result does not depend on the device's order of additions.
-        scores[_indices(ids, scores)] += _sent(torch.tensor(biases), scores)
+        scores[_indices(ids, scores)] += sent(torch.tensor(biases), scores)
     if row.params.penalised:
         _penalise(scores, row)
     if row.grammar is not None:
@@ -182,13 +183,7 @@ def _edit(scores: Tensor, row: SamplerRow) -> None:
 
 
 def _indices(ids: Sequence[int], like: Tensor) -> Tensor:
-    return _sent(torch.tensor(list(ids), dtype=torch.int64), like)
-
-
-def _sent(values: Tensor, like: Tensor) -> Tensor:
-    if not like.is_cuda:
-        return values
-    return values.pin_memory().to(like.device, non_blocking=True)  # else it would wait
+    return sent(torch.tensor(list(ids), dtype=torch.int64), like)
 
 
 def _penalise(scores: Tensor, row: SamplerRow) -> None:

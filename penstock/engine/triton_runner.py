@@ -27,12 +27,13 @@ from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend,
 from penstock.engine.cold_opening import measure_rates, open_cold_attention
 from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, StepKind, span_blocks
+from penstock.engine.drawing import DrawnRow, draw
 from penstock.engine.fetch_choice import Fetches
 from penstock.engine.fetching import Fetcher, fetch_room
 from penstock.engine.fused import FusedDecoder, can_fuse
 from penstock.engine.mailbox import Mailbox
 from penstock.engine.models import LoadedModel
-from penstock.engine.params import MAX_LOGPROBS
+from penstock.engine.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.runner import PackedRow, places_of, span_of
 from penstock.engine.scheduler import Chunk
 from penstock.engine.table import Addresses, Places
@@ -411,7 +412,7 @@ class TritonRunner:
 
     @torch.inference_mode()
     def _compile_prefill(self) -> None:
-        """Compute some tokens without a context and after one. Nothing is written."""
+        """Compute some tokens without a context and after one, and draw one. Nothing is written."""
         block_tokens = self._shape.block_tokens
         num_new = 2 * block_tokens
         any_block = int(self._addresses.of(np.zeros(1, np.int64))[0])
@@ -420,7 +421,8 @@ class TritonRunner:
             num_blocks = (num_past + num_new) // block_tokens
             blocks = torch.full((num_blocks,), any_block, device=self._device)
             spans = [SequenceSpan(0, num_new, num_past, blocks)]
-            self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, kind=StepKind())
+            logits = self.forward(zeros, zeros, zeros, zeros[:1], 0, spans, kind=StepKind())
+        draw(logits.float(), [DrawnRow(SamplingParams(), torch.Generator())])
         self.post(zeros[:1])()
 
     def _run_without_graph(self, row: PackedRow, between_layers: Callable[[], None]) -> Tensor:

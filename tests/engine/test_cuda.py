@@ -484,13 +484,15 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
 ) -> None:
     from triton import JITFunction, knobs
 
-    from penstock.engine import elementwise
+    from penstock.engine import drawing_triton, elementwise
+    from penstock.engine.attention import halves_triton
     from penstock.engine.attention import triton as kernels
 
     _limit_room(monkeypatch, loaded, room_blocks)
-    for kernel in [*vars(kernels).values(), *vars(elementwise).values()]:
-        if isinstance(kernel, JITFunction):
-            kernel.device_caches.clear()  # what other tests have compiled
+    for module in (kernels, elementwise, halves_triton, drawing_triton):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction):
+                kernel.device_caches.clear()  # what other tests have compiled
     compiled: list[str] = []
 
     def note(**told: Any) -> None:
@@ -506,6 +508,9 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
         prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
         for number in range(3):
             engine.add(f"{length}-{number}", [number, *prompt], GREEDY)
+        for number, wishes in enumerate([{}, {"top_k": 5}, {"top_p": 0.5, "min_p": 0.01}]):
+            params = SamplingParams(max_tokens=8, ignore_eos=True, **wishes)
+            engine.add(f"{length}-drawn-{number}", [number, *prompt], params)
         while engine.has_work:
             engine.step()
     engine.close()

@@ -320,3 +320,25 @@ def test_a_token_that_only_the_device_knows_is_the_one_posted_last(tmp_path: Pat
             wanted = runner.run([known.chunk(3 - size, 3)]).clone()
             runner.post(torch.tensor([3, 7]))
             assert torch.equal(runner.run([unknown.chunk(3 - size, 3)]), wanted)
+
+
+def test_the_first_random_token_is_drawn_before_any_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, the kernel that draws takes seconds to compile."""
+    need_interpreter()
+    from penstock.engine import triton_runner
+
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(MODELS["llama"]).save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), dtype="float32")
+    shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
+    pool = DevicePool(4, *shape, torch.float32)
+    drawn: list[tuple[int, ...]] = []
+    monkeypatch.setattr(triton_runner, "draw", lambda scores, _: drawn.append(scores.shape))
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    runner = triton_runner.TritonRunner(loaded, pool, BLOCK_TOKENS, None, max_num_seqs=8)
+    runner.warm_up(lambda _: None)
+    assert drawn == [(1, loaded.vocab_size)]
+    assert torch.equal(torch.get_rng_state(), state)

@@ -237,6 +237,13 @@ def test_banned_tokens_never_come() -> None:
     assert stream(logits, row, 50) == [2] * 50
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 100.0, 1e38, 1e300])
+def test_no_temperature_brings_back_what_is_banned(temperature: float) -> None:
+    row = SamplerRow(SamplingParams(temperature=temperature), make_generator(1), banned_ids=[0, 1])
+    found = {sample(torch.tensor([[9.0, 9.0, 1.0, 1.0]]), [row])[0].token_id for _ in range(40)}
+    assert found == {2, 3}
+
+
 def test_logprobs_are_of_the_model_alone() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     params = SamplingParams(temperature=0, repetition_penalty=9, logprobs=2)

@@ -257,7 +257,8 @@ def _fetch_layer(
         tl.store(out + block * SIZE + places, copied, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+# A layer with a window leaves out the first blocks of a table, which may then be aligned otherwise.
+@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["table"])
 def _copy_layer(
     table,
     out,  # [2, blocks, a layer's keys or values of a block]
@@ -352,6 +353,14 @@ def _push_numbers(numbers, target, count, kept, num_kept, WIDTH: tl.constexpr): 
     found = tl.load(numbers + places, mask=inside)
     tl.store(there, found, mask=inside)
     tl.store(kept + places, found, mask=inside & (places < num_kept))
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["staged"])
+def _pull_words(staged, words, count, WIDTH: tl.constexpr):  # noqa: N803
+    places = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    inside = places < count
+    there = staged.to(tl.pointer_type(tl.int64)) + places
+    tl.store(words + places, tl.load(there, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ids"])
@@ -560,6 +569,12 @@ def pull_plan(staged: int, sent: Any, small_end: int, begins: Any) -> None:
     """
     num_programs = 32
     _pull_plan[(num_programs,)](staged, sent, small_end, *begins, num_programs, WIDTH=256)
+
+
+def pull_words(staged: int, words: Any) -> None:
+    """Read 64-bit words from pinned DRAM without the copy engines, as many as `words` has."""
+    count, width = words.numel(), 256
+    _pull_words[(triton.cdiv(count, width),)](staged, words, count, WIDTH=width)
 
 
 def push_numbers(numbers: Any, target: int, kept: Any) -> None:
