@@ -315,6 +315,38 @@ def test_a_request_waits_for_a_shared_store_once_however_many_others_end(
     assert questions == [1, 1]
 
 
+def test_a_request_tries_once_to_load_a_chunk(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from penstock.stores.disk import DiskStore
+
+    start().store(KEYS)
+    engine = start(settings={"set": {"host.size": "1MiB", "transfer.load_deadline_seconds": 0.1}})
+    tried: list[bytes] = []
+    load, read, answering = engine.tier._tiers.load, DiskStore.read, threading.Event()
+
+    def counted(keys: Any, *args: Any, **given: Any) -> Any:
+        tried.extend(keys)
+        return load(keys, *args, **given)
+
+    def hang(self: DiskStore, blocks: Any) -> Any:
+        assert answering.wait(60)
+        return read(self, blocks)
+
+    monkeypatch.setattr(engine.tier._tiers, "load", counted)
+    monkeypatch.setattr(DiskStore, "read", hang)
+    try:
+        assert engine.found(KEYS) == {}
+        assert len(tried) == len(set(tried)) > 0, "a second try would end at its deadline too"
+    finally:
+        answering.set()
+    with engine.tier._lock:
+        assert engine.tier._tiers.drain()
+    assert not engine.tier._lost, "the next request tries again"
+
+
 def test_an_error_of_ours_ends_all_jobs_and_is_a_miss(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,16 @@ from penstock.connectors.vllm.ticker import Ticker
 from penstock.connectors.vllm_tier.identity import tier_namespace
 from penstock.connectors.vllm_tier.settings import VllmTierSettings
 from penstock.metrics import Metrics
-from penstock.types import NO_PARENTS, BlockKey, Done, LookupId, Slot, TicketId, Verdict
+from penstock.types import (
+    NO_PARENTS,
+    BlockKey,
+    Direction,
+    Done,
+    LookupId,
+    Slot,
+    TicketId,
+    Verdict,
+)
 from penstock.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -36,7 +45,9 @@ _POLL_SECONDS = 0.001
 
 class _Job(NamedTuple):
     id: int
+    request: str
     keys: list[bytes]
+    names: list[BlockKey]
     started: float
 
 
@@ -68,6 +79,7 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         self._asking: dict[LookupId, dict[BlockKey, None]] = {}
         self._to_ask: dict[BlockKey, None] = {}
         self._asked: dict[str, set[BlockKey]] = {}  # what a shared store was asked, by request
+        self._lost: dict[str, set[BlockKey]] = {}  # what could not be loaded, by request
         self._failed = False
         port = self._settings.metrics_port
         self._endpoint = None if port is None else serve_metrics(metrics, port)
@@ -93,16 +105,19 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         with self._lock:
             if self._is_stopped:
                 return LookupResult.MISS
-            name = self._key(key)
+            name, request = self._key(key), str(req_context.req_id)
             try:
-                if self._tiers.where([name])[0] is not None:
-                    return LookupResult.HIT
+                is_there = self._tiers.where([name])[0] is not None
             except Exception as error:
                 self._stop(error)
                 return LookupResult.MISS
+            if is_there:
+                # A request tries once: while a tier hangs, every try ends at a deadline.
+                lost = self._lost.setdefault(request, set())
+                return LookupResult.MISS if name in lost else LookupResult.HIT
             if not self._has_remote:
                 return LookupResult.MISS
-            asked = self._asked.setdefault(str(req_context.req_id), set())
+            asked = self._asked.setdefault(request, set())
             is_open = name in self._to_ask or any(name in each for each in self._asking.values())
             if name in asked and not is_open:
                 return LookupResult.MISS
@@ -125,6 +140,7 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         """What a shared store did not have may be there for the next request."""
         with self._lock:
             self._asked.pop(str(req_context.req_id), None)
+            self._lost.pop(str(req_context.req_id), None)
 
     # Jobs.
 
@@ -150,7 +166,8 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
                 self._stop(error)
                 self._finished.append(JobResult(job_id=job.job_id, success=False))
                 return
-            self._jobs[ticket] = _Job(job.job_id, keys, time.monotonic())
+            request = str(job.req_context.req_id)
+            self._jobs[ticket] = _Job(job.job_id, request, keys, names, time.monotonic())
             self._ticker.wake()
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -249,6 +266,9 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
     def _result(self, job: _Job, done: Done) -> Any:
         pairs = zip(job.keys, done.verdicts, strict=True)
         sound = [key for key, verdict in pairs if verdict is Verdict.OK]
+        if done.direction is Direction.LOAD and (lost := self._lost.get(job.request)) is not None:
+            verdicts = zip(job.names, done.verdicts, strict=True)
+            lost.update(name for name, verdict in verdicts if verdict is not Verdict.OK)
         return JobResult(
             job_id=job.id,
             success=done.ok,
