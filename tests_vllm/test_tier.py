@@ -344,7 +344,35 @@ def test_a_request_tries_once_to_load_a_chunk(
         answering.set()
     with engine.tier._lock:
         assert engine.tier._tiers.drain()
-    assert not engine.tier._lost, "the next request tries again"
+    assert not engine.tier._promised, "the next request tries again"
+
+
+def test_a_prompt_larger_than_vllms_dram_does_not_wait_forever(start: Start) -> None:
+    engine = start()
+    size = engine.manager.primary_tier._num_chunks
+    keys = [base.make_offload_key(bytes([number]) * 32, 0) for number in range(size + 4)]
+    for first in range(0, len(keys), 10):
+        engine.store(keys[first : first + 10])
+    again = start()
+    request = again.request()
+
+    def num_found() -> int | None:
+        """As vLLM's connector asks at every step, until nothing is pending."""
+        is_pending = False
+        for count, key in enumerate(keys):
+            result = again.manager.lookup(key, request)
+            if result is base.LookupResult.MISS:
+                return None if is_pending else count
+            is_pending |= result is not base.LookupResult.HIT
+        return None if is_pending else len(keys)
+
+    for _ in range(20):
+        if (found := num_found()) is not None:
+            break
+        again.step()
+        again.settle()
+    assert found == size
+    again.manager.on_request_finished(request)
 
 
 def test_an_error_of_ours_ends_all_jobs_and_is_a_miss(

@@ -25,16 +25,7 @@ from penstock.connectors.vllm.ticker import Ticker
 from penstock.connectors.vllm_tier.identity import tier_namespace
 from penstock.connectors.vllm_tier.settings import VllmTierSettings
 from penstock.metrics import Metrics
-from penstock.types import (
-    NO_PARENTS,
-    BlockKey,
-    Direction,
-    Done,
-    LookupId,
-    Slot,
-    TicketId,
-    Verdict,
-)
+from penstock.types import NO_PARENTS, BlockKey, Done, LookupId, Slot, TicketId, Verdict
 from penstock.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -45,9 +36,7 @@ _POLL_SECONDS = 0.001
 
 class _Job(NamedTuple):
     id: int
-    request: str
     keys: list[bytes]
-    names: list[BlockKey]
     started: float
 
 
@@ -79,7 +68,7 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         self._asking: dict[LookupId, dict[BlockKey, None]] = {}
         self._to_ask: dict[BlockKey, None] = {}
         self._asked: dict[str, set[BlockKey]] = {}  # what a shared store was asked, by request
-        self._lost: dict[str, set[BlockKey]] = {}  # what could not be loaded, by request
+        self._promised: dict[str, set[BlockKey]] = {}  # what was said to be there, by request
         self._failed = False
         port = self._settings.metrics_port
         self._endpoint = None if port is None else serve_metrics(metrics, port)
@@ -112,9 +101,14 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
                 self._stop(error)
                 return LookupResult.MISS
             if is_there:
-                # A request tries once: while a tier hangs, every try ends at a deadline.
-                lost = self._lost.setdefault(request, set())
-                return LookupResult.MISS if name in lost else LookupResult.HIT
+                # A chunk is promised to a request once. While a tier hangs, it would wait for every
+                # deadline; and if vLLM's DRAM is too small for its prompt, forever, because each
+                # chunk that comes evicts one that came before.
+                promised = self._promised.setdefault(request, set())
+                if name in promised:
+                    return LookupResult.MISS
+                promised.add(name)
+                return LookupResult.HIT
             if not self._has_remote:
                 return LookupResult.MISS
             asked = self._asked.setdefault(request, set())
@@ -140,7 +134,7 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         """What a shared store did not have may be there for the next request."""
         with self._lock:
             self._asked.pop(str(req_context.req_id), None)
-            self._lost.pop(str(req_context.req_id), None)
+            self._promised.pop(str(req_context.req_id), None)
 
     # Jobs.
 
@@ -166,8 +160,7 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
                 self._stop(error)
                 self._finished.append(JobResult(job_id=job.job_id, success=False))
                 return
-            request = str(job.req_context.req_id)
-            self._jobs[ticket] = _Job(job.job_id, request, keys, names, time.monotonic())
+            self._jobs[ticket] = _Job(job.job_id, keys, time.monotonic())
             self._ticker.wake()
 
     def get_finished_jobs(self) -> Iterable[Any]:
@@ -266,9 +259,6 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
     def _result(self, job: _Job, done: Done) -> Any:
         pairs = zip(job.keys, done.verdicts, strict=True)
         sound = [key for key, verdict in pairs if verdict is Verdict.OK]
-        if done.direction is Direction.LOAD and (lost := self._lost.get(job.request)) is not None:
-            verdicts = zip(job.names, done.verdicts, strict=True)
-            lost.update(name for name, verdict in verdicts if verdict is not Verdict.OK)
         return JobResult(
             job_id=job.id,
             success=done.ok,
