@@ -626,3 +626,25 @@ def test_a_slow_disk_delays_a_call_by_one_deadline(
     assert arrived == [True] * count + [False] * (12 - count)
     assert all(torch.equal(again.page(number), stored[number]) for number in range(count))
     assert torch.equal(again.main.kv_buffer[:, :, count * PAGE :], before[:, :, count * PAGE :])
+
+
+def test_evicted_pages_are_not_there_and_the_cap_holds(start: Start, tmp_path: Path) -> None:
+    pool = mha_pool("layer_first", heads=64, values=128, tokens=128)
+    rank = start(
+        pools={"kv": pool}, settings={"disk_size": 24 / 1024, "set": {"host.size": "8MiB"}}
+    )
+    stored = [rank.page(number) for number in range(8)]
+    names = [f"{number:064x}" for number in range(1, 25)]
+    for number, name in enumerate(names):
+        assert rank.storage.batch_set_v1([name], rank.places(1, number % 8)) == [True]
+        rank.drain()
+    used = sum(path.stat().st_blocks * 512 for path in (tmp_path / "kv").rglob("*"))
+    assert used <= 24 << 20
+    num_found = 0
+    for number, name in enumerate(names):
+        is_there, before = rank.storage.exists(name), rank.page(15)
+        assert rank.storage.batch_get_v1([name], rank.places(1, 15)) == [is_there]
+        assert torch.equal(rank.page(15), stored[number % 8] if is_there else before)
+        num_found += is_there
+    assert 0 < num_found < len(names)
+    rank.storage._exchange.check()
