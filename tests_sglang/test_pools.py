@@ -132,6 +132,9 @@ def start(
     monkeypatch.setattr(
         storage_module, "get_server_args", lambda: SimpleNamespace(resolved_dict=lambda: arguments)
     )
+    monkeypatch.setattr(
+        storage_module, "process_model_config", lambda: SimpleNamespace(is_multimodal=False)
+    )
     ranks: list[Rank] = []
 
     def one(layout: str = "layer_first", **given: Any) -> Rank:
@@ -275,6 +278,25 @@ def test_what_is_not_the_same_kv_is_not_found(
             del arguments[name]
     arguments["max_running_requests"] = 7
     assert start().storage.batch_exists(HASHES) == 12
+
+
+def test_kv_of_media_that_clients_name_is_for_this_run_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `mm_hashes`, a client can give another image the name of one that is stored."""
+    monkeypatch.setattr(
+        storage_module, "process_model_config", lambda: SimpleNamespace(is_multimodal=True)
+    )
+    rank = start()
+    assert all(rank.storage.batch_set_v1(HASHES, rank.places(12)))
+    assert rank.storage.batch_exists(HASHES) == 12
+    rank.drain()
+    assert start().storage.batch_exists(HASHES) == 0
+    trusting = {"trust_media_names": True}
+    rank = start(settings=trusting)
+    assert all(rank.storage.batch_set_v1(HASHES, rank.places(12)))
+    rank.drain()
+    assert start(settings=trusting).storage.batch_exists(HASHES) == 12
 
 
 def test_a_config_that_sglang_may_have_read_otherwise_is_not_shared(
@@ -577,3 +599,52 @@ def test_a_read_that_ends_after_its_deadline_touches_nothing(
     assert torch.equal(again.main.kv_buffer, before)
     assert again.storage._exchange.is_working
     assert all(again.storage.batch_get_v1(HASHES, again.places(12))), "it is there now"
+
+
+def test_a_slow_disk_delays_a_call_by_one_deadline(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang ends if a call is still running 10 s after a flush of its cache."""
+    from penstock.stores.disk import DiskStore
+
+    monkeypatch.setattr(storage_module, "_BUFFER_BYTES", 1)  # one page after the other
+    first = start()
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    stored = [first.page(number) for number in range(12)]
+    first.drain()
+    again = start(settings={"set": {"host.size": "2MiB", "transfer.load_deadline_seconds": 1}})
+    read = DiskStore.read
+
+    def slow(self: DiskStore, blocks: Any) -> Any:
+        time.sleep(0.2)
+        return read(self, blocks)
+
+    monkeypatch.setattr(DiskStore, "read", slow)
+    before = again.main.kv_buffer.clone()
+    arrived = again.storage.batch_get_v1(HASHES, again.places(12))
+    count = arrived.index(False)
+    assert arrived == [True] * count + [False] * (12 - count)
+    assert all(torch.equal(again.page(number), stored[number]) for number in range(count))
+    assert torch.equal(again.main.kv_buffer[:, :, count * PAGE :], before[:, :, count * PAGE :])
+
+
+def test_evicted_pages_are_not_there_and_the_cap_holds(start: Start, tmp_path: Path) -> None:
+    pool = mha_pool("layer_first", heads=64, values=128, tokens=128)
+    rank = start(
+        pools={"kv": pool}, settings={"disk_size": 24 / 1024, "set": {"host.size": "8MiB"}}
+    )
+    stored = [rank.page(number) for number in range(8)]
+    names = [f"{number:064x}" for number in range(1, 25)]
+    for number, name in enumerate(names):
+        assert rank.storage.batch_set_v1([name], rank.places(1, number % 8)) == [True]
+        rank.drain()
+    used = sum(path.stat().st_blocks * 512 for path in (tmp_path / "kv").rglob("*"))
+    assert used <= 24 << 20
+    num_found = 0
+    for number, name in enumerate(names):
+        is_there, before = rank.storage.exists(name), rank.page(15)
+        assert rank.storage.batch_get_v1([name], rank.places(1, 15)) == [is_there]
+        assert torch.equal(rank.page(15), stored[number % 8] if is_there else before)
+        num_found += is_there
+    assert 0 < num_found < len(names)
+    rank.storage._exchange.check()

@@ -315,6 +315,66 @@ def test_a_request_waits_for_a_shared_store_once_however_many_others_end(
     assert questions == [1, 1]
 
 
+def test_a_request_tries_once_to_load_a_chunk(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from penstock.stores.disk import DiskStore
+
+    start().store(KEYS)
+    engine = start(settings={"set": {"host.size": "1MiB", "transfer.load_deadline_seconds": 0.1}})
+    tried: list[bytes] = []
+    load, read, answering = engine.tier._tiers.load, DiskStore.read, threading.Event()
+
+    def counted(keys: Any, *args: Any, **given: Any) -> Any:
+        tried.extend(keys)
+        return load(keys, *args, **given)
+
+    def hang(self: DiskStore, blocks: Any) -> Any:
+        assert answering.wait(60)
+        return read(self, blocks)
+
+    monkeypatch.setattr(engine.tier._tiers, "load", counted)
+    monkeypatch.setattr(DiskStore, "read", hang)
+    try:
+        assert engine.found(KEYS) == {}
+        assert len(tried) == len(set(tried)) > 0, "a second try would end at its deadline too"
+    finally:
+        answering.set()
+    with engine.tier._lock:
+        assert engine.tier._tiers.drain()
+    assert not engine.tier._promised, "the next request tries again"
+
+
+def test_a_prompt_larger_than_vllms_dram_does_not_wait_forever(start: Start) -> None:
+    engine = start()
+    size = engine.manager.primary_tier._num_chunks
+    keys = [base.make_offload_key(bytes([number]) * 32, 0) for number in range(size + 4)]
+    for first in range(0, len(keys), 10):
+        engine.store(keys[first : first + 10])
+    again = start()
+    request = again.request()
+
+    def num_found() -> int | None:
+        """As vLLM's connector asks at every step, until nothing is pending."""
+        is_pending = False
+        for count, key in enumerate(keys):
+            result = again.manager.lookup(key, request)
+            if result is base.LookupResult.MISS:
+                return None if is_pending else count
+            is_pending |= result is not base.LookupResult.HIT
+        return None if is_pending else len(keys)
+
+    for _ in range(20):
+        if (found := num_found()) is not None:
+            break
+        again.step()
+        again.settle()
+    assert found == size
+    again.manager.on_request_finished(request)
+
+
 def test_an_error_of_ours_ends_all_jobs_and_is_a_miss(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

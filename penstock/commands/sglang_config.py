@@ -55,6 +55,7 @@ def sglang_config(
     settings: Settings = None,
     metrics_port: MetricsPort = None,
     weights_stay: Annotated[bool, _option("weights_stay")] = False,
+    trust_media_names: Annotated[bool, _option("trust_media_names")] = False,
     allow_untested_sglang: Annotated[bool, _option("allow_untested_sglang")] = False,
     no_check: Annotated[
         bool,
@@ -83,6 +84,7 @@ def sglang_config(
         node=node,
         metrics_port=metrics_port,
         weights_stay=weights_stay,
+        trust_media_names=trust_media_names,
         allow_untested_sglang=allow_untested_sglang,
     )
     # Imported here because `penstock doctor` must work if its dependencies are missing.
@@ -116,6 +118,7 @@ def read_settings(
     node: str | None = None,
     metrics_port: int | None = None,
     weights_stay: bool = False,
+    trust_media_names: bool = False,
     allow_untested_sglang: bool = False,
 ) -> SglangSettings:
     """Return the settings from the options above, with absolute paths. Raises ConfigError."""
@@ -134,5 +137,6 @@ def read_settings(
             set=overrides or None,
             metrics_port=metrics_port,
             weights_stay=weights_stay,
+            trust_media_names=trust_media_names,
             allow_untested_sglang=allow_untested_sglang,
         )

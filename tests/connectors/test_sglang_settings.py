@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
+from penstock.connectors.sglang import identity
 from penstock.connectors.sglang.harmless import HARMLESS
 from penstock.connectors.sglang.identity import model_namespace
 from penstock.connectors.sglang.settings import SglangSettings, extra_config, flags
@@ -75,3 +78,30 @@ def test_weights_without_files_are_for_this_run_only() -> None:
     arguments = {"model_path": "/nowhere", "load_format": "dummy"}
     one, two = (model_namespace(arguments, "0.5.23", _Config(), 4096) for _ in range(2))
     assert one.weights != two.weights
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("weight_cache_mode", "client"),
+        ("weight_cache_mode", "daemon"),
+        ("modelopt_checkpoint_restore_path", "/elsewhere"),
+        ("quantize_and_serve", True),
+        ("decrypted_draft_config_file", "/elsewhere/config.json"),
+        ("ple_offload_dir", "/elsewhere"),
+    ],
+)
+def test_weights_that_do_not_come_from_their_files_are_for_this_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, value: object
+) -> None:
+    monkeypatch.setattr(identity, "process_start", lambda: time.time() + 60)
+    monkeypatch.setattr("penstock.connectors.vllm.identity.process_start", lambda: time.time() + 60)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+
+    def weights(**more: object) -> str:
+        arguments = {"model_path": str(tmp_path), "load_format": "auto", "weight_cache_mode": "off"}
+        return model_namespace(arguments | more, "0.5.23", _Config(), 4096).weights
+
+    assert weights() == weights()
+    assert weights(**{argument: value}) != weights(**{argument: value})

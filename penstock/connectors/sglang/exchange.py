@@ -37,9 +37,14 @@ Take = Callable[[int, memoryview], None]
 class BlockExchange:
     """Thread-safe. Whatever goes wrong with a tier, a block is not there, or not saved."""
 
-    def __init__(self, tiers: Tiers, buffers: HostArena) -> None:
-        """`tiers` are below `buffers`, which must have at least two slots."""
+    def __init__(self, tiers: Tiers, buffers: HostArena, *, load_seconds: float) -> None:
+        """`tiers` are below `buffers`, which must have at least two slots.
+
+        A call of `load` lasts `load_seconds`, however many blocks it is for: SGLang stops its
+        threads when it flushes its cache, and ends if one of them is busy for longer than 10 s.
+        """
         self._tiers = tiers
+        self._load_seconds = load_seconds
         self._buffers = buffers
         half = buffers.num_slots // 2
         slots = [Slot(index) for index in range(buffers.num_slots)]
@@ -126,13 +131,20 @@ class BlockExchange:
         arrived = [False] * len(keys)
         try:
             with self._turns[Direction.LOAD]:
+                end = time.monotonic() + self._load_seconds
                 for chunk in _chunks(range(len(keys)), keys, len(self._slots[Direction.LOAD])):
+                    seconds = end - time.monotonic()
+                    if seconds <= 0:
+                        break
                     slots = self._slots[Direction.LOAD][: len(chunk)]
                     before = keys[chunk[0] - 1] if chunk[0] else parent
                     with self._lock:
                         self._require_working()
                         ticket = self._tiers.load(
-                            [keys[index] for index in chunk], slots, parents={0: before}
+                            [keys[index] for index in chunk],
+                            slots,
+                            deadline_seconds=seconds,
+                            parents={0: before},
                         )
                         self._waited[ticket] = None
                     done = self._wait(ticket)

@@ -31,12 +31,14 @@ _FROM_FILES = frozenset(
         *("sharded_state", "layered", "fastsafetensors", "runai_streamer"),
     ]
 )
-_ABSENT: tuple[Any, ...] = (None, False, "", "auto", [], {})
+_ABSENT: tuple[Any, ...] = (None, False, "", "auto", "off", [], {})
 # Arguments that load weights from elsewhere, or change them while SGLang runs.
 _REPLACE_WEIGHTS = (
     *("custom_weight_loader", "kt_weight_path", "rl_quant_profile", "uno_lora_path"),
     *("checkpoint_engine_wait_weights_before_ready", "decrypted_config_file"),
-    *("modelexpress_config", "quantization_param_path"),
+    *("decrypted_draft_config_file", "modelexpress_config", "quantization_param_path"),
+    *("modelopt_checkpoint_restore_path", "quantize_and_serve", "ple_offload_dir"),
+    "weight_cache_mode",  # a daemon has read them, maybe long ago
     "remote_instance_weight_loader_start_seed_via_transfer_engine",
 )
 # Variables that say where SGLang stores and logs, what a run is called, and what tests do.
@@ -47,16 +49,21 @@ _HARMLESS_VARIABLES = (
 
 
 def model_namespace(
-    arguments: Mapping[str, Any], version: str, config: Any, block_bytes: int
+    arguments: Mapping[str, Any],
+    version: str,
+    config: Any,
+    block_bytes: int,
+    *,
+    clients_name_media: bool = False,
 ) -> Namespace:
     """The namespace of the model that a server with these resolved arguments runs.
 
     `config` is SGLang's `HiCacheStorageConfig`. What differs between its pools and ranks is part of
-    the keys instead.
+    the keys instead. If `clients_name_media`, the namespace is for this run only.
     """
     return Namespace(
         model=str(arguments.get("model_path") or config.model_name),
-        weights=_weights(arguments),
+        weights=_weights(arguments, clients_name_media=clients_name_media),
         dtype=f"{arguments.get('dtype')} kv {arguments.get('kv_cache_dtype')} "
         f"{arguments.get('quantization')}",
         layout=f"sglang {version} {config.model_name}: blocks of {block_bytes} bytes",
@@ -91,8 +98,15 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _weights(arguments: Mapping[str, Any]) -> str:
+def _weights(arguments: Mapping[str, Any], *, clients_name_media: bool) -> str:
     """The fingerprint of the weights and the drafter's, or a name for this run only."""
+    if clients_name_media:
+        log.warning(
+            "Clients of SGLang may name the media in their prompts (mm_hashes), and two media with "
+            "one name have one KV. KV is therefore not reused after a restart or by other "
+            "instances; if you trust your clients, set trust_media_names."
+        )
+        return this_run()
     found = _model_weights(arguments)
     draft = arguments.get("speculative_draft_model_path")
     if draft and not isinstance(found, Unknown):

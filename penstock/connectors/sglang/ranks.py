@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.config import Config
 from penstock.errors import ConfigError
+from penstock.units import format_bytes
+
+_OF_RANK = re.compile(r"rank\d+of(\d+)")
 
 
 def check_ranks(storage_config: Any, config: Config) -> None:
@@ -48,9 +53,32 @@ def own_disk(config: Config, storage_config: Any, num_groups: int = 1) -> Config
     """
     one = storage_config
     num_ranks = one.tp_size * one.pp_size * one.attn_cp_size * num_groups
-    if config.disk.path is None or num_ranks == 1:
+    if config.disk.path is None:
         return config
-    folder = Path(config.disk.path) / f"rank{place_of(one)}of{num_ranks}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    size = config.disk.size_bytes // num_ranks
+    root = Path(config.disk.path)
+    left = _left_over(root, num_ranks)
+    size = (config.disk.size_bytes - left) // num_ranks
+    if size <= 0:
+        raise ConfigError(
+            f"{root} has {format_bytes(left)} of another number of ranks than {num_ranks}, which "
+            f"leaves nothing of {format_bytes(config.disk.size_bytes)}: delete them with `penstock "
+            "store clear`, or choose another folder."
+        )
+    folder = root
+    if num_ranks > 1:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = root / f"rank{place_of(one)}of{num_ranks}"
     return replace(config, disk=replace(config.disk, path=str(folder), size_bytes=size))
+
+
+def _left_over(root: Path, num_ranks: int) -> int:
+    """The bytes that servers with another number of ranks have left. They count towards the cap."""
+    found = 0
+    for place in [root, *sorted(root.glob("*"))]:
+        rank = _OF_RANK.fullmatch(place.name)
+        is_another = int(rank[1]) != num_ranks if rank and place != root else num_ranks > 1
+        if not is_another:
+            continue
+        inside = place.glob("*") if place == root else place.rglob("*")
+        found += sum(os.stat(path).st_blocks * 512 for path in inside if path.is_file())
+    return found

@@ -30,8 +30,15 @@ class SglangSettings(StoreSettings):
     """Settings of the store below SGLang, named as the options of `penstock serve`."""
 
     found_in: ClassVar[str] = f'"{SECTION}" in {EXTRA_CONFIG}'
-    flags: ClassVar[tuple[str, ...]] = ("weights_stay", "allow_untested_sglang")
+    flags: ClassVar[tuple[str, ...]] = (
+        *("weights_stay", "trust_media_names", "allow_untested_sglang"),
+    )
 
+    trust_media_names: bool = option(
+        False,
+        "Promise that clients give each image or other medium a name of its own, if they name it "
+        "(mm_hashes). KV of multimodal models is then found after a restart.",
+    )
     allow_untested_sglang: bool = option(
         False, "Allow SGLang versions that Penstock has not been tested with."
     )

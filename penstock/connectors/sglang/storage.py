@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_server_args, process_model_config
 
 from penstock.config import Config
 from penstock.connectors.borrowed import open_below, serve_metrics
@@ -148,8 +148,13 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
     def _open(self) -> BlockExchange:
         config, metrics = self._config, Metrics()
         arguments = {**get_server_args().resolved_dict(), "the device": _device()}
+        takes_media = bool(process_model_config().is_multimodal)
         namespace = model_namespace(
-            arguments, sglang.__version__, self._storage_config, self._block_bytes
+            arguments,
+            sglang.__version__,
+            self._storage_config,
+            self._block_bytes,
+            clients_name_media=takes_media and not self._settings.trust_media_names,
         )
         spec = namespace.block_spec(self._block_bytes)
         if (port := self._settings.metrics_port) is not None:
@@ -167,7 +172,7 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
             f"{each.pool} {format_bytes(each.page_bytes)}" for each in self._formats.values()
         )
         log.info("Penstock keeps SGLang's pages (%s) in %s", pages, _where(config))
-        return BlockExchange(tiers, buffers)
+        return BlockExchange(tiers, buffers, load_seconds=config.transfer.load_deadline_seconds)
 
     # Questions.
 

@@ -68,6 +68,7 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         self._asking: dict[LookupId, dict[BlockKey, None]] = {}
         self._to_ask: dict[BlockKey, None] = {}
         self._asked: dict[str, set[BlockKey]] = {}  # what a shared store was asked, by request
+        self._promised: dict[str, set[BlockKey]] = {}  # what was said to be there, by request
         self._failed = False
         port = self._settings.metrics_port
         self._endpoint = None if port is None else serve_metrics(metrics, port)
@@ -93,16 +94,24 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         with self._lock:
             if self._is_stopped:
                 return LookupResult.MISS
-            name = self._key(key)
+            name, request = self._key(key), str(req_context.req_id)
             try:
-                if self._tiers.where([name])[0] is not None:
-                    return LookupResult.HIT
+                is_there = self._tiers.where([name])[0] is not None
             except Exception as error:
                 self._stop(error)
                 return LookupResult.MISS
+            if is_there:
+                # A chunk is promised to a request once. While a tier hangs, it would wait for every
+                # deadline; and if vLLM's DRAM is too small for its prompt, forever, because each
+                # chunk that comes evicts one that came before.
+                promised = self._promised.setdefault(request, set())
+                if name in promised:
+                    return LookupResult.MISS
+                promised.add(name)
+                return LookupResult.HIT
             if not self._has_remote:
                 return LookupResult.MISS
-            asked = self._asked.setdefault(str(req_context.req_id), set())
+            asked = self._asked.setdefault(request, set())
             is_open = name in self._to_ask or any(name in each for each in self._asking.values())
             if name in asked and not is_open:
                 return LookupResult.MISS
@@ -125,6 +134,7 @@ class PenstockTier(SecondaryTierManager):  # type: ignore[misc]
         """What a shared store did not have may be there for the next request."""
         with self._lock:
             self._asked.pop(str(req_context.req_id), None)
+            self._promised.pop(str(req_context.req_id), None)
 
     # Jobs.
 
