@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 COMPILE_SECONDS = 10.0  # for which a request waits
 _LATE_SECONDS = 2.0  # after which others need not wait for the same thread
 _MAX_REMEMBERED = 32
+_MAX_REMEMBERED_CHARS = 1 << 20  # of their sources: a compiled one has some hundred times as many
 _MAX_COMPILING = 32  # waiting or running
 
 
@@ -215,7 +216,10 @@ class Grammars:
         made = self._compile(source)
         with self._lock:
             self._remembered[source] = made
-            while len(self._remembered) > _MAX_REMEMBERED:
+            while (
+                len(self._remembered) > _MAX_REMEMBERED
+                or sum(len(each.text) for each in self._remembered) > _MAX_REMEMBERED_CHARS
+            ):
                 self._remembered.popitem(last=False)
         return made
 

@@ -251,6 +251,18 @@ def test_long_chains_of_rules_do_not_end_the_process(
     assert request.finish_reason in ("stop", "length")
 
 
+def test_few_large_grammars_are_remembered(engines: Callable[..., Engine]) -> None:
+    """One of 262,144 characters may take 100 MB."""
+    grammars = engines().grammars
+    for number in range(7):
+        grammars.compile(StructuredOutputsParams(choice=[f"{number}" * 200_000]))
+    small = [StructuredOutputsParams(choice=[f"{number}"]) for number in range(40)]
+    assert 1 < len(grammars._remembered) < 7
+    for each in small:
+        grammars.compile(each)
+    assert len(grammars._remembered) == 32
+
+
 def test_grammars_that_take_minutes_delay_no_others(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
