@@ -720,6 +720,8 @@ class HintRequest(TenantFields, _Strict):
     session: _Name | None = None
     prompt: _HintedPrompt | None = None
     messages: _Messages | None = None
+    tools: _Tools | None = None  # of the chat: templates write them before its messages
+    chat_template_kwargs: _TemplateValues | None = None
     retain_seconds: _RetainSeconds | None = None
 
     @model_validator(mode="after")
@@ -731,6 +733,9 @@ class HintRequest(TenantFields, _Strict):
                 "say which KV the hint is for.",
                 "session",
             )
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(self, name) and self.messages is None:
+                raise _refused(f"{name} requires messages; add them, or leave {name} out.", name)
         _must_hold(self.plain, None)
         return self
 
