@@ -1,6 +1,6 @@
 """Grammars over tokens: which tokens may come next in a structured answer.
 
-    compiled = grammars.compile(params)      # on the caller's thread, or: grammars.submit(params)
+    compiled = grammars.compile(params)      # waits, or: grammars.submit(params)
     grammar = compiled.fork()                # the state of one sequence
     grammar.mask(scores)                     # tokens that may not come next become -inf
     grammar.advance(token_id)                # after each token of the output
@@ -17,7 +17,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.admission import Busy
+from penstock.engine.compile_threads import CompileThreads
 from penstock.engine.faults import GrammarFault
 from penstock.engine.grammar_text import first_line, grammar_text, invalid
 from penstock.engine.mask_threads import MaskThreads, NextMask
@@ -40,9 +42,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 COMPILE_SECONDS = 10.0  # for which a request waits
+_LATE_SECONDS = 2.0  # after which others need not wait for the same thread
 _MAX_REMEMBERED = 32
+_MAX_REMEMBERED_CHARS = 1 << 20  # of their sources: a compiled one has some hundred times as many
 _MAX_COMPILING = 32  # waiting or running
-_COMPILERS = 2
 
 
 class Grammar:
@@ -147,27 +150,20 @@ class Grammars:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._num_compiling = 0
-        self._compilers = ThreadPoolExecutor(_COMPILERS, "penstock-grammars")
+        self._threads = CompileThreads(_LATE_SECONDS)
         self.mask_threads = MaskThreads()
 
     def compile(self, wanted: StructuredOutputsParams) -> CompiledGrammar:
         """Raises UnusableStructure, and ConfigError if this model cannot have any."""
-        source = wanted.source
-        with self._lock:
-            found = self._remembered.get(source)
-            if found is not None:
-                self._remembered.move_to_end(source)
-                return found
-        require("structured", STRUCTURED, "structured outputs")
-        made = self._compile(source)
-        with self._lock:
-            self._remembered[source] = made
-            while len(self._remembered) > _MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
-        return made
+        return self._threads.submit(partial(self._find_or_compile, wanted.source)).result()
 
     def submit(self, wanted: StructuredOutputsParams) -> Future[CompiledGrammar]:
-        """`compile` on another thread. Raises Busy if too many are being compiled."""
+        """`compile` without waiting for it. Raises Busy if too many are being compiled."""
+        future: Future[CompiledGrammar] = Future()
+        found = self._find(wanted.source)
+        if found is not None:
+            future.set_result(found)
+            return future
         with self._lock:
             if self._num_compiling >= _MAX_COMPILING:
                 raise Busy(
@@ -176,17 +172,47 @@ class Grammars:
                     retry_after_seconds=1.0,
                 )
             self._num_compiling += 1
-        future = self._compilers.submit(self.compile, wanted)
+        try:
+            future = self._threads.submit(partial(self._find_or_compile, wanted.source))
+        except BaseException:
+            self._note_compiled()
+            raise
         future.add_done_callback(self._note_compiled)
         return future
 
+    def replace_late(self) -> None:
+        """Let what waits be compiled on other threads than those that are late."""
+        self._threads.replace_late()
+
     def close(self) -> None:
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self.mask_threads.close()
 
-    def _note_compiled(self, _: Future[CompiledGrammar]) -> None:
+    def _note_compiled(self, _: object = None) -> None:
         with self._lock:
             self._num_compiling -= 1
+
+    def _find(self, source: GrammarSource) -> CompiledGrammar | None:
+        with self._lock:
+            found = self._remembered.get(source)
+            if found is not None:
+                self._remembered.move_to_end(source)
+            return found
+
+    def _find_or_compile(self, source: GrammarSource) -> CompiledGrammar:
+        found = self._find(source)
+        if found is not None:
+            return found
+        require("structured", STRUCTURED, "structured outputs")
+        made = self._compile(source)
+        with self._lock:
+            self._remembered[source] = made
+            while (
+                len(self._remembered) > _MAX_REMEMBERED
+                or sum(len(each.text) for each in self._remembered) > _MAX_REMEMBERED_CHARS
+            ):
+                self._remembered.popitem(last=False)
+        return made
 
     def _compile(self, source: GrammarSource) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits

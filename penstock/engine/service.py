@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 # How long to wait for a command before the tiers are polled again.
+_COMPILE_LOOKS = 4  # at whether threads are late, while a request waits for its grammar
 _IDLE_SECONDS = 0.5  # while no transfer is running
 _MOVING_SECONDS = 0.002  # while one is
 
@@ -191,12 +192,17 @@ class Service:
             return None
         compiling = asyncio.wrap_future(self.engine.grammars.submit(params.structure))
         try:
-            return await asyncio.wait_for(compiling, COMPILE_SECONDS)
-        except TimeoutError:
-            raise UnusableStructure(
-                f"the schema or grammar was not compiled within {COMPILE_SECONDS:.0f} s; simplify "
-                "it, or send the request again if the server is busy."
-            ) from None
+            for _ in range(_COMPILE_LOOKS):
+                await asyncio.wait([compiling], timeout=COMPILE_SECONDS / _COMPILE_LOOKS)
+                if compiling.done():
+                    return compiling.result()
+                self.engine.grammars.replace_late()
+        finally:
+            compiling.cancel()
+        raise UnusableStructure(
+            f"the schema or grammar was not compiled within {COMPILE_SECONDS:.0f} s; simplify it, "
+            "or send the request again if the server is busy."
+        )
 
     async def hint(
         self,

@@ -51,11 +51,11 @@ def sampling_params(
     shows_special: bool = False,
 ) -> SamplingParams:
     """`mending`: of requests that do not ask for another. `shows_special`: special tokens are part
-    of the text, unless the request says otherwise. Raises ApiError if fields contradict each
-    other."""
+    of the text, as in vLLM whatever the request says: without them there would be no calls. Raises
+    ApiError if fields contradict each other."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _SAMPLING}
     given["structured_outputs"] = structure
-    if shows_special and request.skip_special_tokens is None:
+    if shows_special:
         given["skip_special_tokens"] = False
     if request.logit_bias is not None:
         given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}

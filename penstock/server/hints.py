@@ -8,6 +8,7 @@ from penstock.engine.anywhere.pieces import PromptTokens
 from penstock.errors import PenstockError
 from penstock.server.answers import HintAnswer
 from penstock.server.errors import from_engine
+from penstock.server.prompts import ChatStyle
 from penstock.server.schema import HintRequest, SegmentedPrompt
 
 if TYPE_CHECKING:
@@ -25,7 +26,11 @@ async def follow_hint(body: HintRequest, serving: Serving, tenant: str) -> HintA
         tokens = PromptTokens(body.prompt)
     elif body.messages is not None:
         messages = [message.plain() for message in body.messages]
-        tokens = await serving.prompts.encode_chat(messages)
+        style = ChatStyle(
+            template_values=body.chat_template_kwargs or {},
+            tools=[tool.plain() for tool in body.tools or ()],
+        )
+        tokens = await serving.prompts.encode_chat(messages, style)
     try:
         num_blocks = await serving.service.hint(
             body.plain(), tokens.ids, tenant=tenant, segments=tokens.segments

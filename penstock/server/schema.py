@@ -479,7 +479,9 @@ class TextPart(BaseModel):
 
 class FunctionOfCall(_Open):
     name: str
-    arguments: str | None = None
+    arguments: Annotated[
+        str | dict[str, Any] | None, _expected("JSON, as its text or as an object")
+    ] = None
 
 
 class MessageToolCall(_Open):
@@ -492,18 +494,26 @@ class MessageToolCall(_Open):
     def plain(self) -> dict[str, Any]:
         """In the form that chat templates expect: the arguments as an object, if they are one."""
         arguments: Any = self.function.arguments or "{}"
-        try:
-            read = json.loads(arguments)
-        except (ValueError, RecursionError):  # a model may have written anything
-            read = None
+        if isinstance(arguments, str):
+            read = _read_json(arguments)
+            arguments = read if isinstance(read, dict) else arguments
         return {
             "id": self.id,
             "type": "function",
-            "function": {
-                "name": self.function.name,
-                "arguments": read if isinstance(read, dict) else arguments,
-            },
+            "function": {"name": self.function.name, "arguments": arguments},
         }
+
+
+def _read_json(text: str) -> Any:
+    """None if it is none: a model may have written anything, and is sent it back."""
+    try:
+        read = json.loads(text)
+        if "\\ud" in text.lower():  # half a character can be escaped, but has no tokens
+            whole = json.dumps(read, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+            read = json.loads(whole.decode("utf-16-le", "replace"))
+        return read
+    except (ValueError, RecursionError):
+        return None
 
 
 class ToolFunction(_Open):
@@ -710,6 +720,8 @@ class HintRequest(TenantFields, _Strict):
     session: _Name | None = None
     prompt: _HintedPrompt | None = None
     messages: _Messages | None = None
+    tools: _Tools | None = None  # of the chat: templates write them before its messages
+    chat_template_kwargs: _TemplateValues | None = None
     retain_seconds: _RetainSeconds | None = None
 
     @model_validator(mode="after")
@@ -721,6 +733,9 @@ class HintRequest(TenantFields, _Strict):
                 "say which KV the hint is for.",
                 "session",
             )
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(self, name) and self.messages is None:
+                raise _refused(f"{name} requires messages; add them, or leave {name} out.", name)
         _must_hold(self.plain, None)
         return self
 

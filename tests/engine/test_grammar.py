@@ -16,12 +16,13 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
 from penstock.config import Config, HostConfig
 from penstock.engine import mask_threads
 from penstock.engine.engine import Engine
+from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.models import LoadedModel
 from penstock.engine.params import SamplingParams
 from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
-from penstock.engine.structure import StructuredOutputsParams
+from penstock.engine.structure import GrammarSource, StructuredOutputsParams
 from penstock.errors import ConfigError
 
 Said = list[tuple[int, float | None]]
@@ -226,6 +227,72 @@ def test_a_missing_library_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"llguidance is not installed.*structured\]"):
         engines().grammars.compile(StructuredOutputsParams(choice=["a"]))
+
+
+DEEP = {
+    "rules": {"grammar": "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(14_000))
+        + 'r14000: "a"'},
+    "terminals": {"grammar": "start: R0\n" + "".join(f"R{n}: R{n + 1}\n" for n in range(14_000))
+        + 'R14000: "a"'},
+    "references": {"json": {"$ref": "#/$defs/0", "$defs": {"6000": {"type": "null"}}
+        | {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(6000)}}},
+    "lists": {"json": {"$ref": "#/$defs/0", "$defs": {"5000": {"type": "null"}}
+        | {f"{n}": {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(5000)}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_long_chains_of_rules_do_not_end_the_process(
+    engines: Callable[..., Engine], name: str
+) -> None:
+    """Compilers call themselves for each: it takes more stack than threads usually have."""
+    params = SamplingParams(max_tokens=2, structured_outputs=DEEP[name])
+    _, (request,), _ = run(engines(), [params])
+    assert request.finish_reason in ("stop", "length")
+
+
+def test_few_large_grammars_are_remembered(engines: Callable[..., Engine]) -> None:
+    """One of 262,144 characters may take 100 MB."""
+    grammars = engines().grammars
+    for number in range(7):
+        grammars.compile(StructuredOutputsParams(choice=[f"{number}" * 200_000]))
+    small = [StructuredOutputsParams(choice=[f"{number}"]) for number in range(40)]
+    assert 1 < len(grammars._remembered) < 7
+    for each in small:
+        grammars.compile(each)
+    assert len(grammars._remembered) == 32
+
+
+def test_grammars_that_take_minutes_delay_no_others(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can stop a thread that compiles: others take its place."""
+    engine, may_end, began = engines(), threading.Event(), threading.Semaphore(0)
+    grammars, compile_one = engine.grammars, engine.grammars._compile
+    monkeypatch.setattr(grammars._threads, "_late_seconds", 3600.0)
+    known, quick = ({"choice": [text]} for text in ("known", "quick"))
+    first = grammars.compile(StructuredOutputsParams.of(known))
+
+    def compile_slowly(source: GrammarSource) -> CompiledGrammar:
+        if "slow" in source.text:
+            began.release()
+            assert may_end.wait(60)
+        return compile_one(source)
+
+    monkeypatch.setattr(grammars, "_compile", compile_slowly)
+    slow = [
+        grammars.submit(StructuredOutputsParams(choice=[f"slow{number}"])) for number in range(2)
+    ]
+    assert all(began.acquire(timeout=60) for _ in slow)
+    assert grammars.submit(StructuredOutputsParams.of(known)).result(0) is first
+    waiting = grammars.submit(StructuredOutputsParams.of(quick))
+    grammars.replace_late()
+    assert not waiting.running()  # the others are not late yet
+    monkeypatch.setattr(grammars._threads, "_late_seconds", 0.0)
+    grammars.replace_late()
+    assert waiting.result(60)
+    may_end.set()
+    assert all(each.result(60) for each in slow)
 
 
 def test_a_slow_grammar_delays_only_its_own_request(

@@ -115,6 +115,18 @@ CASES: list[tuple[ToolFormat, str, Found]] = [
         "</tool_call>",
         ("", [("h", '{"x": 12, "y": "NaN"}')]),
     ),
+    (
+        QWEN3_CODER,
+        "<tool_call><function=f><parameter=l>\n[" + '"</parameter></function>\\"", ' * 40 + "1]\n"
+        "</parameter>\n</function>",
+        ("", [("f", '{"l": [' + '"</parameter></function>\\"", ' * 40 + "1]}")]),
+    ),
+    (
+        QWEN3_CODER,
+        '<tool_call><function=f><parameter=l>["a\n</parameter><parameter=b>true</parameter>'
+        "</function>",
+        ("", [("f", '{"l": "[\\"a", "b": true}')]),
+    ),
     (QWEN3_CODER, "<tool_call><function=f><parameter=s>ab</para", ("", [("f", '{"s": "ab')])),
     (QWEN3_CODER, "<tool_call><function=f><parameter=i>12", ("", [("f", '{"i": ')])),
     (QWEN3_CODER, "<tool_call><function=f <b>", ("<tool_call><function=f <b>", [])),
@@ -145,6 +157,20 @@ def test_calls_are_found_however_the_answer_is_divided(
         cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(0, 6))))
         ends = zip([0, *cuts], [*cuts, len(text)], strict=True)
         assert read(form, [text[start:end] for start, end in ends]) == expected
+
+
+def test_schemas_of_plain_text_may_contain_themselves() -> None:
+    """The kinds of a value are found without going in circles."""
+    defs = {
+        "all": {"properties": {"t": {"$ref": "#/$defs/t"}, "s": {"type": "string"}}},
+        "t": {"anyOf": [{"$ref": "#/$defs/t"}] * 9 + [{"$ref": "#/$defs/u"}, {"type": "integer"}]},
+        "u": {"anyOf": [{"$ref": "#/$defs/t"}] * 9},
+    }
+    tools = [Tool("f", {"$ref": "#/$defs/all", "$defs": defs})]
+    parser = CallParser(QWEN3_CODER, tools)
+    text = "<tool_call><function=f><parameter=t>5</parameter><parameter=s>5</parameter></function>"
+    told = "".join(each.arguments for each in parser.feed(text) if isinstance(each, CallDelta))
+    assert told == '{"t": 5, "s": "5"}'
 
 
 @pytest.mark.parametrize("text", [" ", '<tool_call>{"x": "', '<tool_call>{"name": "f"}'])
@@ -180,6 +206,14 @@ def test_an_answer_that_stops_within_a_call_is_not_one_with_calls(text: str, rea
     reader.finish()
     assert reader.finish_reason("stop") == reason
     assert reader.finish_reason("length") == "length"
+
+
+def test_a_call_that_is_left_out_may_be_incomplete() -> None:
+    reader = AnswerReader(ToolUse(HERMES, tuple(TOOLS), False, False, 1, lambda _: None))
+    call = '<tool_call>{"name": "f", "arguments": {}}'
+    (_, told) = reader.feed(f"{call}</tool_call>{call[:-2]}")
+    assert (told, reader.finish()) == (CallDelta(0, "{}"), [])
+    assert reader.finish_reason("stop") == "tool_calls"
 
 
 def test_the_format_is_chosen_from_the_template() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from schemathesis.checks import CHECKS, load_all_checks
 from server.running import TIMEOUT_SECONDS, Local
 from server.test_tools import HERMES
 
+from penstock.errors import ConfigError
 from penstock.metrics import Metrics
 from penstock.server.app import AppSettings, make_app
 from penstock.server.backend import Backend
+from penstock.server.tools.calls import CallDelta, CallParser
+from penstock.server.tools.formats import QWEN3_CODER, Tool
 
 load_all_checks()
 CHECKED = CHECKS.get_by_names(
@@ -202,6 +207,32 @@ def test_no_structure_is_a_failure(server: Local) -> None:
     with server.client() as client:
         client.check_serves()
         client.wait_idle()
+
+
+KEYWORDS = st.dictionaries(
+    st.sampled_from(
+        ["type", "enum", "const", "required", "properties", "anyOf", "$ref", "$defs", "pattern",
+         "minLength", "maxLength", "additionalProperties"]
+    ),
+    LEAVES | SCHEMAS | st.lists(LEAVES | SCHEMAS, max_size=2),
+    max_size=4,
+)  # fmt: skip
+
+
+@settings(SETTINGS, max_examples=300)
+@given(
+    schema=KEYWORDS | st.builds(lambda a, rest: {"properties": {"a": a}} | rest, KEYWORDS, KEYWORDS)
+)
+def test_any_parameters_are_followed_or_refused_in_plain_text(schema: dict[str, Any]) -> None:
+    """Their grammar is written before the request is queued, where a failure is one of ours."""
+    tool = Tool("f", schema, strict=len(schema) % 2 == 0)
+    with suppress(ConfigError):
+        QWEN3_CODER.grammar([tool], 1, lambda _: None)
+    told = CallParser(QWEN3_CODER, [tool]).feed(
+        "<tool_call><function=f><parameter=a>5</parameter></function></tool_call>"
+    )
+    read = json.loads("".join(each.arguments for each in told if isinstance(each, CallDelta)))
+    assert read in ({"a": 5}, {"a": "5"})
 
 
 def check(case: Case, server: Local) -> int:

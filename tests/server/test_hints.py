@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from server.running import Client, Local, wait_until
+from server.test_tools import HERMES, WEATHER
 
 from penstock.config import Config, DiskConfig, HostConfig
 from penstock.server.app import AppSettings
@@ -100,6 +101,19 @@ def test_a_prefix_is_named_by_its_prompt_or_by_its_messages(asking: Client) -> N
         assert hint(asking, "release", **prefix) == num_blocks
         assert hint(asking, "demote", **prefix) == num_blocks
     assert hint(asking, "retain", prompt=[1, 2, 3], retain_seconds=60) == 0
+
+
+def test_a_chat_with_tools_is_named_by_both(local: Callable[..., Local]) -> None:
+    """Templates write tools before messages: without them it would be another prefix."""
+    chat = {"messages": [{"role": "user", "content": STORY}], "tools": [WEATHER]}
+    with local(kv_offloading_size=0.01, chat_template=HERMES).client() as client:
+        body = {**chat, "max_tokens": 1}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert hint(client, "retain", retain_seconds=60, **chat) >= 8
+        del chat["tools"]
+        assert hint(client, "retain", retain_seconds=60, **chat) <= 1
+        wrong = {"action": "release", "prompt": STORY, "tools": [WEATHER]}
+        assert "requires messages" in client.post(HINTS, json=wrong).text
 
 
 def test_segments_of_a_prompt_or_of_messages_are_reached(asking: Client) -> None:

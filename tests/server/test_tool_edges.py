@@ -11,6 +11,7 @@ import pytest
 from server.running import Client, Local
 from server.test_tools import HERMES, QUESTION, TIME, WEATHER
 
+from penstock.engine.structure import MAX_GRAMMAR_CHARS
 from penstock.errors import ConfigError
 from penstock.server.tools.formats import FORMATS, MISTRAL_ARGS, QWEN3_CODER, Tool
 
@@ -151,6 +152,25 @@ def test_control_tokens_in_requests_are_what_they_are_in_vllm(client: Client) ->
     assert ids.count(end) == text.count("<|im_end|>")
 
 
+def test_calls_are_sent_back_as_models_write_them(client: Client) -> None:
+    """Invalid JSON, half a character, or an object instead of its text."""
+
+    def tokens(arguments: object) -> list[int]:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
+        answer = client.post("/tokenize", json={"messages": messages})
+        assert answer.status_code == 200, answer.text
+        read: list[int] = answer.json()["tokens"]
+        return read
+
+    assert tokens('{"x": "\\ud83d\\ude00"}') == tokens({"x": "\U0001f600"})
+    assert tokens('{"x": "a\\uD83D"}') == tokens({"x": "a\ufffd"})
+    assert tokens('{"\\ude00": [NaN]}')
+    assert tokens('{"x": ')
+    assert tokens('["\\ud83d"]')
+    assert tokens(None) == tokens("") == tokens("{}") == tokens({})
+
+
 def test_a_client_that_leaves_within_a_call_leaves_nothing(server: Local) -> None:
     long = tool(x={"type": "string", "minLength": 300})
     with server.client() as client:
@@ -209,6 +229,18 @@ def parameters(**properties: Any) -> dict[str, Any]:
         (parameters(a={"type": ["string", "integer"], "maximum": 3}), "with limits"),
         (parameters(a={"oneOf": [{"const": 3}, {"type": "string"}]}), "with limits"),
         (parameters(a={"enum": [1, "1"]}), "with limits"),
+        (parameters(a={"type": "string", "enum": [1]}), "no value fits"),
+        (parameters(a={"type": "string", "enum": 5}), "no value fits"),
+        (parameters(a={"type": "string", "const": 5}), "no value fits"),
+        ({"required": [{"a": 1}]}, "a list of names"),
+        ({"$ref": "#/properties/a"}, "reference outside"),
+        ({**parameters(a={"$ref": "#/$defs/a", "maxLength": 3}), "$defs": {"a": {}}},
+            "beside \\$ref"),
+        ({**parameters(a={"$ref": "#/$defs/a"}),
+            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"const": 5}]}}}, "too many"),
+        ({**parameters(a={"$ref": "#/$defs/0"}), "$defs": {f"{n}": {"anyOf": 9 *
+            [{"$ref": f"#/$defs/{n + 1}"}]} for n in range(15)} | {"15": {"type": "string"}}},
+            "too many alternatives"),
         (parameters(a={"type": "string", "format": "date"}), "format that is not supported"),
         (parameters(a={"type": "string", "pattern": "^a|b$"}), "pattern that is not supported"),
     ],
@@ -219,6 +251,23 @@ def test_a_schema_that_plain_text_cannot_promise_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         QWEN3_CODER.grammar([Tool("f", schema, strict=True)], 1, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**parameters(**{f"p{n}": {"$ref": "#/$defs/a"} for n in range(5_000)}),
+         "$defs": {"a": {"enum": list(range(1_000))}}},
+        {"properties": {f"p{n}": {"type": "string"} for n in range(30_000)}, "required":
+            [f"p{n}" for n in range(30_000)]},
+        parameters(a={"type": "string", "pattern": "[" * 1_000_000}),
+    ],
+    ids=["references", "names", "pattern"],
+)  # fmt: skip
+def test_a_grammar_that_would_be_too_large_is_not_written(schema: dict[str, Any]) -> None:
+    """Not of many times the size of the request, and not for minutes on the event loop's thread."""
+    grammar = QWEN3_CODER.grammar([Tool("f", schema)] * 100, 1, lambda _: None)
+    assert MAX_GRAMMAR_CHARS < len(grammar) < 3_000_000
 
 
 def test_values_that_are_plain_text_follow_their_schemas(tiny: Any) -> None:

@@ -72,7 +72,7 @@ class CallParser:
         self._held = self._raw = ""
         if self._state == self._call and self._is_told:
             left = ""
-            self._is_cut = True
+            self._is_cut = self._is_kept(self.num_calls)
         if left.strip() or not self.num_calls:
             self._say(left)
         self._state = self._rest
@@ -80,7 +80,7 @@ class CallParser:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call has begun that is not complete."""
+        """Whether a call has begun that is not complete. One that is left out does not count."""
         return self._is_cut
 
     def _take(self) -> list[Delta]:
@@ -194,8 +194,11 @@ class CallParser:
         return bool(self._form.begin) or name in self._names
 
     def _tell(self, delta: CallDelta) -> None:
-        if self._max_calls is None or delta.index < self._max_calls:
+        if self._is_kept(delta.index):
             self._out.append(delta)
+
+    def _is_kept(self, index: int) -> bool:
+        return self._max_calls is None or index < self._max_calls
 
     def _give_back(self, read: str) -> bool:
         """It was not a call."""

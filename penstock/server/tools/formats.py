@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from penstock.engine.structure import MAX_GRAMMAR_CHARS
 from penstock.errors import ConfigError
 from penstock.server.tools.json_object import ObjectReader
 from penstock.server.tools.named_call import ARGS, CALL_ID, NAME, NamedReader
@@ -86,6 +87,7 @@ class ToolFormat:
         """The rule `calls`, and those that it needs, in Lark's format.
 
         `special_id`: the id of a text that is one special token, which a grammar must name.
+        What is longer than a grammar may be is incomplete.
         Raises ConfigError if such calls cannot be made to follow a tool's schema.
         """
         literal = partial(_literal, marks=self.marks, special_id=special_id)
@@ -94,8 +96,13 @@ class ToolFormat:
         more = f"({between} one){{0,{max_calls - 1}}}" if max_calls > 1 else ""
         parts = [literal(self.begin), opens, "one", more, closes]
         lines = [f"calls: {' '.join(filter(None, parts))}", f"one: {calls}"]
+        num_chars = 0
         for number, tool in enumerate(tools):
-            lines += self._call_rules(number, tool, special_id)
+            rules = self._call_rules(number, tool, special_id)
+            lines += rules
+            num_chars += sum(map(len, rules))
+            if num_chars > MAX_GRAMMAR_CHARS:
+                break  # it is refused
         return "\n".join(lines)
 
     def _call_rules(

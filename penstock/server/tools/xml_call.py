@@ -6,19 +6,20 @@
     </parameter>
     </function>
 
-A value is text as it is: nothing in it is escaped, so it ends at the first `</parameter>`. What it
-is in JSON depends on the schema of its parameter. One that can only be a string is told while it is
-written, others once they are complete.
+A value is text as it is: nothing in it is escaped, so it ends at the first `</parameter>`, except
+for one within a string of a list or an object. What it is in JSON depends on the schema of its
+parameter. One that can only be a string is told while it is written, others once they are complete.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.server.tools.reading import MAX_NAME_CHARS, num_shared
-from penstock.server.tools.xml_values import ANY, TEXT, Kinds, as_json, kinds_of
+from penstock.server.tools.xml_values import ANY, TEXT, Kinds, as_json, kinds_of, resolved
 
 FUNCTION = "<function="
 PARAMETER = "<parameter="
@@ -27,7 +28,29 @@ END_FUNCTION = "</function>"
 _END_CALL = "</tool_call>"  # some answers leave out the end of the function
 _MARKS = (PARAMETER, END_FUNCTION, _END_CALL)
 _MAX_KEY_CHARS = 1 << 10
-_MAX_TRIES = 16  # to read a value as JSON
+_OPENING = re.compile(r"\s*[\[{]")  # of a list or an object
+
+
+class _Strings:
+    """Whether JSON that has been read so far ends within a string."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._escapes = False
+        self._is_broken = False  # a string with a line break: it is no JSON
+
+    def read(self, text: str) -> None:
+        for char in text:
+            if self._is_broken:
+                return
+            if self._escapes:
+                self._escapes = False
+            elif char == '"':
+                self.is_open = not self.is_open
+            elif self.is_open:
+                self._escapes = char == "\\"
+                self._is_broken = char in "\r\n"
+                self.is_open = not self._is_broken
 
 
 class XmlReader:
@@ -45,7 +68,7 @@ class XmlReader:
         self._num_parameters = 0
         self._kinds = ANY
         self._value = ""  # of a parameter that may be something else than a string
-        self._num_tries = 0
+        self._strings = _Strings()
         self._is_first = False  # whether the value has not begun
         self._state = self._between
 
@@ -126,7 +149,7 @@ class XmlReader:
         separator = ", " if self._num_parameters else ""
         self._num_parameters += 1
         self._told.append(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-        self._value, self._num_tries, self._is_first = "", 0, True
+        self._value, self._strings, self._is_first = "", _Strings(), True
         if self._kinds == TEXT:
             self._told.append('"')
             self._state = self._string
@@ -136,7 +159,7 @@ class XmlReader:
 
     def _kinds_of(self, key: str) -> Kinds:
         root = self._schemas.get(self.name or "", {})
-        properties = root.get("properties")
+        properties = (resolved(root, root) or {}).get("properties")
         return kinds_of(properties.get(key, {}) if isinstance(properties, dict) else {}, root)
 
     def _skip_line(self) -> bool:
@@ -169,24 +192,27 @@ class XmlReader:
             return False
         place = self._held.find(END_PARAMETER)
         if place < 0:
-            keep = num_shared(self._held, END_PARAMETER)
-            self._value += self._held[: len(self._held) - keep]
-            self._held = self._held[len(self._held) - keep :]
+            self._take(len(self._held) - num_shared(self._held, END_PARAMETER))
             return False
-        value = self._value + self._held[:place]
-        rest = self._held[place + len(END_PARAMETER) :]
-        found, is_right = as_json(value.removesuffix("\n"), self._kinds)
-        # A list of strings may contain the mark: then it is no JSON so far, and goes on.
-        if not is_right and value.lstrip()[:1] in ("[", "{") and self._num_tries < _MAX_TRIES:
-            ahead = rest.lstrip()
-            ends = (PARAMETER, END_FUNCTION)
-            if any(len(ahead) < len(each) and each.startswith(ahead) for each in ends):
+        self._take(place)
+        rest = self._held[len(END_PARAMETER) :]
+        if self._strings.is_open and _OPENING.match(self._value):
+            ahead, ends = rest.lstrip(), (PARAMETER, END_FUNCTION)
+            may_be_text = "string" in self._kinds
+            if may_be_text and any(
+                len(ahead) < len(each) and each.startswith(ahead) for each in ends
+            ):
                 return False
-            if not ahead.startswith(ends):
-                self._num_tries += 1
-                self._value, self._held = value + END_PARAMETER, rest
+            if not (may_be_text and ahead.startswith(ends)):
+                self._take(len(END_PARAMETER))
                 return True
-        self._told.append(found)
+        self._told.append(as_json(self._value.removesuffix("\n"), self._kinds))
         self._held = rest
         self._state = self._between
         return True
+
+    def _take(self, num_chars: int) -> None:
+        """Read this much of a value."""
+        self._value += self._held[:num_chars]
+        self._strings.read(self._held[:num_chars])
+        self._held = self._held[num_chars:]

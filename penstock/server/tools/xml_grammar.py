@@ -10,21 +10,21 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.structure import MAX_GRAMMAR_CHARS
 from penstock.errors import ConfigError
 from penstock.server.tools.xml_call import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
-from penstock.server.tools.xml_values import ANY, TEXT, kinds_of, resolved
+from penstock.server.tools.xml_values import ANY, NOTES, TEXT, kinds_of, resolved
 
 if TYPE_CHECKING:
     from penstock.server.tools.formats import Tool
 
-_NOTES = frozenset(
-    ("title", "description", "default", "examples", "example", "deprecated", "$comment", "$schema")
-)
 _OF_ARGUMENTS = frozenset(
     ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$id")
 )
 _OF_TEXT = frozenset(("type", "enum", "const", "pattern", "minLength", "maxLength"))
 _UNIONS = ("anyOf", "oneOf")
+_MAX_DEPTH = 16  # of alternatives of alternatives
+_MAX_VALUES = 1 << 12
 _KEY = re.compile(r"[^<>\r\n]{1,256}")
 _END = f"\n{END_PARAMETER}"
 # Nothing after the first end, or the value would end earlier than the grammar knows.
@@ -35,7 +35,8 @@ _BOOLEANS = '("true" | "false" | "True" | "False")'
 def call_rules(number: int, tool: Tool) -> list[str]:
     """The rule `call_<number>` and those that it needs, in Lark's format.
 
-    Raises ConfigError if there is a schema that no grammar can promise.
+    Incomplete if they are longer than a grammar may be. Raises ConfigError if there is a schema
+    that no grammar can promise.
     """
     return _CallGrammar(number, tool).rules()
 
@@ -44,54 +45,73 @@ class _CallGrammar:
     def __init__(self, number: int, tool: Tool) -> None:
         self._number = number
         self._tool = tool
-        root = resolved(tool.parameters, tool.parameters)
         self._root = tool.parameters
-        self._arguments = {} if root is None else root
         self._lines: list[str] = []
+        self._num_chars = 0
+        self._num_values = 0
 
     def rules(self) -> list[str]:
-        arguments = self._arguments
-        strange = set(arguments) - _OF_ARGUMENTS - _NOTES
+        arguments = resolved(self._root, self._root)
+        if arguments is None:
+            raise self._refuse("parameters that are a reference outside of $defs")
+        strange = set(arguments) - _OF_ARGUMENTS - NOTES
         if strange:
             raise self._refuse(f"{min(strange)!r} beside its properties")
         properties = arguments.get("properties") or {}
         required = arguments.get("required") or []
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise self._refuse("properties or required that are not an object and a list")
+        is_list = isinstance(required, list) and all(isinstance(each, str) for each in required)
+        if not isinstance(properties, Mapping) or not is_list:
+            raise self._refuse("properties or required that are not an object and a list of names")
+        needed = frozenset(required)
         known = {**properties, **{key: {} for key in required if key not in properties}}
         parts = [json.dumps(f"{FUNCTION}{self._tool.name}>\n")]
         for place, (key, schema) in enumerate(known.items()):
-            if not isinstance(key, str) or not _KEY.fullmatch(key):
+            if self._num_chars > MAX_GRAMMAR_CHARS:
+                break
+            if not _KEY.fullmatch(key):
                 raise self._refuse(f"the parameter {key!r}, whose name cannot be written")
             rule = f"p_{self._number}_{place}"
             value = self._value(f"v_{self._number}_{place}", key, schema)
             head = json.dumps(f"{PARAMETER}{key}>\n", ensure_ascii=False)
-            self._lines.append(f'{rule}: {head} {value} "\\n"')
-            parts.append(rule if key in required else f"{rule}?")
+            self._add(f'{rule}: {head} {value} "\\n"')
+            parts.append(rule if key in needed else f"{rule}?")
         parts.append(json.dumps(END_FUNCTION))
         return [f"call_{self._number}: {' '.join(parts)}", *self._lines]
 
-    def _value(self, rule: str, key: str, schema: object) -> str:
+    def _add(self, *lines: str) -> None:
+        self._lines += lines
+        self._num_chars += sum(map(len, lines))
+
+    def _value(self, rule: str, key: str, schema: object, depth: int = 0) -> str:
         """The rule of a value and its end."""
         found = resolved(schema, self._root)
         if found is None:
             raise self._refuse(f"the parameter {key!r}, with a reference outside of $defs")
+        if isinstance(schema, Mapping) and "$ref" in schema and set(schema) - {"$ref"} - NOTES:
+            raise self._refuse(f"the parameter {key!r}, with keywords beside $ref")
+        self._num_values += 1
+        if depth > _MAX_DEPTH or self._num_values > _MAX_VALUES:
+            raise self._refuse(f"the parameter {key!r}, with too many alternatives")
         union = next((found[name] for name in _UNIONS if name in found), None)
         if isinstance(union, list) and union:
-            if set(found) - set(_UNIONS) - _NOTES:
+            if len(union) > _MAX_VALUES:
+                raise self._refuse(f"the parameter {key!r}, with too many alternatives")
+            if set(found) - set(_UNIONS) - NOTES:
                 raise self._refuse(f"the parameter {key!r}, with keywords beside anyOf")
             self._check_union(key, union)
-            each = [self._value(f"{rule}_{n}", key, branch) for n, branch in enumerate(union)]
-            self._lines.append(f"{rule}: {' | '.join(each)}")
+            each = [
+                self._value(f"{rule}_{n}", key, branch, depth + 1) for n, branch in enumerate(union)
+            ]
+            self._add(f"{rule}: {' | '.join(each)}")
             return rule
         kinds = kinds_of(found, self._root)
         if kinds == TEXT:
             self._text(rule, key, found)
-        elif kinds == {"boolean"} and set(found) <= {"type", *_NOTES}:
-            self._lines.append(f"{rule}: {_BOOLEANS} {json.dumps(_END)}")
+        elif kinds == {"boolean"} and set(found) <= {"type", *NOTES}:
+            self._add(f"{rule}: {_BOOLEANS} {json.dumps(_END)}")
         elif "string" not in kinds:
             self._json(rule, key, found)
-        elif set(found) - {"type"} - _NOTES:
+        elif set(found) - {"type"} - NOTES:
             raise self._refuse(
                 f"the parameter {key!r}, which may be a string or something else, with limits"
             )
@@ -99,7 +119,7 @@ class _CallGrammar:
             self._text(rule, key, {})  # what is read as JSON is allowed too
         else:
             others = [{"type": kind} for kind in sorted(kinds)]
-            return self._value(rule, key, {"anyOf": others})
+            return self._value(rule, key, {"anyOf": others}, depth + 1)
         return rule
 
     def _check_union(self, key: str, union: list[Any]) -> None:
@@ -109,7 +129,7 @@ class _CallGrammar:
             return
         for each, branch in zip(kinds, union, strict=True):
             found = resolved(branch, self._root)
-            is_free = found is not None and not set(found) - {"type"} - _NOTES
+            is_free = found is not None and not set(found) - {"type"} - NOTES
             if each != TEXT and not is_free:
                 raise self._refuse(
                     f"the parameter {key!r}, which may be a string or something else, with limits"
@@ -118,12 +138,16 @@ class _CallGrammar:
     def _text(self, rule: str, key: str, schema: Mapping[str, Any]) -> None:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
-            if any(END_PARAMETER in value for value in values):
+            values = values if isinstance(values, list) else []
+            texts = [each for each in values if isinstance(each, str)]
+            if not texts:
+                raise self._refuse(f"the parameter {key!r}, which no value fits")
+            if any(END_PARAMETER in text for text in texts):
                 raise self._refuse(f"the parameter {key!r}, one of whose values ends a parameter")
-            words = " | ".join(json.dumps(value + _END, ensure_ascii=False) for value in values)
-            self._lines.append(f"{rule}: {words}")
+            words = " | ".join(json.dumps(text + _END, ensure_ascii=False) for text in texts)
+            self._add(f"{rule}: {words}")
             return
-        strange = set(schema) - _OF_TEXT - _NOTES
+        strange = set(schema) - _OF_TEXT - NOTES
         pattern = _whole(schema["pattern"]) if "pattern" in schema else None
         if self._tool.strict and (strange or ("pattern" in schema and pattern is None)):
             keyword = min(strange) if strange else "pattern"
@@ -135,7 +159,7 @@ class _CallGrammar:
         if pattern is not None:
             limits.append(rf"/(?:{pattern})\n<\/parameter>/")
         name = rule.upper()
-        self._lines += [f"{rule}[lazy]: {name}", f"{name}: {' & '.join(limits)}"]
+        self._add(f"{rule}[lazy]: {name}", f"{name}: {' & '.join(limits)}")
 
     def _json(self, rule: str, key: str, schema: Mapping[str, Any]) -> None:
         style = {
@@ -144,16 +168,21 @@ class _CallGrammar:
             "whitespace_flexible": False,
             "lenient": not self._tool.strict,
         }
-        defs = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
-        text = json.dumps({**defs, **schema, "x-guidance": style}, ensure_ascii=False)
+        whole = {**schema, "x-guidance": style}
+        text = json.dumps(whole, ensure_ascii=False)
+        if '"$ref"' in text:
+            names = ("$defs", "definitions")
+            defs = {name: self._root[name] for name in names if name in self._root}
+            text = json.dumps({**defs, **whole}, ensure_ascii=False)
         if re.search(r'"\$ref": "(?!#/(\$defs|definitions)/)', text):
             raise self._refuse(f"the parameter {key!r}, with a reference outside of $defs")
-        self._lines += [f"{rule}: {rule}_json {json.dumps(_END)}", f"{rule}_json: %json {text}"]
+        self._add(f"{rule}: {rule}_json {json.dumps(_END)}", f"{rule}_json: %json {text}")
 
     def _refuse(self, what: str) -> ConfigError:
         return ConfigError(
             f"the tool {self._tool.name!r} has {what[:200]}: calls of this model cannot be made to "
-            'follow that, because they are not JSON; simplify it, or set tool_choice to "auto"'
+            'follow that, because they are not JSON; simplify it, or set tool_choice to "auto", '
+            "without a response_format"
         )
 
 
@@ -166,7 +195,7 @@ def _whole(pattern: object) -> str | None:
     is_ended = inner.endswith("$") and not inner.endswith("\\$")
     inner = inner[:-1] if is_ended else inner
     bare = re.sub(r"\\.", "", inner)  # without what is escaped
-    bare = re.sub(r"\[\^?\]?[^\]]*\]", "", bare)  # and without classes
+    bare = re.sub(r"\[\^?\]?[^\]]*+\]?", "", bare)  # and without classes
     if any(char in bare for char in "^$") or (_alternates(bare) and (is_begun or is_ended)):
         return None
     slashed = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", inner, flags=re.DOTALL)
