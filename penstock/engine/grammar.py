@@ -15,6 +15,7 @@ request.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -45,6 +46,9 @@ COMPILE_SECONDS = 10.0  # for which a request waits
 _LATE_SECONDS = 2.0  # after which others need not wait for the same thread
 _MAX_REMEMBERED = 32
 _MAX_REMEMBERED_CHARS = 1 << 20  # of their sources: a compiled one has some hundred times as many
+# To compile them all. Small sources can become large too: `{"multipleOf": 999983}` takes 9 seconds
+# and 400 MB, and others that take long take as much in proportion.
+_MAX_REMEMBERED_SECONDS = 20.0
 _MAX_COMPILING = 32  # waiting or running
 
 
@@ -126,7 +130,10 @@ def _too_complex() -> GrammarFault:
 class CompiledGrammar:
     """A grammar at its beginning, from which sequences start."""
 
-    def __init__(self, matcher: LLMatcher, bits: bytes, threads: MaskThreads) -> None:
+    def __init__(
+        self, matcher: LLMatcher, bits: bytes, threads: MaskThreads, compile_seconds: float = 0.0
+    ) -> None:
+        self.compile_seconds = compile_seconds  # of a processor
         self._matcher = matcher
         self._bits = bits
         self._threads = threads
@@ -210,6 +217,8 @@ class Grammars:
             while (
                 len(self._remembered) > _MAX_REMEMBERED
                 or sum(len(each.text) for each in self._remembered) > _MAX_REMEMBERED_CHARS
+                or sum(each.compile_seconds for each in self._remembered.values())
+                > _MAX_REMEMBERED_SECONDS
             ):
                 self._remembered.popitem(last=False)
         return made
@@ -223,14 +232,16 @@ class Grammars:
             step_max_items=10_000,
             verbose_errors=False,  # they would contain the schema
         )
+        tokenizer = self._read_tokenizer()
+        began = time.thread_time()
         text = grammar_text(source, self._special)
-        matcher = LLMatcher(self._read_tokenizer(), text, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             raise invalid(source, matcher.get_error())
         if not any(bits):
             raise invalid(source, "no text satisfies it")
-        return CompiledGrammar(matcher, bits, self.mask_threads)
+        return CompiledGrammar(matcher, bits, self.mask_threads, time.thread_time() - began)
 
     def _read_tokenizer(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -14,7 +15,7 @@ import pytest
 from tiny import BLOCK_BYTES, BLOCK_TOKENS, idle
 
 from penstock.config import Config, HostConfig
-from penstock.engine import mask_threads
+from penstock.engine import grammar, mask_threads
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import CompiledGrammar
 from penstock.engine.models import LoadedModel
@@ -261,6 +262,20 @@ def test_few_large_grammars_are_remembered(engines: Callable[..., Engine]) -> No
     for each in small:
         grammars.compile(each)
     assert len(grammars._remembered) == 32
+
+
+def test_few_grammars_that_take_long_to_compile_are_remembered(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are as large as they take long, however short their source is."""
+    grammars = engines().grammars
+    clock = itertools.count(step=4.0)  # each takes four seconds
+    grammars.compile(StructuredOutputsParams(choice=["no"]))  # reads the tokenizer
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: next(clock))
+    asked = [StructuredOutputsParams(choice=[f"{number}"]) for number in range(9)]
+    for each in asked:
+        grammars.compile(each)
+    assert list(grammars._remembered) == [each.source for each in asked[-5:]]
 
 
 def test_grammars_that_take_minutes_delay_no_others(
