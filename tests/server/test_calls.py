@@ -15,11 +15,11 @@ from penstock.server.tools.formats import (
     MISTRAL,
     MISTRAL_ARGS,
     QWEN3_CODER,
-    Tool,
     ToolFormat,
     find_format,
     format_of,
 )
+from penstock.server.tools.tool import Tool
 from penstock.server.tools.use import ToolUse
 
 TOOLS = [

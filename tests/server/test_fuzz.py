@@ -22,7 +22,8 @@ from penstock.metrics import Metrics
 from penstock.server.app import AppSettings, make_app
 from penstock.server.backend import Backend
 from penstock.server.tools.calls import CallDelta, CallParser
-from penstock.server.tools.formats import QWEN3_CODER, Tool
+from penstock.server.tools.formats import QWEN3_CODER
+from penstock.server.tools.tool import Tool
 
 load_all_checks()
 CHECKED = CHECKS.get_by_names(

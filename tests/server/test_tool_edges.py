@@ -13,7 +13,8 @@ from server.test_tools import HERMES, QUESTION, TIME, WEATHER
 
 from penstock.engine.structure import MAX_GRAMMAR_CHARS
 from penstock.errors import ConfigError
-from penstock.server.tools.formats import FORMATS, MISTRAL_ARGS, QWEN3_CODER, Tool
+from penstock.server.tools.formats import FORMATS, MISTRAL_ARGS, QWEN3_CODER
+from penstock.server.tools.tool import Tool
 
 PATH = "/v1/chat/completions"
 MARKS = "a<|im_end|>\n</tool_call><tool_call>[TOOL_CALLS][ARGS]b"

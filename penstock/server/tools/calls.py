@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.server.tools.formats import Tool, ToolFormat
+from penstock.server.tools.formats import ToolFormat
 from penstock.server.tools.reading import SPACE, num_shared
+from penstock.server.tools.tool import Tool
 
 _MAX_HEADER_CHARS = 1 << 16  # of a call whose name is not known yet
 _MAX_SPACE_CHARS = 1 << 10  # before a call, or before its object: models may write nothing else

@@ -23,16 +23,17 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from penstock.engine.structure import MAX_GRAMMAR_CHARS
 from penstock.errors import ConfigError
 from penstock.server.tools.json_object import ObjectReader
 from penstock.server.tools.named_call import ARGS, CALL_ID, NAME, NamedReader
 from penstock.server.tools.reading import CallReader
+from penstock.server.tools.tool import Tool
 from penstock.server.tools.xml_call import FUNCTION, XmlReader
 from penstock.server.tools.xml_grammar import call_rules
 
@@ -120,25 +121,6 @@ class ToolFormat:
             head = f'{{"name": {json.dumps(tool.name)}, "{self.arguments}": '
             call = f'{_quoted(head)} {arguments} "}}"'
         return [f"call_{number}: {call}", f"{arguments}: %json {tool.schema_text}"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    name: str
-    parameters: Mapping[str, Any]
-    strict: bool = False
-
-    @property
-    def schema_text(self) -> str:
-        """The schema of the arguments, written in one line as chat templates write JSON."""
-        style = {
-            "item_separator": ", ",
-            "key_separator": ": ",
-            "whitespace_flexible": False,
-            "lenient": not self.strict,
-        }
-        schema = {"type": "object", **self.parameters, "x-guidance": style}
-        return json.dumps(schema, ensure_ascii=False)
 
 
 HERMES = ToolFormat(

@@ -13,7 +13,8 @@ from penstock.server.prompts import Prompts
 from penstock.server.schema import ChatRequest
 from penstock.server.structure import answer_structure
 from penstock.server.tools.calls import CallParser
-from penstock.server.tools.formats import MAX_CALLS, Tool, ToolFormat
+from penstock.server.tools.formats import MAX_CALLS, ToolFormat
+from penstock.server.tools.tool import Tool
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.engine.structure import MAX_GRAMMAR_CHARS
 from penstock.errors import ConfigError
+from penstock.server.tools.tool import Tool
 from penstock.server.tools.xml_call import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER
 from penstock.server.tools.xml_values import ANY, NOTES, TEXT, kinds_of, resolved
-
-if TYPE_CHECKING:
-    from penstock.server.tools.formats import Tool
 
 _OF_ARGUMENTS = frozenset(
     ("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$id")
