@@ -100,7 +100,7 @@ $(SGLANG_STAMP): pyproject.toml tests_sglang/requirements.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests_sglang/requirements.txt 'torch==2.13.0'
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==$(SGLANG) xgrammar==0.2.7
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e . pytest pytest-timeout
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[redis]' pytest pytest-timeout
 	@touch $(SGLANG_STAMP)
 
 # tests_sglang/on_cpu does what SGLang takes from CUDA; see there.

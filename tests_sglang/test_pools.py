@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from redis import Redis
+from servers import is_skipped, redis_server
+from servers.redis_server import RedisServer
 from tiny import make_tiny
 
 from penstock.connectors.sglang import identity as sglang_identity
@@ -648,3 +651,51 @@ def test_evicted_pages_are_not_there_and_the_cap_holds(start: Start, tmp_path: P
         num_found += is_there
     assert 0 < num_found < len(names)
     rank.storage._exchange.check()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    if is_skipped(redis_server.WHY_NOT):
+        pytest.skip(str(redis_server.WHY_NOT))
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.kill()
+
+
+def test_servers_share_pages_through_redis(
+    start: Start, tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_REMOTE_SECRET", "a secret of these servers")
+
+    def server(name: str) -> Rank:
+        return start(settings={"disk_path": str(tmp_path / name), "remote": redis.url})
+
+    first = server("first")
+    stored = [first.page(number) for number in range(12)]
+    assert all(first.storage.batch_set_v1(HASHES, first.places(12)))
+    first.drain()
+
+    second = server("second")  # has nothing on its own disk
+    assert second.storage.batch_exists([*HASHES, "ff" * 32]) == 12
+    assert all(second.storage.batch_get_v1(HASHES, second.places(12)))
+    assert all(torch.equal(second.page(number), page) for number, page in enumerate(stored))
+
+    client = Redis(port=redis.port)
+    names = sorted(client.scan_iter(match="penstock/*"))
+    assert len(names) >= 12
+    for name in names:
+        value = bytearray(client.get(name))
+        value[-1] ^= 1
+        client.set(name, bytes(value))
+    third = server("third")
+    before = [third.page(number) for number in range(12)]
+    assert not any(third.storage.batch_get_v1(HASHES, third.places(12)))
+    assert all(torch.equal(third.page(number), page) for number, page in enumerate(before))
+
+    redis.kill()
+    fourth = server("fourth")
+    assert fourth.storage.batch_exists(HASHES) == 0
+    assert not any(fourth.storage.batch_get_v1(HASHES, fourth.places(12)))
+    assert all(fourth.storage.batch_set_v1(HASHES, fourth.places(12))), "its disk takes them"
+    assert fourth.storage.batch_exists(HASHES) == 12
+    fourth.storage._exchange.check()
