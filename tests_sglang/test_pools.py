@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 from redis import Redis
-from servers import is_skipped, redis_server
-from servers.redis_server import RedisServer
 from tiny import make_tiny
 
 from penstock.connectors.sglang import identity as sglang_identity
@@ -25,6 +23,8 @@ from penstock.connectors.sglang import storage as storage_module
 from penstock.connectors.vllm import identity
 from penstock.errors import ConfigError, PenstockError
 from penstock.types import Verdict
+from servers import is_skipped, redis_server
+from servers.redis_server import RedisServer
 
 hicache = pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
 Factory = pytest.importorskip("sglang.srt.mem_cache.storage.backend_factory").StorageBackendFactory
