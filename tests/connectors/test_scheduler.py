@@ -532,10 +532,17 @@ def test_a_load_that_nobody_offered_is_an_error(models: Models) -> None:
     request = Request("r", PROMPT, 1)
     with pytest.raises(BookError, match="8 tokens of a request, but was offered 0"):
         vllm.side.allocated(request, [[0, 1, 2]], 8)
+    with pytest.raises(BookError, match="8 tokens of a request, but was offered 0"):
+        vllm.side.lookup(request, 0)  # the books are not used after an error
+
+
+def test_a_load_beyond_what_was_offered_is_an_error(models: Models) -> None:
+    vllm = models()
+    ask(vllm)
+    request = Request("r", PROMPT, 1)
     assert vllm.side.lookup(request, 0) == 20
     with pytest.raises(BookError, match="24 tokens of a request, but was offered 20"):
         vllm.side.allocated(request, [list(range(6))], 24)
-    vllm.side.finished(request)
 
 
 def test_steps_that_only_read_prompts_are_timed(models: Models) -> None:
