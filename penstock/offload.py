@@ -25,7 +25,7 @@ from penstock.codecs.base import BlockCodec
 from penstock.codecs.blocks import TierCodecs
 from penstock.costs.meters import LinkMeter
 from penstock.costs.rates import LinkRate, load_seconds
-from penstock.errors import PenstockError
+from penstock.errors import BookError, PenstockError
 from penstock.events import (
     CodecsChosen,
     Damaged,
@@ -61,6 +61,7 @@ from penstock.types import (
     Tier,
     Verdict,
 )
+from penstock.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class Offloader:
         self._copies_here = copies_here  # by threads of this process, between device and HOST
         self._meters: dict[Tier, LinkMeter] = {}
         self._kept: list[Done] = []  # ended during `drain` or `recover`, for the next `step`
+        self._num_unsettled = 0  # ends of transfers and lookups; above 0 between calls: lost
         self._prefetches = Prefetches(stack)
         self._is_quarantined = False
         self._unwanted: set[BlockKey] = set()  # on their way into HOST at a quarantine
@@ -494,6 +496,11 @@ class Offloader:
 
     def check(self) -> None:
         """Raise BookError if the books do not add up."""
+        if self._num_unsettled:
+            raise BookError(
+                f"{counted(self._num_unsettled, 'end')} of transfers and lookups were lost in an "
+                "error: the books wait for them forever"
+            )
         audit(self._stack)
 
     def close(self, timeout_seconds: float = 30.0) -> bool:
@@ -679,12 +686,16 @@ class Offloader:
 
     def _settle(self) -> None:
         now = self._clock.now()
-        outcomes = self._engine.poll()
+        outcomes, answers = self._engine.poll(), self._engine.take_answers()
+        # An error on the way loses the rest of them.
+        self._num_unsettled += len(outcomes) + len(answers)
         self._take_incidents()  # before the outcomes, because incidents explain them
         for outcome in outcomes:
             self._stack.settle(outcome, now)
-        for answer in self._engine.take_answers():
+            self._num_unsettled -= 1
+        for answer in answers:
             self._stack.lookups.settle(answer, now)
+            self._num_unsettled -= 1
 
     def _recover(self, wait_seconds: float = 0.0) -> None:
         """Enter blocks found on disk, for a few milliseconds at most."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from penstock.books.ledger import Ledger
 from penstock.books.stack import Limits, TierStack
 from penstock.clock import ManualClock
 from penstock.costs.rates import LinkRate
-from penstock.errors import ConfigError, Foreign, Locked, PenstockError
+from penstock.errors import BookError, ConfigError, Foreign, Locked, PenstockError
 from penstock.events import Event, LookedUp, Lost, Recovered, TicketDone, TierRested
 from penstock.offload import Offloader
 from penstock.policies import LRU
@@ -27,7 +28,7 @@ from penstock.transfer.io import CopyMover, StoreMover
 from penstock.transfer.lanes import LaneSpec
 from penstock.transfer.recovery import Recovery
 from penstock.transfer.seals import Seals
-from penstock.types import BlockKey, Direction, Slot, TicketId, Tier, Verdict
+from penstock.types import BlockKey, Direction, Outcome, Slot, TicketId, Tier, Verdict
 
 Rigs = Callable[..., Rig]
 
@@ -48,6 +49,29 @@ def test_saved_and_loaded_is_the_same_from_dram_from_disk_and_after_a_restart(
     done = again.load_done(keys)
     assert done.ok
     assert set(done.sources) == {Tier.DISK}
+
+
+@pytest.mark.parametrize("at", [1, 2], ids=["a save", "a write to disk"])
+def test_books_that_lost_the_end_of_a_transfer_do_not_add_up(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a client waits for it or not: a block that is written down would be held forever."""
+    rig = Rig(tmp_path, num_host=16)
+    settle, numbers = rig.offloader._stack.settle, itertools.count(1)
+
+    def fail(outcome: Outcome, now: float) -> None:
+        if next(numbers) == at:
+            raise RuntimeError("injected")
+        settle(outcome, now)
+
+    monkeypatch.setattr(rig.offloader._stack, "settle", fail)
+    rig.offloader.check()
+    with pytest.raises(RuntimeError, match="injected"):
+        rig.save(keys_of(8))
+    monkeypatch.undo()
+    with pytest.raises(BookError, match="were lost in an error"):
+        rig.offloader.check()
+    assert rig.offloader.abandon(TIMEOUT_SECONDS)
 
 
 def test_a_checkpoint_is_saved_whole_offered_later_and_leaves_whole(
