@@ -96,6 +96,7 @@ class NodeTiers(NodeBooks):
         line = Line(path, settings, self._exchange)
         super().__init__(line, codecs, spec.block_tokens, observers)
         self._closed = False
+        self._is_abandoned = False
         self._dones: list[Done] = []  # for the next `step`
         self._handshake = Handshake(
             self._line, spec, values, name=name or f"process {os.getpid()}", in_one=in_one
@@ -263,10 +264,13 @@ class NodeTiers(NodeBooks):
     # Time passes.
 
     def step(self) -> list[Done]:
-        """Exchange news with the node, and return what has ended. Never blocks."""
+        """Exchange news with the node, and return what has ended. Never blocks.
+
+        After `abandon` nothing is returned: it would be entered in books that nobody trusts.
+        """
         self._advance()
         dones, self._dones = self._dones, []
-        return dones
+        return [] if self._is_abandoned else dones
 
     def wait(self, tickets: Collection[TicketId], timeout_seconds: float = 60.0) -> list[Done]:
         missing = set(tickets)
@@ -333,6 +337,7 @@ class NodeTiers(NodeBooks):
 
     def abandon(self, timeout_seconds: float) -> bool:
         """Leave without finishing, because the client's books cannot be trusted."""
+        self._is_abandoned = True
         return self._closed or self._leave(timeout_seconds, ended=True)
 
     def __enter__(self) -> NodeTiers:

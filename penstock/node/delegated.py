@@ -99,6 +99,7 @@ class DelegatedNodeTiers(NodeTiers):
 
     def abandon(self, timeout_seconds: float) -> bool:
         """Hang up. The node gives back everything once all processes of this client have ended."""
+        self._is_abandoned = True
         if self._closed:
             return True
         self._closed = True

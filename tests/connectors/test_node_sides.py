@@ -26,7 +26,7 @@ from penstock.events import Stored
 from penstock.groups.kinds import Group, Kind
 from penstock.node.delegated import DelegatedNodeTiers, join
 from penstock.node.service import NodeService
-from penstock.types import Tier
+from penstock.types import Slot, Tier
 from penstock.units import MiB
 from tests.node.nodes import be_patient
 
@@ -231,6 +231,9 @@ def test_a_scheduler_that_gives_up_keeps_no_file_of_its_node_open(
     tiers = vllm.offloader
     assert isinstance(tiers, DelegatedNodeTiers)
     opened = (tiers.place.file, tiers.place.seals_file, tiers._line._wake_file)
+    vllm.side._ticker.stop(wait=True)
+    tiers.load(keys_of(1, "unknown"), [Slot(0)])
+    assert tiers.drain()  # the load has ended, which nobody has been told of
     vllm.scheduler.ask(None, lambda side: side.fail())  # type: ignore[attr-defined]
     assert vllm.scheduler.side is None
     for file in opened:
