@@ -12,8 +12,9 @@ named, saved or offered.
 At most one step is unread when the next is launched. If a request ends with a token of step 1, its
 part of step 2 is thrown away: the books never learn of it. Its blocks are released meanwhile.
 Whatever is written to them next, by a later step or by a load, waits on the device until step 2 has
-ended (see `transfer.cuda`). DRAM has no such order, so a step that reads cold blocks there is
-always read before anything else happens; so is one whose tokens the CPU needs to choose the next.
+ended (see `transfer.cuda`). DRAM has no such order, so a step that reads or brings blocks from
+there is always read before anything else happens; so is one whose tokens the CPU needs to choose
+the next.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class LaunchedStep(Generic[_Owner]):
     launched: float  # when
     is_left: bool  # the next step may be launched before this one is read
     looks: bool = False  # it also looked at tokens, which takes time (see `anywhere.looks`)
+    num_brought: int = 0  # blocks that it brought from DRAM, which takes time (see `bringing`)
 
 
 class Ahead(Generic[_Owner]):
@@ -59,7 +61,7 @@ class Ahead(Generic[_Owner]):
 
     def may_follow(self, chunks: Sequence[Chunk]) -> bool:
         """Whether a step of these chunks may be launched now."""
-        return self.unread is None or not any(chunk.request.table.num_cold for chunk in chunks)
+        return self.unread is None or not any(map(_reads_host, chunks))
 
     def launched(self, step: LaunchedStep[_Owner], requests: Sequence[Request]) -> None:
         """`step` is queued, perhaps behind an unread one. `requests`: of its tokens, in order."""
@@ -76,5 +78,9 @@ class Ahead(Generic[_Owner]):
 
 
 def _permits(chunk: Chunk) -> bool:
-    request = chunk.request
-    return not (request.table.num_cold or (chunk.samples and request.needs_last_token))
+    return not (_reads_host(chunk) or (chunk.samples and chunk.request.needs_last_token))
+
+
+def _reads_host(chunk: Chunk) -> bool:
+    table = chunk.request.table
+    return bool(table.num_cold or table.arriving)

@@ -1,7 +1,8 @@
 """Steps of single tokens, captured once as CUDA graphs and replayed.
 
-A graph is captured for each of some batch sizes and kinds of steps. A step that fetches more cold
-blocks than fit the buffers at once runs kernel by kernel. Rows that are left over attend to one
+A graph is captured for each of some batch sizes and kinds of steps. Steps that are rare run kernel
+by kernel: those that fetch more cold blocks than fit the buffers at once, and those in which blocks
+arrive for one of several sequences. Rows that are left over attend to one
 scratch block and are written nowhere. Everything that a graph reads is in tensors that keep their
 address, so blocks may move between replays. A step's plan is sent before its graph is replayed: an
 event behind it tells when the next plan may be filled in, long before the graph ends.
@@ -76,7 +77,8 @@ class CudaGraphs:
         size = next(size for size in self._sizes if size >= len(row.singles))
         kind = self._fill(row, size)
         self._send(kind)
-        if self._plan.num_waves > 1:  # such steps are long, and each would need its own graph
+        # Steps of several waves are long, and each would need its own graph.
+        if self._plan.num_waves > 1 or kind not in self._kinds_of(size):
             return self._step(size, kind, between_waves)
         if (size, kind) not in self._captured:
             self._capture(size, kind)
@@ -88,7 +90,7 @@ class CudaGraphs:
 
     def capture_all(self, progress: Callable[[str], None]) -> None:
         # The largest first: the others reuse its memory.
-        steps = [(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
+        steps = [(size, kind) for size in reversed(self._sizes) for kind in self._kinds_of(size)]
         for place, (size, kind) in enumerate(steps):
             progress(f"capturing the decode step: {place + 1} of {len(steps)}")
             self._capture(size, kind)
@@ -99,6 +101,10 @@ class CudaGraphs:
         kind = self._fill(None, size)
         self._send(kind)
         self._captured[size, kind][0].replay()
+
+    def _kinds_of(self, size: int) -> Sequence[StepKind]:
+        """Blocks arrive for a sequence that is alone: for others there is no graph."""
+        return [kind for kind in self._kinds if size == 1 or not kind.brings]
 
     @torch.inference_mode()
     def _capture(self, size: int, kind: StepKind) -> None:

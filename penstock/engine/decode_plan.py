@@ -23,10 +23,11 @@ NO_FETCHES = Fetches(np.zeros(0, np.int64), (), (), (), ())
 
 
 class StepKind(NamedTuple):
-    """What a step does with cold blocks, besides what its plan says."""
+    """What a step does with blocks in DRAM, besides what its plan says."""
 
     fetches: bool = False
     on_cpu: bool = False  # the CPU attends to some of them
+    brings: bool = False  # blocks arrive from DRAM (see `bringing`)
 
 
 def span_blocks(part_tokens: int, block_tokens: int) -> int:

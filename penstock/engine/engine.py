@@ -357,11 +357,14 @@ class Engine(EngineParts):
         started = time.monotonic()
         looks = self.scheduler.is_looking  # which may read DRAM, so it is not left behind
         self._place_segments()
+        num_brought = sum(len(chunk.request.table.arriving) for chunk in chunks)
         logits = self.runner.run(chunks, self._keep_moving)
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
         read = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)
         is_left = not looks and self.ahead.may_leave(chunks)
-        step = LaunchedStep(chunks, lives, read, self.runner.mark(), started, is_left, looks)
+        step = LaunchedStep(
+            chunks, lives, read, self.runner.mark(), started, is_left, looks, num_brought
+        )
         self.ahead.launched(step, [live.request for live in lives])
         return step
 
@@ -377,11 +380,13 @@ class Engine(EngineParts):
         later, self._chunks = self._chunks, [*step.chunks, *self._chunks]
         self.runner.wait(self._keep_moving, step.end)
         seconds = self.ahead.ended(step, time.monotonic())
-        if not step.looks:
+        if not is_rescue:
+            self.scheduler.release_brought()
+        if not (step.looks or step.num_brought):
             computed = [(c.num_tokens, c.end - c.num_tokens) for c in step.chunks]
             self._costs.observe(computed, seconds)
         link = None if self.offloader is None else self.offloader.rates.get(Tier.HOST)
-        self._story.stepped(step.chunks, seconds, link)
+        self._story.stepped(step.chunks, seconds, link, step.num_brought)
         for live, sampled in zip(step.owners, step.read(), strict=True):
             if live.request.finish_reason is not None:
                 continue  # it was aborted meanwhile

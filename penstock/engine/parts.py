@@ -91,6 +91,7 @@ class EngineConfig:
     kv_cache_dtype: str = _DEFAULTS.kv_cache_dtype
     launch_ahead: bool | None = None  # see `ahead`; None: on a GPU
     cold_attention: str = _DEFAULTS.cold_attention
+    load_in_step: bool = False  # a prompt that is found in DRAM, if nothing else runs: `bringing`
 
     def __post_init__(self) -> None:
         check_kv_cache_dtype(self.kv_cache_dtype)
@@ -404,6 +405,7 @@ class EngineParts:
             choose=self._choose,
             # A look runs the first layer, and what the second one needs for its keys.
             looks_per_token=max(1, self.loaded.num_layers // 2),
+            max_brought=self._max_brought,
             compute_seconds=self._compute_seconds,
             max_num_batched_tokens=num_batched,
             max_num_seqs=config.max_num_seqs,
@@ -416,6 +418,15 @@ class EngineParts:
             ),
             announcer=self._announcer,
         )
+
+    @property
+    def _max_brought(self) -> int:
+        """How many blocks a step may bring from HOST."""
+        host = None if self.offloader is None else self.offloader.host
+        if host is None or not self._config.load_in_step:
+            return 0
+        reads_host = not self.device.on_gpu or has_same_addresses(host)
+        return self.runner.max_brought if reads_host else 0
 
     def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
         """Make the runner. Also returns the residency that it supports."""
@@ -438,6 +449,7 @@ class EngineParts:
                 max_num_seqs=config.max_num_seqs,
                 host_form=self._host_form,
                 cold_attention=config.cold_attention if residency.cold else COLD_DEVICE,
+                brings=config.load_in_step,
             )
             if residency.cold and host is not None and not runner.reads_host:
                 log.warning(

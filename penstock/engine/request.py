@@ -48,6 +48,7 @@ class Request:
     num_expected: int = 0  # of its tokens that are chosen on the device and not read yet
     table: BlockTable = field(default_factory=BlockTable)
     into: list[Slot | None] = field(default_factory=list)  # where its load writes blocks
+    is_brought: bool = False  # its load ends in a step (see `bringing`)
     num_computed: int = 0  # leading tokens that need not be computed again
     num_present: int = 0  # leading tokens that have KV: num_computed, or one more (see Chunk)
     num_named: int = 0  # leading blocks that the pool knows by their key

@@ -18,18 +18,21 @@ from penstock.engine.anywhere.blending import key_changes
 from penstock.engine.attention.torch import AttentionStep, DecodeKernel, SequenceSpan, register
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.scheduler import Chunk
-from penstock.engine.table import Addresses, Places
+from penstock.engine.table import Addresses, Places, arriving_in
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 
 
 class Runner(Protocol):
     only_queues: bool  # whether `run` returns before the step has been computed
+    max_brought: int  # how many arriving blocks (see `table`) a step can bring
 
     def run(
         self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
     ) -> Tensor:
         """Write the chunks' KV to the pool; return the logits of chunks that sample.
+
+        Blocks that arrive in their tables are brought to the device first.
 
         Logits are float32 [n, vocab], in the order of the chunks. A long step calls
         `between_layers` from time to time. On a GPU the step is only queued, so that the caller
@@ -206,6 +209,7 @@ class TorchRunner:
         if host is not None and not pool.on_gpu:
             self._host = HostBlocks(pool, host, host_form)
         self._host_form = host_form
+        self.max_brought = 0 if self._host is None else pool.num_slots
         self._addresses = Addresses.of_arenas(pool, host, is_packed=host_form is not None)
         self._posted = torch.zeros(1, dtype=torch.int64, device=pool.tensor.device)
 
@@ -214,6 +218,7 @@ class TorchRunner:
         self, chunks: Sequence[Chunk], between_layers: Callable[[], None] = lambda: None
     ) -> Tensor:
         device = self._pool.tensor.device
+        self._bring(*arriving_in([chunk.request.table for chunk in chunks]))
         row = PackedRow.of(chunks, self._block_tokens)
         singles: Sequence[Chunk] = row.singles
         spans = row.longer
@@ -271,6 +276,16 @@ class TorchRunner:
 
     def close(self) -> None:
         """Do nothing: the step ended when `run` returned."""
+
+    def _bring(self, pins: Places, slots: Places) -> None:
+        if not len(pins):
+            return
+        assert self._host is not None
+        pool = self._pool.tensor
+        # Torch cannot index e4m3 on all devices, but it can index bytes.
+        pool = pool.view(torch.uint8) if pool.dtype is fp8.DTYPE else pool
+        for layer in range(pool.shape[1]):
+            pool[torch.from_numpy(slots), layer] = self._host.layer(layer, pins)
 
     def _decode_batch(self, singles: Sequence[Chunk]) -> DecodeKernel | None:
         if not singles:

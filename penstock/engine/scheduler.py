@@ -37,7 +37,7 @@ from penstock.engine.tiers import EngineTiers
 from penstock.engine.two_ended_loads import TwoEndedLoads
 from penstock.errors import PenstockError
 from penstock.events import Decided, Event, Preempted, TurnEnded
-from penstock.types import Done, Match, Slot, TicketId, Tier, Verdict
+from penstock.types import BlockKey, Done, Match, Slot, TicketId, Tier, Verdict
 
 _MAX_STALLS = 200  # steps
 _RETRY_SECONDS = 0.02  # until a request that found no room is tried again
@@ -98,9 +98,11 @@ class Scheduler:
         lossy: LossyBlocks | None = None,
         announcer: Announcer | None = None,
         looks_per_token: int = 1,
+        max_brought: int = 0,
         compute_seconds: ComputeSeconds = lambda num_tokens, num_past: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`max_brought`: how many blocks may be loaded within a step (see `bringing`)."""
         self._pool = pool
         self._block_tokens = block_tokens
         self._admission = admission
@@ -134,6 +136,8 @@ class Scheduler:
         self._rotation = rotation or Rotation(None)
         self._audits = audits
         self._announcer = announcer
+        self._max_brought = max_brought
+        self._brought: list[Slot] = []  # HOST slots that the step under way reads
         self._clock = clock
         self._short: Request | None = None  # found no room in the last step
         self._refused = _Refusal(None, 0, 0.0)
@@ -297,6 +301,7 @@ class Scheduler:
             request = chunk.request
             if request.phase is not RequestPhase.RUNNING:
                 continue
+            self._enter_brought(request)
             request.num_computed = chunk.end
             if request.segments:
                 request.num_computed = self._segments.skip(request)
@@ -322,6 +327,26 @@ class Scheduler:
             has_ended = request.num_computed == len(request.tokens)
             if request.is_fill and has_ended and request.phase is RequestPhase.RUNNING:
                 self._end_fill(request)
+
+    def _enter_brought(self, request: Request) -> None:
+        """A step that brings blocks of a request is queued: from now on others may share them."""
+        table = request.table
+        arriving = table.arriving
+        if not arriving:
+            return
+        self._brought += table.end_arriving()
+        if self._announcer is not None:
+            self._announcer.completes(request, arriving)
+        for index in arriving:
+            self._pool.name(table.slot(index), request.chain.keys[index])
+        request.num_named = arriving.stop
+
+    def release_brought(self) -> None:
+        """The step under way has ended."""
+        brought, self._brought = self._brought, []
+        if brought:
+            assert self._tiers is not None
+            self._tiers.unpin(brought)
 
     def _end_fill(self, fill: Request) -> None:
         """A segment is computed, or is not needed any more."""
@@ -356,24 +381,19 @@ class Scheduler:
             self._enqueue(request)
             return None
         num_arrived = done.num_leading_ok
-        if self._announcer is not None:
-            first = len(request.table)
-            on_device = [n for n, slot in enumerate(into[:num_arrived], first) if slot is not None]
-            self._announcer.completes(request, on_device)
-        places = []
-        for key, slot, pin in zip(done.keys[:num_arrived], into, pins, strict=False):
-            if slot is not None:
-                self._pool.name(slot, key)
-                places.append(int(slot))
-            elif pin is not None:
-                places.append(~pin)
-        request.table.extend_places(places)
+        start = len(request.table)
+        if request.is_brought:
+            slots = [slot for slot in into[:num_arrived] if slot is not None]
+            held = [pin for pin in pins[:num_arrived] if pin is not None]
+            request.table.extend_arriving(slots, held)
+            request.num_named = start  # until the step that brings them is queued
+        else:
+            self._enter_loaded(request, done.keys[:num_arrived], into, pins)
+            request.num_named = len(request.table)
         self.placement.release_load(into[num_arrived:], pins[num_arrived:])
         arrived = len(request.table)
         if self._audits is not None:
-            start = arrived - num_arrived
             self._audits.loaded(request, start, into[:num_arrived], done.sources[:num_arrived])
-        request.num_named = arrived
         self._set_present(request, arrived * self._block_tokens)
         request.max_computed = max(request.max_computed, request.num_computed)
         request.num_loaded_tokens += num_arrived * self._block_tokens
@@ -384,6 +404,27 @@ class Scheduler:
             request.lost.update(verdict for verdict in done.verdicts if verdict is not Verdict.OK)
         self._run(request, arrived)
         return request
+
+    def _enter_loaded(
+        self,
+        request: Request,
+        keys: Sequence[BlockKey],
+        into: Sequence[Slot | None],
+        pins: Sequence[Slot | None],
+    ) -> None:
+        """Append blocks that were loaded to a request's table, and name those on the device."""
+        if self._announcer is not None:
+            first = len(request.table)
+            on_device = [n for n, slot in enumerate(into[: len(keys)], first) if slot is not None]
+            self._announcer.completes(request, on_device)
+        places = []
+        for key, slot, pin in zip(keys, into, pins, strict=False):
+            if slot is not None:
+                self._pool.name(slot, key)
+                places.append(int(slot))
+            elif pin is not None:
+                places.append(~pin)
+        request.table.extend_places(places)
 
     def distrust(self) -> None:
         """Compute everything again: KV that was loaded turned out to be wrong."""
@@ -560,6 +601,9 @@ class Scheduler:
             self._enter(request, RequestPhase.LOADING)
             request.into = plan.into
             parent = request.chain.key_before(num_shared)
+            request.is_brought = self._brings(request, plan)
+            if request.is_brought:  # until the step, they only need to stay in HOST
+                plan = plan._replace(into=[None] * len(plan.into))
             request.ticket = plan.load(self._tiers, parent, tenant=request.tenant)
             self._loading[request.ticket] = request
         else:
@@ -575,6 +619,22 @@ class Scheduler:
             request.table.extend(plan.first_slots[:num_first])
             self._pool.release(plan.first_slots[num_first:])
         self._rotation.wake(request)
+
+    def _brings(self, request: Request, plan: AdmissionPlan) -> bool:
+        """Whether the step that computes the rest of the prompt brings what is loaded for it.
+
+        Only if nothing else runs: the link delays everything that is computed in that step.
+        """
+        if not plan.match or plan.match.num_pending or self._audits is not None:
+            return False
+        first = plan.match.runs[0]
+        return (
+            len(plan.into) <= min(self._max_brought, first.num_blocks)
+            and first.tier is Tier.HOST
+            and None not in plan.into
+            and not (self._running or self._loading)
+            and not (plan.choice.num_two_ended or request.segments or request.params.awaits_prefill)
+        )
 
     def _run(self, request: Request, num_there: int) -> None:
         """Run a request with `num_there` blocks, and begin its two-ended load if it has one."""

@@ -98,11 +98,16 @@ class Story:
         """Report that a step failed because of a bug and that the engine has recovered."""
         self._tell([StepFailed(error, num_failed, num_requeued, reopened)])
 
-    def stepped(self, chunks: Sequence[Chunk], seconds: float, link: LinkRate | None) -> None:
-        """Report a computed step. `link` is the measured rate of loads from DRAM."""
+    def stepped(
+        self, chunks: Sequence[Chunk], seconds: float, link: LinkRate | None, num_brought: int
+    ) -> None:
+        """Report a computed step. `link` is the measured rate of loads from DRAM.
+
+        `num_brought`: blocks that it brought from there.
+        """
         if not self._observers:
             return
-        num_cold = sum(chunk.request.table.num_cold for chunk in chunks)
+        num_cold = num_brought + sum(chunk.request.table.num_cold for chunk in chunks)
         num_bytes = num_cold * self._link_bytes
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         link_seconds = None if link is None else num_bytes / link.bytes_per_second

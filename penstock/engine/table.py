@@ -1,5 +1,8 @@
 """Where the blocks of one sequence are: on the device, or cold, which means pinned in HOST.
 
+Blocks may also be arriving: they have a device slot, which the next step of the sequence fills from
+HOST (see `bringing`), where they are pinned until then.
+
 A place is a number: a device slot, or `~slot` (below zero) for a slot of HOST. `Addresses` turns
 places into memory addresses, so kernels need not know which tier a block is in. The address of a
 block that is packed (see `penstock.codecs.lossless_format`) is marked by its lowest bit: blocks are
@@ -15,6 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import BookError
 from penstock.types import Slot
 
 Places = NDArray[np.int64]
@@ -25,12 +29,22 @@ PACKED_MARK = 1  # added to the address of a packed block
 class BlockTable:
     """A sequence's blocks in order. It grows at its end, and blocks may move between tiers."""
 
-    __slots__ = ("_len", "_num_cold", "_places", "num_moves", "num_releases")
+    __slots__ = (
+        "_arriving",
+        "_arriving_start",
+        "_len",
+        "_num_cold",
+        "_places",
+        "num_moves",
+        "num_releases",
+    )
 
     def __init__(self, slots: Sequence[Slot] = ()) -> None:
         self._places: Places = np.empty(max(8, len(slots)), np.int64)
         self._len = 0
         self._num_cold = 0
+        self._arriving: list[Slot] = []  # HOST slots of blocks that the next step brings ...
+        self._arriving_start = 0  # ... and the index of the first one
         self.num_releases = 0  # how often pins were released: while equal, old pins are valid
         self.num_moves = 0  # how often the set of cold blocks has changed
         self.extend(slots)
@@ -75,6 +89,29 @@ class BlockTable:
         self._num_cold += sum(place < 0 for place in places)
         self.num_moves += 1
 
+    @property
+    def arriving(self) -> range:
+        """Indices of blocks that the next step brings from HOST to their device slots."""
+        return range(self._arriving_start, self._arriving_start + len(self._arriving))
+
+    @property
+    def arriving_pins(self) -> Sequence[Slot]:
+        """The HOST slots in which they are pinned."""
+        return self._arriving
+
+    def extend_arriving(self, slots: Sequence[Slot], pins: Sequence[Slot]) -> None:
+        """Append blocks whose device slots are filled by the next step, from HOST."""
+        if self._arriving:
+            raise BookError("a sequence has blocks that arrive already")
+        self._arriving_start = self._len
+        self._arriving = list(pins)
+        self._append(slots)
+
+    def end_arriving(self) -> list[Slot]:
+        """The step that brings blocks is queued. Returns the HOST slots that it reads."""
+        pins, self._arriving = self._arriving, []
+        return pins
+
     def chill(self, index: int, pin: Slot) -> Slot:
         """Make a resident block cold. Returns the device slot that it leaves."""
         slot = self.slot(index)
@@ -106,6 +143,7 @@ class BlockTable:
         """Empty the table. Returns its device slots and its HOST slots, in order."""
         places = self.places
         slots, pins = places[places >= 0].tolist(), (~places[places < 0]).tolist()
+        pins += self.end_arriving()
         self._len = self._num_cold = 0
         self.num_moves += 1
         self.num_releases += 1
@@ -120,6 +158,14 @@ class BlockTable:
             self._places = room
         self._places[self._len : end] = new
         self._len = end
+
+
+def arriving_in(tables: Sequence[BlockTable]) -> tuple[Places, Places]:
+    """The HOST slots and the device slots of all blocks that arrive in these tables."""
+    pins = [np.array(table.arriving_pins, np.int64) for table in tables]
+    slots = [table.places[table.arriving.start : table.arriving.stop] for table in tables]
+    none: Places = np.zeros(0, np.int64)
+    return np.concatenate([none, *pins]), np.concatenate([none, *slots])
 
 
 def shared_places(tables: Sequence[BlockTable]) -> set[int]:

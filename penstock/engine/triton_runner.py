@@ -18,12 +18,13 @@ from torch import Tensor
 
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.config.options import COLD_DEVICE
-from penstock.engine import fp8
+from penstock.engine import bringing, fp8
 from penstock.engine.anywhere.blending import key_changes
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
+from penstock.engine.bringing import Bringer
 from penstock.engine.cold_opening import measure_rates, open_cold_attention
 from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, StepKind, span_blocks
@@ -183,11 +184,12 @@ class TritonRunner:
         use_graphs: bool = True,
         host_form: LosslessFormat | None = None,
         cold_attention: str = COLD_DEVICE,
+        brings: bool = False,
     ) -> None:
         """`host_form`: the form of HOST's blocks, if they are packed.
 
         Cold blocks can be read only if `reads_host` is True afterwards. `cold_attention`: see
-        `cold_split`.
+        `cold_split`. `brings`: whether steps may bring blocks (see `bringing`).
         """
         register()
         self.num_fetched = 0  # cold blocks fetched during their step
@@ -269,6 +271,16 @@ class TritonRunner:
                 self._cold,
                 self._windows,
             )
+        self._bringer: Bringer | None = None
+        if brings and host is not None:
+            self._bringer = Bringer(
+                min(pool.num_slots, max(1, bringing.MAX_BYTES // pool.block_bytes)),
+                loaded.num_layers,
+                self._shape.layer_bytes,
+                self._device,
+                host_form,
+            )
+        self.max_brought = 0 if self._bringer is None else self._bringer.max_blocks
         scratch = torch.zeros(pool.block_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = scratch
         self._nowhere: Places = np.array([scratch.data_ptr()], np.int64)
@@ -286,6 +298,8 @@ class TritonRunner:
                 kinds.append(StepKind(fetches=True))
             if self._cold is not None:
                 kinds.append(StepKind(fetches=True, on_cpu=True))
+            if self._bringer is not None:
+                kinds.append(StepKind(brings=True))
             self._graphs = CudaGraphs(
                 self.fill,
                 self._send_plan,
@@ -307,6 +321,8 @@ class TritonRunner:
                 self._fetcher.cut_short()
             if self._cold is not None:
                 self._cold.cut_short()
+            if self._bringer is not None:
+                self._bringer.cut_short()
             raise
 
     def _run(self, chunks: Sequence[Chunk], between_layers: Callable[[], None]) -> Tensor:
@@ -426,7 +442,8 @@ class TritonRunner:
         self.post(zeros[:1])()
 
     def _run_without_graph(self, row: PackedRow, between_layers: Callable[[], None]) -> Tensor:
-        kind = StepKind()
+        brings = self._brings(row)
+        kind = StepKind(brings=brings)
         if row.singles:
             reads = self._reads(row.singles)
             self._plan.fill(
@@ -435,7 +452,8 @@ class TritonRunner:
                 reads.lengths,
                 fetches=reads.fetches,
             )
-            kind = self._kind_of(reads)
+            kind = self._kind_of(reads)._replace(brings=brings)
+        if row.singles or brings:
             self._send_plan(kind)
         kept = self._send(np.array(row.sampled or [0], np.int64))
         ids, positions, addresses = self._send(self._inputs(row))
@@ -468,13 +486,30 @@ class TritonRunner:
         `between_waves` is called in each layer if they come in several waves.
         """
         kernels.take_kept(ids, self._kept)
+        bringer = self._bringer if kind.brings else None
+        if bringer is not None:
+            bringer.begin()
         self._decode.between_waves = between_waves
         self._decode.fetcher = self._fetcher if kind.fetches else None
         self._decode.cold = self._cold if kind.on_cpu else None
         if self._decode.fetcher is not None:
             self._decode.fetcher.begin()
         memory = _Memory(self._shape, addresses)
-        step = AttentionStep(memory, spans, self._decode if num_singles else None, num_singles)
+        step = AttentionStep(
+            memory,
+            spans,
+            self._decode if num_singles else None,
+            num_singles,
+            await_layer=(lambda layer: None) if bringer is None else bringer.wait,
+        )
+        logits = self._compute(ids, positions, addresses, kept, step)
+        if bringer is not None:
+            bringer.end()
+        return logits
+
+    def _compute(
+        self, ids: Tensor, positions: Tensor, addresses: Tensor, kept: Tensor, step: AttentionStep
+    ) -> Tensor:
         if self._fused is None:
             output = self._model(
                 input_ids=ids[None],
@@ -509,7 +544,14 @@ class TritonRunner:
             rows,
             reads.fetches,
         )
-        return self._kind_of(reads)
+        return self._kind_of(reads)._replace(brings=self._brings(row))
+
+    def _brings(self, row: PackedRow | None) -> bool:
+        """Whether blocks arrive in the step. The bringer gets their list."""
+        if self._bringer is None:
+            return False
+        chunks = [] if row is None else [*row.singles, *(chunk for _, chunk in row.longer)]
+        return self._bringer.fill([chunk.request.table for chunk in chunks], self._addresses)
 
     def _kind_of(self, reads: _Reads) -> StepKind:
         """What the step does with cold blocks. The CPU's threads get their tasks."""
@@ -517,10 +559,12 @@ class TritonRunner:
         return StepKind(on_cpu or len(reads.fetches.sources) > 0, on_cpu)
 
     def _send_plan(self, kind: StepKind) -> None:
-        """Queue the transfer of the plan to the device."""
+        """Queue the transfer of what the step needs to the device."""
         self._plan.send()
         if kind.on_cpu and self._cold is not None:
             self._cold.send()
+        if kind.brings and self._bringer is not None:
+            self._bringer.send()
 
     def _reads(self, singles: Sequence[Chunk]) -> _Reads:
         places = [places_of(chunk, self._shape.block_tokens) for chunk in singles]

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,6 +78,8 @@ def make(
     tiers: Config | None = None,
     residency: ResidencyConfig | None = None,
     max_num_seqs: int = EngineConfig().max_num_seqs,
+    *,
+    load_in_step: bool = False,
 ) -> Engine:
     token_bytes = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim
     block_bytes = token_bytes * loaded.dtype.itemsize * BLOCK_TOKENS
@@ -86,6 +89,7 @@ def make(
         max_num_batched_tokens=128,
         max_num_seqs=max_num_seqs,
         residency=residency or ResidencyConfig(),
+        load_in_step=load_in_step,
     )
     engine = Engine(loaded, settings, tiers)
     # A model as small as this is computed faster than loaded, and here loads are wanted.
@@ -214,6 +218,7 @@ class Rig:
             max_num_seqs=8,
             use_graphs=use_graphs,
             host_form=self.form,
+            brings=True,
         )
 
     def logits(self, lengths: list[int], share: float, seed: int) -> torch.Tensor:
@@ -235,6 +240,20 @@ class Rig:
             request.table = table
             chunks.append(Chunk(request, length - 1, 1))
         return self.runner.run(chunks).clone()
+
+    def bring(self, num_blocks: int, num_new: int, *, arrives: bool) -> torch.Tensor:
+        """A step of one sequence that computes its last tokens. The others arrive, or are there."""
+        last = self.pool.num_slots - 1
+        request = cast(Any, _Sequence([n % VOCABULARY for n in range(num_blocks * BLOCK_TOKENS)]))
+        slots = [Slot(n * 7 % (last - 1)) for n in range(num_blocks - 1)]
+        if arrives:
+            self.pool.tensor[slots] = float("nan")
+            request.table.extend_arriving(slots, [Slot(last - slot) for slot in slots])
+        else:
+            request.table.extend(slots)
+        request.table.extend([Slot(last)])
+        end = num_blocks * BLOCK_TOKENS
+        return self.runner.run([Chunk(request, end - num_new, num_new)]).clone()
 
 
 class _Sequence:
@@ -287,6 +306,48 @@ def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
     assert rig.runner.num_fetched > rig.runner.num_ahead > 500
     rig.runner.close()
     rig.pins.close()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_a_step_brings_blocks_without_changing_a_bit(
+    for_packed: LoadedModel, use_graphs: bool, packed: bool
+) -> None:
+    rig = Rig(for_packed, 96, use_graphs=use_graphs, packed=packed)
+    for num_blocks, num_new in ((2, 1), (40, 1), (90, 1), (90, 7), (1, 1), (17, 16), (90, 1)):
+        wanted = rig.bring(num_blocks, num_new, arrives=False)
+        resident = rig.pool.tensor.clone()
+        found = rig.bring(num_blocks, num_new, arrives=True)
+        assert torch.equal(found, wanted), (num_blocks, num_new)
+        assert torch.equal(rig.pool.tensor.view(torch.uint8), resident.view(torch.uint8))
+    rig.runner.close()
+    rig.pins.close()
+
+
+@pytest.mark.parametrize("codec", ["raw", "auto"])
+def test_a_prompt_in_dram_is_answered_within_a_step(loaded: LoadedModel, codec: str) -> None:
+    tiers = Config(host=HostConfig(size_bytes=32 * MiB, huge_pages=False, codec=codec))
+    answers = {}
+    for in_step in (False, True):
+        engine = make(loaded, 64, tiers, load_in_step=in_step)
+        run(engine)
+        told = []
+        for prompt in prompts():
+            assert engine.offloader is not None
+            engine.offloader.drain()
+            engine.step()
+            engine.pool.forget()
+            engine.device.tensor.fill_(float("nan"))
+            request = engine.add("again", prompt, replace(GREEDY, logprobs=0))
+            logprobs = []
+            while engine.has_work:
+                logprobs += [each.sampled.logprob for each in engine.step()]
+            assert request.num_loaded_tokens == len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+            told.append((request.output_ids, logprobs))
+        idle(engine)
+        answers[in_step] = told
+        engine.close()
+    assert answers[True] == answers[False]
 
 
 @pytest.fixture(scope="module", params=[64, 96, 128])

@@ -73,6 +73,7 @@ class AttentionStep:
     decode: DecodeKernel | None = None  # sequences with one new token, at the row's start
     num_decode: int = 0
     between_layers: Callable[[], None] = lambda: None
+    await_layer: Callable[[int], None] = lambda layer: None  # called before a layer reads KV
 
 
 def paged_attention(
@@ -121,6 +122,7 @@ def attend(
     query [row, heads, head_dim]; key and value [row, kv_heads, head_dim].
     """
     step.between_layers()
+    step.await_layer(layer)
     if step.decode is not None and not step.spans:
         return step.decode.attend(query, layer, scale, rules)
     is_alone = step.decode is None and len(step.spans) == 1

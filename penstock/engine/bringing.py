@@ -1,0 +1,114 @@
+"""Brings blocks from DRAM to the device within a step, each layer just before the step needs it.
+
+A prompt that is found in DRAM needs a step for its last tokens. Loading first and computing then
+takes as long as both together. Here kernels on separate streams copy one layer of all blocks after
+the other, and the step waits for each layer where it attends: the link and the processors work at
+the same time. The blocks stay where they were copied to, as after a load.
+
+The list of blocks is at a fixed address, so a step that brings blocks can be captured as a graph.
+A block is pinned in DRAM until the step has ended, and nobody else may read it on the device before
+the step was queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.codecs.lossless_format import LosslessFormat
+from penstock.engine.attention.bring_triton import bring_layer
+from penstock.engine.attention.triton import pull_words
+from penstock.engine.table import Addresses, BlockTable, arriving_in
+
+_cuda: Any = torch.cuda  # mostly untyped
+
+MAX_BYTES = 1 << 30  # what one step brings at most: for more, copy engines are faster by more
+_NUM_STREAMS = 2  # used in turn: one layer begins while the last bytes of another arrive
+# Enough programs to saturate a PCIe Gen5 link. Unpacking needs a row's header before its values.
+_NUM_PROGRAMS = 16
+_NUM_UNPACKING_PROGRAMS = 48
+
+
+class Bringer:
+    def __init__(
+        self,
+        max_blocks: int,
+        num_layers: int,
+        layer_bytes: int,
+        device: torch.device,
+        form: LosslessFormat | None = None,
+    ) -> None:
+        """`layer_bytes`: of a raw block. `form`: of HOST's blocks, if they are packed."""
+        self.max_blocks = max_blocks
+        self._num_layers = num_layers
+        self._layer_bytes = layer_bytes
+        self._form = form
+        self._on_gpu = device.type == "cuda"
+        size = 1 + 2 * max_blocks
+        self._staged = torch.zeros(size, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._sent = torch.zeros(size, dtype=torch.int64, device=device)
+        self._num_words = 1
+        self._read: Any = None  # the list that was sent last
+        self._streams: list[Any] = []
+        if self._on_gpu:
+            self._read = _cuda.Event()
+            # High priority: these few programs must not wait for a matrix product to end.
+            self._streams = [_cuda.Stream(device, priority=-1) for _ in range(_NUM_STREAMS)]
+        self._arrived: dict[int, Any] = {}  # by layer
+
+    def fill(self, tables: Sequence[BlockTable], addresses: Addresses) -> bool:
+        """Choose what the next step brings: the blocks that arrive in these tables.
+
+        False if there are none.
+        """
+        if self._read is not None:
+            self._read.synchronize()
+        pins, slots = arriving_in(tables)
+        self._num_words = 1 + 2 * len(pins)
+        staged = self._staged.numpy()
+        staged[0] = len(pins)
+        staged[1 : self._num_words : 2] = addresses.of(~pins)
+        staged[2 : self._num_words : 2] = addresses.of(slots)
+        return len(pins) > 0
+
+    def send(self) -> None:
+        """Queue the transfer of the list to the device. No copy: it would wait for loads."""
+        if self._on_gpu:
+            pull_words(self._staged.data_ptr(), self._sent[: self._num_words])
+            self._read.record()
+        else:
+            self._sent.copy_(self._staged)
+
+    def begin(self) -> None:
+        """Queue all copies. Call it before the first layer is queued."""
+        for stream in self._streams:
+            stream.wait_stream(_cuda.current_stream())
+        for layer in range(self._num_layers if self._on_gpu else 0):
+            stream = self._streams[layer % _NUM_STREAMS]
+            with _cuda.stream(stream):
+                self._copy(layer)
+                self._arrived[layer] = _cuda.Event()
+                self._arrived[layer].record()
+
+    def wait(self, layer: int) -> None:
+        """Work that is queued from now on waits for this layer."""
+        if self._on_gpu:
+            _cuda.current_stream().wait_event(self._arrived[layer])
+        else:  # as late as it may be
+            self._copy(layer)
+
+    def end(self) -> None:
+        """Work that is queued from now on waits for all copies."""
+        for stream in self._streams:
+            _cuda.current_stream().wait_stream(stream)
+
+    def cut_short(self) -> None:
+        """A step has failed halfway: wait for the copies that nothing waits for."""
+        for stream in self._streams:
+            stream.synchronize()
+
+    def _copy(self, layer: int) -> None:
+        num_programs = _NUM_PROGRAMS if self._form is None else _NUM_UNPACKING_PROGRAMS
+        bring_layer(self._sent, layer, self._layer_bytes, num_programs, self._form)
