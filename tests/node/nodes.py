@@ -144,4 +144,5 @@ def node(
 
 
 def num_files() -> int:
+    """Compare with <=: what earlier tests left behind may be freed meanwhile."""
     return len(os.listdir("/proc/self/fd"))

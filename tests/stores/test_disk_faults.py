@@ -254,7 +254,7 @@ def test_index_lost_before_a_read_only_restart(rig: Rig, rigs: Rigs, damage: str
     try:
         reader = rigs(rig.directory, disk={"read_only": True})
     except (ConfigError, Foreign, Locked):
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
     else:
         expect_loss(reader, KEYS)
 
@@ -814,7 +814,7 @@ def test_wrong_version_or_damaged_manifest(
     for read_only in (False, True):
         with pytest.raises(Foreign, match="store clear"):
             rigs(rig.directory, disk={"read_only": read_only})
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     manifest.write_text(sound)
     again = rigs(rig.directory)
     expect_loss(again, [])

@@ -305,7 +305,8 @@ def test_an_arena_that_is_let_go_gives_its_memory_back() -> None:
         HostArena.open(arena.handle).view(Slot(0))[:] = b"\x01" * 8192
     assert held() != before
     del arena
-    assert held() == before
+    # What earlier tests left behind may be freed meanwhile.
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 
 def test_a_handle_is_plain_data(shared: HostArena) -> None:
