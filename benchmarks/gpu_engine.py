@@ -1,6 +1,7 @@
 """The embedded engine on a GPU, Llama-3.1-8B's shapes in bf16: benefit and cost of tiers.
 
-    python -m benchmarks.gpu_engine ttft       time to first token: computed, and from DRAM
+    python -m benchmarks.gpu_engine ttft       time to first token: computed, and from DRAM: loaded
+                                               before the step, and within it
     python -m benchmarks.gpu_engine cache      tokens per second for several sizes of DRAM
     python -m benchmarks.gpu_engine decode     time per token of the whole engine, next to vLLM's
     python -m benchmarks.gpu_engine sampling   the same with random tokens, next to the likeliest
@@ -43,7 +44,7 @@ from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request
 from penstock.engine.residency import ResidencyConfig
 from penstock.engine.sampler import SamplerRow, begin_sampling, make_generator
-from penstock.events import Decided, Event, Lost, Observer
+from penstock.events import Decided, Event, Lost, Observer, Stepped
 from penstock.types import Direction, Slot, Verdict
 
 BLOCK_TOKENS = 16
@@ -70,6 +71,8 @@ class Scale:
         residency: ResidencyConfig | None = None,
         observers: tuple[Observer, ...] = (),
         max_num_seqs: int = 32,
+        *,
+        load_in_step: bool = False,
     ) -> Iterator[Engine]:
         tiers = None
         if host_tokens:
@@ -81,6 +84,7 @@ class Scale:
             128 if self.tiny else 4096,
             max_num_seqs,
             residency=residency or ResidencyConfig(),
+            load_in_step=load_in_step,
         )
         engine = Engine(self.loaded, config, tiers, observers)
         if self.tiny:
@@ -128,7 +132,10 @@ def ttft(scale: Scale, rounds: int) -> None:
     link = None if scale.tiny else link_bytes_per_second()
     lengths = [scale.tokens(n) for n in (512, 2_048, 8_192, 32_768, 131_072)]
     lengths[-1] -= 64  # room for an answer
-    with scale.engine(sum(lengths) * 11 // 10, sum(lengths) * 11 // 10) as engine:
+    room = sum(lengths) * 11 // 10
+    brought = _Brought()
+    with scale.engine(room, room, observers=(brought,), load_in_step=True) as engine:
+        max_brought = engine.scheduler.max_brought
         serve(engine, [prompt_of(n, -n) for n in lengths[:2]])  # kernels are compiled
         serve(engine, [prompt_of(lengths[2], -1)])
         for length in lengths:
@@ -137,27 +144,48 @@ def ttft(scale: Scale, rounds: int) -> None:
             for seed in range(1, rounds if length <= 40_000 else 1):
                 computed.append(serve(engine, [prompt_of(length, length + seed)])[0])
             answer = serve(engine, [prompt])[1][0].output_ids
-            loaded, parts = [], []
+            taken: dict[bool, list[float]] = {False: [], True: []}
+            parts: dict[bool, list[dict[str, float]]] = {False: [], True: []}
             for _ in range(max(3, rounds)):
-                forget(engine)
-                with Moments(engine) as moments:
-                    seconds, found = serve(engine, [prompt])
-                loaded.append(seconds)
-                parts.append(moments.ms())
-                if found[0].output_ids != answer:
-                    raise SystemExit(f"{length} tokens: the answer from DRAM differs")
+                for in_step in (False, True):  # loaded first, and within the step
+                    engine.scheduler.max_brought = max_brought if in_step else 0
+                    forget(engine)
+                    brought.num_blocks = 0
+                    with Moments(engine) as moments:
+                        seconds, found = serve(engine, [prompt])
+                    if brought.num_blocks or not in_step:
+                        taken[in_step].append(seconds)
+                        parts[in_step].append(moments.ms())
+                    if found[0].output_ids != answer:
+                        raise SystemExit(f"{length} tokens: the answer from DRAM differs")
+            loaded = taken[False]
             row: dict[str, Any] = {"tokens": length, "computed_ms": median(computed) * 1e3}
             row |= {"dram_ms": median(loaded) * 1e3, "loaded_tokens": found[0].num_loaded_tokens}
             row["gain"] = row["computed_ms"] / row["dram_ms"]
+            if taken[True]:
+                row["in_step_ms"] = median(taken[True]) * 1e3
+                row["in_step_gain"] = row["dram_ms"] / row["in_step_ms"]
             if link is not None:
                 assert engine.offloader is not None
                 block_bytes = engine.offloader.host.block_bytes  # packed, unless DRAM is raw
                 num_bytes = found[0].num_loaded_tokens / BLOCK_TOKENS * block_bytes
                 row["link_ms"] = num_bytes / link * 1e3
-                if row["link_ms"] > 1.05 * row["dram_ms"]:
+                if row["link_ms"] > 1.05 * min(row["dram_ms"], row.get("in_step_ms", 1e9)):
                     raise SystemExit(f"{row}: more than the link can carry")
             say(row)
-            say({"hit_of": length, **_medians(parts)})
+            for in_step, times in parts.items():
+                if times:
+                    say({"hit_of": length, "in_step": in_step, **_medians(times)})
+
+
+class _Brought:
+    """Counts blocks that steps brought."""
+
+    num_blocks = 0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Stepped):
+            self.num_blocks += event.num_cold_blocks
 
 
 class Moments:

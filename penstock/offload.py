@@ -449,8 +449,12 @@ class Offloader:
             self._engine.wait(0.01)
 
     def pause(self, timeout_seconds: float) -> None:
-        """Block until a transfer ends or time is up, for a client that has nothing else to do."""
-        self._engine.wait(timeout_seconds)
+        """Block until a transfer ends or time is up, for a client that has nothing else to do.
+
+        Returns at once if tickets have ended already, as those that needed no transfer.
+        """
+        if not self._stack.tickets.have_ended:
+            self._engine.wait(timeout_seconds)
 
     def drain(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until nothing is under way, including writes to lower tiers.

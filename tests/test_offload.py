@@ -483,6 +483,18 @@ def test_tickets_that_end_while_draining_are_told_by_the_next_step(
     assert rig.offloader.step() == []
 
 
+def test_nobody_pauses_for_a_ticket_that_has_ended(rigs: Rigs, tmp_path: Path) -> None:
+    """What needs no transfer ends within the call, and nothing would wake the client."""
+    rig = rigs(tmp_path)
+    rig.save(keys_of(4))
+    assert rig.offloader.drain(TIMEOUT_SECONDS)
+    ticket = rig.offloader.load(keys_of(4), [None] * 4)
+    rig.offloader.pause(1e6)
+    (done,) = rig.offloader.step()
+    assert (done.ticket, done.ok) == (ticket, True)
+    rig.offloader.unpin([pin for pin in done.pins if pin is not None])
+
+
 def test_an_observer_that_fails_stops_nothing(rigs: Rigs, tmp_path: Path) -> None:
     rig = rigs(tmp_path)
 

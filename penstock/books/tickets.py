@@ -166,6 +166,11 @@ class Tickets:
         if ticket.over and self._open.pop(ticket.id, None) is not None:
             self._dones.append(ticket.done(now))
 
+    @property
+    def have_ended(self) -> bool:
+        """Whether some have ended since the last `take_dones`."""
+        return bool(self._dones)
+
     def take_dones(self) -> list[Done]:
         dones, self._dones = self._dones, []
         return dones

@@ -136,7 +136,7 @@ class Scheduler:
         self._rotation = rotation or Rotation(None)
         self._audits = audits
         self._announcer = announcer
-        self._max_brought = max_brought
+        self.max_brought = max_brought
         self._brought: list[Slot] = []  # HOST slots that the step under way reads
         self._clock = clock
         self._short: Request | None = None  # found no room in the last step
@@ -629,7 +629,7 @@ class Scheduler:
             return False
         first = plan.match.runs[0]
         return (
-            len(plan.into) <= min(self._max_brought, first.num_blocks)
+            len(plan.into) <= min(self.max_brought, first.num_blocks)
             and first.tier is Tier.HOST
             and None not in plan.into
             and not (self._running or self._loading)
