@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu_engine ttft       time to first token: computed, and from DRAM: loaded
                                                before the step, and within it
+    python -m benchmarks.gpu_engine prefill    prompts in chunks of several sizes, next to vLLM's
+    python -m benchmarks.gpu_engine profile    where a prompt's time goes, kernel by kernel
     python -m benchmarks.gpu_engine cache      tokens per second for several sizes of DRAM
     python -m benchmarks.gpu_engine decode     time per token of the whole engine, next to vLLM's
     python -m benchmarks.gpu_engine sampling   the same with random tokens, next to the likeliest
@@ -49,6 +51,7 @@ from penstock.types import Direction, Slot, Verdict
 
 BLOCK_TOKENS = 16
 GIB = 1 << 30
+VLLM_PREFILL_MS = {8_192: 204.0, 32_768: 1_184.0}  # vLLM 0.26 on an H200
 
 
 class Scale:
@@ -73,6 +76,7 @@ class Scale:
         max_num_seqs: int = 32,
         *,
         load_in_step: bool = False,
+        chunk_tokens: int = 4096,
     ) -> Iterator[Engine]:
         tiers = None
         if host_tokens:
@@ -81,7 +85,7 @@ class Scale:
         config = EngineConfig(
             pool_tokens * self.token_bytes,
             BLOCK_TOKENS,
-            128 if self.tiny else 4096,
+            chunk_tokens // 32 if self.tiny else chunk_tokens,
             max_num_seqs,
             residency=residency or ResidencyConfig(),
             load_in_step=load_in_step,
@@ -176,6 +180,60 @@ def ttft(scale: Scale, rounds: int) -> None:
             for in_step, times in parts.items():
                 if times:
                     say({"hit_of": length, "in_step": in_step, **_medians(times)})
+
+
+def prefill(scale: Scale, rounds: int) -> None:
+    for chunk_tokens in (2_048, 4_096, 8_192, 16_384):
+        room = scale.tokens(40_000)
+        with scale.engine(room, 0, chunk_tokens=chunk_tokens) as engine:
+            for length, vllm_ms in VLLM_PREFILL_MS.items():
+                num_tokens = scale.tokens(length)
+                serve(engine, [prompt_of(num_tokens, -1)])  # kernels are compiled
+                taken = [serve(engine, [prompt_of(num_tokens, n)])[0] for n in range(rounds)]
+                ms = median(taken) * 1e3
+                row = {"tokens": num_tokens, "chunk_tokens": chunk_tokens, "ms": ms}
+                say(row if scale.tiny else row | {"of_vllm": vllm_ms / ms})
+
+
+def profile(scale: Scale) -> None:
+    """What kernels take by kind, and the time in which none runs."""
+    on_gpu = not scale.tiny
+    activity = torch.profiler.ProfilerActivity
+    for length in VLLM_PREFILL_MS:
+        num_tokens = scale.tokens(length)
+        with scale.engine(scale.tokens(40_000), 0) as engine:
+            serve(engine, [prompt_of(num_tokens, -1)])
+            with torch.profiler.profile(
+                activities=[activity.CUDA if on_gpu else activity.CPU]
+            ) as seen:
+                seconds = serve(engine, [prompt_of(num_tokens, 0)])[0]
+        by_name = {
+            each.key: (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3
+            for each in seen.key_averages()
+        }
+        by_kind: Counter[str] = Counter()
+        for name, ms in by_name.items():
+            by_kind[kind_of(name)] += ms
+        idle = seconds * 1e3 - sum(by_name.values())
+        row: dict[str, Any] = {"tokens": num_tokens, "ms": seconds * 1e3, "idle_ms": idle}
+        say(row | {f"{kind}_ms": ms for kind, ms in by_kind.most_common()})
+        for name, ms in sorted(by_name.items(), key=lambda each: -each[1])[:16]:
+            say({"tokens": num_tokens, "kernel": name[:100], "ms": ms})
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, from its name."""
+    kinds = {
+        "attention": ("attend", "attention", "flash", "fmha", "sdpa", "softmax"),
+        "products": ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitk", "::mm", "addmm"),
+        "elementwise": ("add_norm", "gate", "rotate", "merge", "store_tokens"),
+        "copies": ("copy", "memcpy", "memset", "cat"),
+    }
+    lower = kernel.lower()
+    for kind, words in kinds.items():
+        if any(word in lower for word in words):
+            return kind
+    return "other"
 
 
 class _Brought:
@@ -518,6 +576,7 @@ def bare_copies(*, loads: bool, saves: bool) -> Iterator[Callable[[], None]]:
 
 PARTS: dict[str, Callable[[Scale], None]] = {
     "decode": decode,
+    "profile": profile,
     "sampling": sampling,
     "larger": larger,
     "beside": beside,
@@ -526,8 +585,8 @@ PARTS: dict[str, Callable[[Scale], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_engine", description=__doc__)
-    parser.add_argument("parts", nargs="+", choices=["ttft", "cache", *PARTS])
-    parser.add_argument("--rounds", type=int, default=3, help="of ttft")
+    parser.add_argument("parts", nargs="+", choices=["ttft", "prefill", "cache", *PARTS])
+    parser.add_argument("--rounds", type=int, default=3, help="of ttft and prefill")
     parser.add_argument("--dram-gib", type=int, nargs="+", default=[0, 16, 64], help="of cache")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -536,6 +595,8 @@ def main() -> None:
         print(f"# {part}", flush=True)
         if part == "ttft":
             ttft(scale, options.rounds)
+        elif part == "prefill":
+            prefill(scale, options.rounds)
         elif part == "cache":
             cache(scale, options.dram_gib)
         else:
