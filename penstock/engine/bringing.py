@@ -18,35 +18,48 @@ from typing import Any
 import torch
 
 from penstock.codecs.lossless_format import LosslessFormat
-from penstock.engine.attention.bring_triton import bring_layer
+from penstock.engine.attention import packed_triton as packed
+from penstock.engine.attention.bring_triton import bring_packed, bring_raw
 from penstock.engine.attention.triton import pull_words
 from penstock.engine.table import Addresses, BlockTable, arriving_in
 
 _cuda: Any = torch.cuda  # mostly untyped
 
-MAX_BYTES = 1 << 30  # what one step brings at most: for more, copy engines are faster by more
+_MAX_BYTES = 1 << 30  # what one step brings at most: for more, copy engines are faster by more
+_POOL_SHARE = 32  # buffers for packed blocks take at most 1/32 of the pool's size ...
+_MIN_ROOM_BYTES = 8 << 20  # ... or as much as this beside a small pool
 _NUM_STREAMS = 2  # used in turn: one layer begins while the last bytes of another arrive
-# Enough programs to saturate a PCIe Gen5 link. Unpacking needs a row's header before its values.
-_NUM_PROGRAMS = 16
-_NUM_UNPACKING_PROGRAMS = 48
+# See `fetching`: enough to saturate a PCIe Gen5 link, and few enough to leave SMs free.
+_NUM_PROGRAMS = 12
+_NUM_PACKED_PROGRAMS = 8
+_NUM_UNPACKING = 264
 
 
 class Bringer:
     def __init__(
         self,
-        max_blocks: int,
         num_layers: int,
         layer_bytes: int,
+        pool_bytes: int,
         device: torch.device,
         form: LosslessFormat | None = None,
     ) -> None:
         """`layer_bytes`: of a raw block. `form`: of HOST's blocks, if they are packed."""
-        self.max_blocks = max_blocks
         self._num_layers = num_layers
         self._layer_bytes = layer_bytes
         self._form = form
         self._on_gpu = device.type == "cuda"
-        size = 1 + 2 * max_blocks
+        self.max_blocks = min(pool_bytes, _MAX_BYTES) // (num_layers * layer_bytes)
+        self._buffers: list[torch.Tensor] = []  # in which packed layers arrive, one per stream
+        if form is not None:
+            size = packed.packed_layer_bytes(form, layer_bytes)
+            room_bytes = max(_MIN_ROOM_BYTES, pool_bytes // _POOL_SHARE)
+            self.max_blocks = min(self.max_blocks, room_bytes // (_NUM_STREAMS * size))
+            self._buffers = [
+                torch.empty((self.max_blocks, size), dtype=torch.uint8, device=device)
+                for _ in range(_NUM_STREAMS)
+            ]
+        size = 1 + 2 * self.max_blocks
         self._staged = torch.zeros(size, dtype=torch.int64, pin_memory=self._on_gpu)
         self._sent = torch.zeros(size, dtype=torch.int64, device=device)
         self._num_words = 1
@@ -110,5 +123,15 @@ class Bringer:
             stream.synchronize()
 
     def _copy(self, layer: int) -> None:
-        num_programs = _NUM_PROGRAMS if self._form is None else _NUM_UNPACKING_PROGRAMS
-        bring_layer(self._sent, layer, self._layer_bytes, num_programs, self._form)
+        if self._form is None:
+            bring_raw(self._sent, layer, self._layer_bytes, _NUM_PROGRAMS)
+            return
+        bring_packed(
+            self._sent,
+            self._buffers[layer % _NUM_STREAMS],
+            layer,
+            self._layer_bytes,
+            _NUM_PACKED_PROGRAMS,
+            _NUM_UNPACKING,
+            self._form,
+        )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.config.options import COLD_DEVICE
-from penstock.engine import bringing, fp8
+from penstock.engine import fp8
 from penstock.engine.anywhere.blending import key_changes
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
@@ -274,9 +274,9 @@ class TritonRunner:
         self._bringer: Bringer | None = None
         if brings and host is not None:
             self._bringer = Bringer(
-                min(pool.num_slots, max(1, bringing.MAX_BYTES // pool.block_bytes)),
                 loaded.num_layers,
                 self._shape.layer_bytes,
+                pool.num_slots * pool.block_bytes,
                 self._device,
                 host_form,
             )

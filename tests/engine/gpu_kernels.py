@@ -25,7 +25,7 @@ from penstock.engine.anywhere.placing_triton import place_tokens
 from penstock.engine.attention import cold_triton
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
-from penstock.engine.attention.bring_triton import bring_layer
+from penstock.engine.attention.bring_triton import bring_packed, bring_raw
 from penstock.engine.attention.halves_triton import merge
 from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.scattered_triton import attend_scattered
@@ -143,7 +143,11 @@ def compile_reads(shape: Shape) -> None:
             kernels.fetch_layer(plan.fetched, plan.waves, 0, at, words, 8, **which)
             packed.unpack_layer(arrived, plan.waves, 0, buffer, 264, form, **which)
     for layer in (0, 1):
-        bring_layer(plan.table, layer, shape.layer_bytes, 16, form)
+        bring_raw(plan.table, layer, shape.layer_bytes, 12)
+        if form is not None:
+            size = packed.packed_layer_bytes(form, shape.layer_bytes)
+            arrived = torch.zeros(8, size, dtype=torch.uint8)
+            bring_packed(plan.table, arrived, layer, shape.layer_bytes, 8, 264, form)
     kernels.copy_layer(plan.table, shape.layer_bytes, whole, form, is_fp8=shape.is_fp8)
     num_variants = count_variants(kernels._copy_layer)
     # Layers with a window leave out the first blocks.

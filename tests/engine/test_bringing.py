@@ -48,8 +48,9 @@ from penstock.types import BlockSpec, Slot, Tier
 
 pytest.importorskip("triton")
 
+from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
-from penstock.engine.attention.bring_triton import bring_layer
+from penstock.engine.attention.bring_triton import bring_packed, bring_raw
 
 
 def list_of(sources: Any, targets: Any) -> torch.Tensor:
@@ -67,7 +68,10 @@ def test_packed_blocks_are_unpacked_where_they_belong(shape: tuple[int, int, int
     pins, slots = np.array([~2, ~5, ~0]), np.array([4, 1, 3])
     blocks = list_of(addresses.of(pins), there.of(slots))
     for layer in range(LAYERS):
-        bring_layer(blocks, layer, layer_bytes_of(pool), 3, host.form)
+        size = packed.packed_layer_bytes(host.form, layer_bytes_of(pool))
+        arrived = torch.full((4, size), 7, dtype=torch.uint8, device=DEVICE)
+        bring_packed(blocks, arrived, layer, layer_bytes_of(pool), 3, 2, host.form)
+        assert (arrived[3] == 7).all()
         assert same_bits(target[[4, 1, 3], layer], pool[[3, 0, 5], layer])
         assert (target[:, layer + 1 :] == 7).all()
     assert (target[[0, 2, 5]] == 7).all()
@@ -95,11 +99,11 @@ def test_raw_blocks_are_copied_where_they_belong(
     pins, slots = np.array([2, 5, 0]), np.array([4, 1, 3])
     blocks = list_of(pool.data_ptr() + pins * stride, target.data_ptr() + slots * stride)
     for layer in range(LAYERS):
-        bring_layer(blocks, layer, layer_bytes_of(pool), 2)
+        bring_raw(blocks, layer, layer_bytes_of(pool), 2)
         assert torch.equal(target[[4, 1, 3], layer], pool[[2, 5, 0], layer])
         assert (target[:, layer + 1 :] == 7).all()
     assert (target[[0, 2, 5]] == 7).all()
-    bring_layer(list_of(pins[:0], slots[:0]), 0, layer_bytes_of(pool), 2)  # nothing to do
+    bring_raw(list_of(pins[:0], slots[:0]), 0, layer_bytes_of(pool), 2)  # nothing to do
 
 
 def test_a_table_knows_what_arrives() -> None:

@@ -1,8 +1,9 @@
 """Copies one layer of blocks from pinned DRAM to where they belong on the device.
 
-Packed blocks (see `packed_triton`) are unpacked on the way: each byte crosses the link once and is
-never stored in between. The list of blocks is a tensor at a fixed address, because a captured graph
-always replays with the same addresses.
+Packed blocks (see `packed_triton`) arrive in a buffer and are unpacked from there: a kernel that
+unpacks what it reads over the link waits for it several times. The list of blocks is a tensor at a
+fixed address, because a captured graph always replays with the same addresses. It begins with the
+number of blocks; then follow, for each, its address in DRAM and that of its place on the device.
 """
 
 from __future__ import annotations
@@ -18,19 +19,43 @@ from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention.packed_triton import unpack_rows_of_layer
 
 _STEP_BYTES = 32768
-_ROW_VALUES = 8192  # unpacked at a time: larger tiles hide more of the link's latency
+_ROW_VALUES = 2048  # unpacked at a time
 _ALIGN = 16
 
 
 @triton.jit
-def _bring_layer(
-    blocks,  # how many; then of each its address in DRAM, and that of its place on the device
-    like,  # only its type counts: that of the words in which raw blocks are copied
-    layer_at,  # where the layer begins in a block, in bytes
-    packed_at,  # and in a packed one
+def _copy_blocks(
+    blocks,
+    arrived,  # [blocks, SIZE]; if TO_DEVICE, only its type counts: that of the words to copy
+    source_at,  # where the layer begins in a block, in bytes
+    target_at,
     num_programs,
+    TO_DEVICE: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
     STEP: tl.constexpr,  # noqa: N803
+    ALIGN: tl.constexpr,  # noqa: N803
+):
+    num_steps: tl.constexpr = (SIZE + STEP - 1) // STEP
+    pointer: tl.constexpr = tl.pointer_type(arrived.dtype.element_ty)
+    for work in range(tl.program_id(0), tl.load(blocks) * num_steps, num_programs):
+        block = work // num_steps
+        places = work % num_steps * STEP + tl.arange(0, STEP)
+        inside = places < SIZE
+        source = tl.multiple_of((tl.load(blocks + 1 + 2 * block) + source_at).to(pointer), ALIGN)
+        target = arrived + block * SIZE
+        if TO_DEVICE:
+            there = tl.load(blocks + 2 + 2 * block) + target_at
+            target = tl.multiple_of(there.to(pointer), ALIGN)
+        tl.store(target + places, tl.load(source + places, mask=inside), mask=inside)
+
+
+@triton.jit
+def _unpack_blocks(
+    blocks,
+    arrived,  # bytes: [blocks, PACKED_LAYER]
+    layer_at,
+    num_programs,
+    PACKED_LAYER: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
     LAYER_ROWS: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
@@ -40,68 +65,89 @@ def _bring_layer(
     REGION_BYTES: tl.constexpr,  # noqa: N803
     MAX_EXCEPTIONS: tl.constexpr,  # noqa: N803
 ):
-    length: tl.constexpr = LAYER_ROWS if REGION_ROWS else SIZE
-    stride: tl.constexpr = ROWS if REGION_ROWS else STEP
-    num_steps: tl.constexpr = (length + stride - 1) // stride
+    num_steps: tl.constexpr = (LAYER_ROWS + ROWS - 1) // ROWS
     for work in range(tl.program_id(0), tl.load(blocks) * num_steps, num_programs):
         block = work // num_steps
-        first = work % num_steps * stride
-        source = tl.load(blocks + 1 + 2 * block)
-        target = tl.load(blocks + 2 + 2 * block) + layer_at
-        if REGION_ROWS:
-            values = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), ALIGN)
-            unpack_rows_of_layer(
-                (source - 1 + packed_at).to(tl.pointer_type(tl.uint8)),  # its address is odd
-                first,
-                LAYER_ROWS,
-                values + first * (ROW // 2),
-                ROWS,
-                ROW,
-                WORDS_PAD,
-                REGION_ROWS,
-                REGION_BYTES,
-                MAX_EXCEPTIONS,
-            )
-        else:
-            word: tl.constexpr = like.dtype.element_ty
-            here = tl.multiple_of((source + layer_at).to(tl.pointer_type(word)), ALIGN)
-            there = tl.multiple_of(target.to(tl.pointer_type(word)), ALIGN)
-            places = first + tl.arange(0, STEP)
-            inside = places < SIZE
-            tl.store(there + places, tl.load(here + places, mask=inside), mask=inside)
+        row = work % num_steps * ROWS
+        target = (tl.load(blocks + 2 + 2 * block) + layer_at).to(tl.pointer_type(tl.int32))
+        unpack_rows_of_layer(
+            arrived + block * PACKED_LAYER,
+            row,
+            LAYER_ROWS,
+            tl.multiple_of(target, ALIGN) + row * (ROW // 2),
+            ROWS,
+            ROW,
+            WORDS_PAD,
+            REGION_ROWS,
+            REGION_BYTES,
+            MAX_EXCEPTIONS,
+        )
 
 
-def bring_layer(
+def bring_raw(blocks: Any, layer: int, layer_bytes: int, num_programs: int) -> None:
+    """Copy one layer of all `blocks`. `layer_bytes`: its size in a block."""
+    align = gcd(_ALIGN, layer_bytes)
+    words = blocks.view(_word(align))
+    at = layer * layer_bytes
+    _copy(blocks, words, at, at, num_programs, layer_bytes, align, to_device=True)
+
+
+def bring_packed(
     blocks: Any,
+    arrived: Any,
     layer: int,
     layer_bytes: int,
     num_programs: int,
-    form: LosslessFormat | None = None,
+    num_unpacking: int,
+    form: LosslessFormat,
 ) -> None:
-    """Copy one layer of all `blocks` (see `bringing`). `layer_bytes`: of a raw block's layer.
+    """Copy one layer of all `blocks` to arrived [blocks, bytes], and unpack it from there.
 
-    `form`: of the blocks in DRAM, if they are packed.
+    `layer_bytes`: its size in a raw block. `num_unpacking`: programs that unpack.
     """
-    align = gcd(_ALIGN, layer_bytes)
     at = layer * layer_bytes
-    like = blocks.view(_word(align))
-    word_bytes = like.element_size()
-    size = layer_bytes // word_bytes
-    row = 0 if form is None else form.row_values
-    _bring_layer[(num_programs,)](
+    # The address of a packed block is odd.
+    source_at = packed.packed_at(form, at) - 1
+    words = arrived.view(_word(8))
+    _copy(blocks, words, source_at, 0, num_programs, arrived.shape[1], 8, to_device=False)
+    _unpack_blocks[(num_unpacking,)](
         blocks,
-        like,
+        arrived,
         at,
-        0 if form is None else packed.packed_at(form, at),
-        num_programs,
-        SIZE=size,
-        STEP=min(_STEP_BYTES // word_bytes, triton.next_power_of_2(size)),
-        ALIGN=align,
-        LAYER_ROWS=layer_bytes // 2 // row if row else 0,
-        ROWS=packed.rows_at_once(row, _ROW_VALUES) if row else 0,
-        ROW=row,
-        num_warps=8,
+        num_unpacking,
+        PACKED_LAYER=arrived.shape[1],
+        ALIGN=gcd(_ALIGN, layer_bytes),
+        LAYER_ROWS=layer_bytes // 2 // form.row_values,
+        ROWS=packed.rows_at_once(form.row_values, _ROW_VALUES),
+        ROW=form.row_values,
+        num_warps=4,
         **packed.form_constants(form),
+    )
+
+
+def _copy(
+    blocks: Any,
+    words: Any,
+    source_at: int,
+    target_at: int,
+    num_programs: int,
+    num_bytes: int,
+    align: int,
+    *,
+    to_device: bool,
+) -> None:
+    size = num_bytes // words.element_size()
+    _copy_blocks[(num_programs,)](
+        blocks,
+        words,
+        source_at,
+        target_at,
+        num_programs,
+        TO_DEVICE=to_device,
+        SIZE=size,
+        STEP=min(_STEP_BYTES // words.element_size(), triton.next_power_of_2(size)),
+        ALIGN=align,
+        num_warps=8,
     )
 
 
