@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_engine ttft       time to first token: computed, and from DRAM: loaded
                                                before the step, and within it
     python -m benchmarks.gpu_engine prefill    prompts in chunks of several sizes, next to vLLM's
-    python -m benchmarks.gpu_engine profile    where a prompt's time goes, kernel by kernel
+    python -m benchmarks.gpu_engine profile    where a prompt's and a step's time goes, by kernel
     python -m benchmarks.gpu_engine cache      tokens per second for several sizes of DRAM
     python -m benchmarks.gpu_engine decode     time per token of the whole engine, next to vLLM's
     python -m benchmarks.gpu_engine sampling   the same with random tokens, next to the likeliest
@@ -196,38 +196,67 @@ def prefill(scale: Scale, rounds: int) -> None:
 
 
 def profile(scale: Scale) -> None:
-    """What kernels take by kind, and the time in which none runs."""
-    on_gpu = not scale.tiny
-    activity = torch.profiler.ProfilerActivity
+    """What kernels take by kind, and the time in which none runs: for prompts, and for steps."""
     for length in VLLM_PREFILL_MS:
         num_tokens = scale.tokens(length)
         with scale.engine(scale.tokens(40_000), 0) as engine:
             serve(engine, [prompt_of(num_tokens, -1)])
-            with torch.profiler.profile(
-                activities=[activity.CUDA if on_gpu else activity.CPU]
-            ) as seen:
-                seconds = serve(engine, [prompt_of(num_tokens, 0)])[0]
-        by_name = {
-            each.key: (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3
-            for each in seen.key_averages()
-        }
+            with _Profile(scale, {"prompt": num_tokens}):
+                serve(engine, [prompt_of(num_tokens, 0)])
+    context, num_steps = scale.tokens(2_048), 20
+    params = SamplingParams(temperature=0.0, max_tokens=4 * num_steps, ignore_eos=True)
+    for batch in VLLM_MS:
+        room = batch * (context + 8 * num_steps) * 5 // 4
+        with scale.engine(room, scale.tokens(16_384), max_num_seqs=batch) as engine:
+            requests = [engine.add(str(n), prompt_of(context, n), params) for n in range(batch)]
+            while min(len(request.output_ids) for request in requests) < 4:
+                engine.step()
+            with _Profile(scale, {"batch": batch, "context": context}, num_steps):
+                for _ in range(num_steps):
+                    engine.step()
+            for request in requests:
+                engine.abort(request.id)
+
+
+class _Profile:
+    """Watches the device's kernels, and says what they took. Copies run beside kernels."""
+
+    def __init__(self, scale: Scale, what: dict[str, Any], num_times: int = 1) -> None:
+        self._on_gpu = not scale.tiny
+        self._what, self._num_times = what, num_times
+        activity = torch.profiler.ProfilerActivity
+        activities = [activity.CUDA if self._on_gpu else activity.CPU]
+        self._profile: Any = torch.profiler.profile(activities=activities)
+
+    def __enter__(self) -> None:
+        self._profile.__enter__()
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        ms = (time.perf_counter() - self._began) * 1e3 / self._num_times
+        self._profile.__exit__(*error)
+        by_name: dict[str, float] = {}
         by_kind: Counter[str] = Counter()
-        for name, ms in by_name.items():
-            by_kind[kind_of(name)] += ms
-        idle = seconds * 1e3 - sum(by_name.values())
-        row: dict[str, Any] = {"tokens": num_tokens, "ms": seconds * 1e3, "idle_ms": idle}
-        say(row | {f"{kind}_ms": ms for kind, ms in by_kind.most_common()})
-        for name, ms in sorted(by_name.items(), key=lambda each: -each[1])[:16]:
-            say({"tokens": num_tokens, "kernel": name[:100], "ms": ms})
+        for each in self._profile.key_averages():
+            took = each.self_device_time_total if self._on_gpu else each.self_cpu_time_total
+            by_name[each.key] = took / 1e3 / self._num_times
+            by_kind[kind_of(each.key)] += by_name[each.key]
+        idle = ms - sum(by_kind.values()) + by_kind["copies by engines"]
+        say({**self._what, "ms": ms, "idle_ms": idle, **by_kind})
+        for name, took in sorted(by_name.items(), key=lambda each: -each[1])[:16]:
+            say({**self._what, "kernel": name[:100], "ms": took})
 
 
 def kind_of(kernel: str) -> str:
     """What a kernel is for, from its name."""
     kinds = {
+        "copies by engines": ("memcpy", "memset"),
         "attention": ("attend", "attention", "flash", "fmha", "sdpa", "softmax"),
         "products": ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitk", "::mm", "addmm"),
         "elementwise": ("add_norm", "gate", "rotate", "merge", "store_tokens"),
-        "copies": ("copy", "memcpy", "memset", "cat"),
+        "copies": ("copy", "cat"),
     }
     lower = kernel.lower()
     for kind, words in kinds.items():
