@@ -139,7 +139,8 @@ def ttft(scale: Scale, rounds: int) -> None:
     room = sum(lengths) * 11 // 10
     brought = _Brought()
     with scale.engine(room, room, observers=(brought,), load_in_step=True) as engine:
-        max_brought = engine.scheduler.max_brought
+        brought_loads = engine.scheduler.brought_loads
+        max_blocks = brought_loads.max_blocks
         serve(engine, [prompt_of(n, -n) for n in lengths[:2]])  # kernels are compiled
         serve(engine, [prompt_of(lengths[2], -1)])
         for length in lengths:
@@ -152,7 +153,7 @@ def ttft(scale: Scale, rounds: int) -> None:
             parts: dict[bool, list[dict[str, float]]] = {False: [], True: []}
             for _ in range(max(3, rounds)):
                 for in_step in (False, True):  # loaded first, and within the step
-                    engine.scheduler.max_brought = max_brought if in_step else 0
+                    brought_loads.max_blocks = max_blocks if in_step else lambda: 0
                     forget(engine)
                     brought.num_blocks = 0
                     with Moments(engine) as moments:

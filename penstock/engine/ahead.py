@@ -83,4 +83,4 @@ def _permits(chunk: Chunk) -> bool:
 
 def _reads_host(chunk: Chunk) -> bool:
     table = chunk.request.table
-    return bool(table.num_cold or table.arriving)
+    return bool(table.num_cold or table.arriving_pins)

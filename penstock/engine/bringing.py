@@ -76,9 +76,9 @@ class Bringer:
 
         False if there are none.
         """
+        pins, slots = arriving_in(tables)
         if self._read is not None:
             self._read.synchronize()
-        pins, slots = arriving_in(tables)
         self._num_words = 1 + 2 * len(pins)
         staged = self._staged.numpy()
         staged[0] = len(pins)

@@ -366,6 +366,7 @@ class Engine(EngineParts):
             chunks, lives, read, self.runner.mark(), started, is_left, looks, num_brought
         )
         self.ahead.launched(step, [live.request for live in lives])
+        self.scheduler.queued(chunks)
         return step
 
     def _read_step(self, *, is_rescue: bool = False) -> None:
@@ -381,7 +382,7 @@ class Engine(EngineParts):
         self.runner.wait(self._keep_moving, step.end)
         seconds = self.ahead.ended(step, time.monotonic())
         if not is_rescue:
-            self.scheduler.release_brought()
+            self.scheduler.brought_loads.ended()
         if not (step.looks or step.num_brought):
             computed = [(c.num_tokens, c.end - c.num_tokens) for c in step.chunks]
             self._costs.observe(computed, seconds)

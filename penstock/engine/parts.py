@@ -419,14 +419,20 @@ class EngineParts:
             announcer=self._announcer,
         )
 
-    @property
     def _max_brought(self) -> int:
-        """How many blocks a step may bring from HOST."""
-        host = None if self.offloader is None else self.offloader.host
-        if host is None or not self._config.load_in_step:
+        """How many blocks a step may bring from HOST now."""
+        offloader = self.offloader
+        host = None if offloader is None else offloader.host
+        if offloader is None or host is None or not self._config.load_in_step:
             return 0
-        reads_host = not self.device.on_gpu or has_same_addresses(host)
-        return self.runner.max_brought if reads_host else 0
+        if host.num_for_device < host.num_slots:
+            return 0  # copies wait until a slot is pinned for the GPU, pins do not
+        if self._tiers is not None and self._tiers.host.verify:
+            return 0  # the threads that copy also verify
+        if self.device.on_gpu and not has_same_addresses(host):
+            return 0
+        num_pinnable = offloader.num_pinnable_blocks - offloader.num_pinned
+        return min(self.runner.max_brought, num_pinnable)
 
     def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
         """Make the runner. Also returns the residency that it supports."""

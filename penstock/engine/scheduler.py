@@ -26,6 +26,7 @@ from penstock.engine.anywhere.placing import Placing
 from penstock.engine.auditing import EngineAudits
 from penstock.engine.awaited_prefills import AwaitedPrefills, ComputeSeconds
 from penstock.engine.blocks import BlockPool, CompletedBlocks
+from penstock.engine.brought_loads import BroughtLoads
 from penstock.engine.fairness import FairQueue
 from penstock.engine.lossy import LossyBlocks
 from penstock.engine.placement import Placement
@@ -98,11 +99,11 @@ class Scheduler:
         lossy: LossyBlocks | None = None,
         announcer: Announcer | None = None,
         looks_per_token: int = 1,
-        max_brought: int = 0,
+        max_brought: Callable[[], int] = lambda: 0,
         compute_seconds: ComputeSeconds = lambda num_tokens, num_past: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_brought`: how many blocks may be loaded within a step (see `bringing`)."""
+        """`max_brought`: how many blocks a step may bring now (see `brought_loads`)."""
         self._pool = pool
         self._block_tokens = block_tokens
         self._admission = admission
@@ -121,6 +122,7 @@ class Scheduler:
         self._two_ended_loads = TwoEndedLoads(
             pool, tiers, block_tokens, max(block_tokens, max_num_batched_tokens // 4), announcer
         )
+        self.brought_loads = BroughtLoads(pool, tiers, announcer, max_brought)
         self._awaited = AwaitedPrefills(pool, tiers, block_tokens, compute_seconds, announcer)
         self._segments: SegmentLoads[Request] = SegmentLoads(
             pool,
@@ -136,8 +138,6 @@ class Scheduler:
         self._rotation = rotation or Rotation(None)
         self._audits = audits
         self._announcer = announcer
-        self.max_brought = max_brought
-        self._brought: list[Slot] = []  # HOST slots that the step under way reads
         self._clock = clock
         self._short: Request | None = None  # found no room in the last step
         self._refused = _Refusal(None, 0, 0.0)
@@ -241,6 +241,8 @@ class Scheduler:
             while not self._make_room(request, end):
                 if any(each.is_ending for each in self._running):
                     break  # its blocks are free in the next step
+                if self._stays_in_host(request):
+                    continue
                 if self._gets_room_soon(request) or self._stalls(request):
                     break
                 victim = max(self._running, key=lambda r: r.order)
@@ -294,6 +296,11 @@ class Scheduler:
         """Whether a request that starts computes nothing in this step."""
         return bool(request.segments) or self._awaited.holds(request) or not request.is_ready()
 
+    def queued(self, chunks: Sequence[Chunk]) -> None:
+        """A step is queued on the device: whatever is queued later waits for it there."""
+        for chunk in chunks:
+            self.brought_loads.queued(chunk.request)
+
     def computed(self, chunks: Sequence[Chunk]) -> None:
         """The chunks' KV is on the device: name and save the blocks that are now complete."""
         complete: dict[str, CompletedBlocks] = {}  # by tenant
@@ -301,7 +308,6 @@ class Scheduler:
             request = chunk.request
             if request.phase is not RequestPhase.RUNNING:
                 continue
-            self._enter_brought(request)
             request.num_computed = chunk.end
             if request.segments:
                 request.num_computed = self._segments.skip(request)
@@ -327,26 +333,6 @@ class Scheduler:
             has_ended = request.num_computed == len(request.tokens)
             if request.is_fill and has_ended and request.phase is RequestPhase.RUNNING:
                 self._end_fill(request)
-
-    def _enter_brought(self, request: Request) -> None:
-        """A step that brings blocks of a request is queued: from now on others may share them."""
-        table = request.table
-        arriving = table.arriving
-        if not arriving:
-            return
-        self._brought += table.end_arriving()
-        if self._announcer is not None:
-            self._announcer.completes(request, arriving)
-        for index in arriving:
-            self._pool.name(table.slot(index), request.chain.keys[index])
-        request.num_named = arriving.stop
-
-    def release_brought(self) -> None:
-        """The step under way has ended."""
-        brought, self._brought = self._brought, []
-        if brought:
-            assert self._tiers is not None
-            self._tiers.unpin(brought)
 
     def _end_fill(self, fill: Request) -> None:
         """A segment is computed, or is not needed any more."""
@@ -383,9 +369,7 @@ class Scheduler:
         num_arrived = done.num_leading_ok
         start = len(request.table)
         if request.is_brought:
-            slots = [slot for slot in into[:num_arrived] if slot is not None]
-            held = [pin for pin in pins[:num_arrived] if pin is not None]
-            request.table.extend_arriving(slots, held)
+            self.brought_loads.arrive(request, into[:num_arrived], pins[:num_arrived])
             request.num_named = start  # until the step that brings them is queued
         else:
             self._enter_loaded(request, done.keys[:num_arrived], into, pins)
@@ -526,6 +510,11 @@ class Scheduler:
         request.table.extend(slots)
         return True
 
+    def _stays_in_host(self, request: Request) -> bool:
+        """Whether blocks that would arrive on the device have given up their room."""
+        may_be_cold = self.placement.may_be_cold(request)
+        return may_be_cold and self.brought_loads.stay_in_host(request)
+
     def _stalls(self, request: Request) -> bool:
         """Whether a sequence should wait for running saves instead of preempting another."""
         request.num_stalls += 1
@@ -601,7 +590,7 @@ class Scheduler:
             self._enter(request, RequestPhase.LOADING)
             request.into = plan.into
             parent = request.chain.key_before(num_shared)
-            request.is_brought = self._brings(request, plan)
+            request.is_brought = self._brings(request, plan, budget)
             if request.is_brought:  # until the step, they only need to stay in HOST
                 plan = plan._replace(into=[None] * len(plan.into))
             request.ticket = plan.load(self._tiers, parent, tenant=request.tenant)
@@ -620,21 +609,18 @@ class Scheduler:
             self._pool.release(plan.first_slots[num_first:])
         self._rotation.wake(request)
 
-    def _brings(self, request: Request, plan: AdmissionPlan) -> bool:
-        """Whether the step that computes the rest of the prompt brings what is loaded for it.
+    def _brings(self, request: Request, plan: AdmissionPlan, budget: int) -> bool:
+        """Whether the step that computes the rest of a prompt brings what is loaded for it.
 
-        Only if nothing else runs: the link delays everything that is computed in that step.
+        Only if nothing else runs or waits: everything in that step waits for the link.
         """
-        if not plan.match or plan.match.num_pending or self._audits is not None:
+        if self._running or self._loading or self._waiting or self._audits is not None:
             return False
-        first = plan.match.runs[0]
-        return (
-            len(plan.into) <= min(self.max_brought, first.num_blocks)
-            and first.tier is Tier.HOST
-            and None not in plan.into
-            and not (self._running or self._loading)
-            and not (plan.choice.num_two_ended or request.segments or request.params.awaits_prefill)
-        )
+        if request.segments or request.params.awaits_prefill:
+            return False
+        num_present = (plan.num_shared + len(plan.into)) * self._block_tokens
+        num_tokens = min(len(request.tokens), num_present + budget)
+        return self.brought_loads.suits(plan, -(-num_tokens // self._block_tokens))
 
     def _run(self, request: Request, num_there: int) -> None:
         """Run a request with `num_there` blocks, and begin its two-ended load if it has one."""

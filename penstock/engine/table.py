@@ -103,6 +103,8 @@ class BlockTable:
         """Append blocks whose device slots are filled by the next step, from HOST."""
         if self._arriving:
             raise BookError("a sequence has blocks that arrive already")
+        if len(slots) != len(pins):
+            raise BookError(f"{len(slots)} blocks arrive, but {len(pins)} are pinned")
         self._arriving_start = self._len
         self._arriving = list(pins)
         self._append(slots)
@@ -111,6 +113,15 @@ class BlockTable:
         """The step that brings blocks is queued. Returns the HOST slots that it reads."""
         pins, self._arriving = self._arriving, []
         return pins
+
+    def chill_arriving(self) -> list[Slot]:
+        """Make arriving blocks cold. Returns the device slots that they leave."""
+        arriving, pins = self.arriving, self.end_arriving()
+        slots = self.slots(arriving.start, arriving.stop)
+        self._places[arriving.start : arriving.stop] = ~np.array(pins, np.int64)
+        self._num_cold += len(pins)
+        self.num_moves += 1
+        return slots
 
     def chill(self, index: int, pin: Slot) -> Slot:
         """Make a resident block cold. Returns the device slot that it leaves."""
@@ -162,9 +173,12 @@ class BlockTable:
 
 def arriving_in(tables: Sequence[BlockTable]) -> tuple[Places, Places]:
     """The HOST slots and the device slots of all blocks that arrive in these tables."""
+    none: Places = np.zeros(0, np.int64)
+    tables = [table for table in tables if table.arriving_pins]
+    if not tables:  # most steps: they are short, and arrays take long
+        return none, none
     pins = [np.array(table.arriving_pins, np.int64) for table in tables]
     slots = [table.places[table.arriving.start : table.arriving.stop] for table in tables]
-    none: Places = np.zeros(0, np.int64)
     return np.concatenate([none, *pins]), np.concatenate([none, *slots])
 
 

@@ -16,6 +16,7 @@ import transformers
 from engine.packed_blocks import form_of, pack_into, same_bits, strange_pool
 from engine.ruled_models import MODELS as RULED
 from engine.ruled_models import make_model
+from engine.test_node_engine import Node
 from engine.test_packed_cold import (
     DEVICE,
     LAYERS,
@@ -26,18 +27,20 @@ from engine.test_packed_cold import (
     make,
 )
 from engine.test_runner import BLOCK_TOKENS, SMALL, Sequence, need_interpreter
-from tiny import BLOCK_BYTES, always_load, idle
+from tiny import BLOCK_BYTES, idle
 from tiny import BLOCK_TOKENS as TINY_TOKENS
 
 from penstock.codecs.base import Codec, RawCodec
 from penstock.codecs.lossless import LosslessCodec
-from penstock.config import Config, DiskConfig, HostConfig
-from penstock.engine import fp8
+from penstock.config import Config, DiskConfig, HostConfig, NodeConfig
+from penstock.costs.choose import LoadChoice
+from penstock.engine import bringing, fp8
 from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.params import SamplingParams
 from penstock.engine.parts import EngineConfig
 from penstock.engine.request import Request, RequestPhase
+from penstock.engine.residency import ResidencyConfig
 from penstock.engine.runner import Runner, TorchRunner
 from penstock.engine.table import BlockTable, arriving_in
 from penstock.errors import BookError
@@ -45,12 +48,21 @@ from penstock.events import Event, Stepped
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 from penstock.types import BlockSpec, Slot, Tier
+from tests.node.nodes import be_patient
 
 pytest.importorskip("triton")
 
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
 from penstock.engine.attention.bring_triton import bring_packed, bring_raw
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, programs that have nothing to do take as long as others."""
+    if DEVICE.type != "cuda":
+        for name in ("_NUM_PROGRAMS", "_NUM_PACKED_PROGRAMS", "_NUM_UNPACKING"):
+            monkeypatch.setattr(bringing, name, 2)
 
 
 def list_of(sources: Any, targets: Any) -> torch.Tensor:
@@ -115,12 +127,20 @@ def test_a_table_knows_what_arrives() -> None:
     assert table.slots(0, 3) == [7, 3, 5]
     with pytest.raises(BookError, match="arrive already"):
         table.extend_arriving([Slot(1)], [Slot(2)])
+    with pytest.raises(BookError, match="2 blocks arrive, but 1"):
+        BlockTable().extend_arriving([Slot(1), Slot(2)], [Slot(2)])
     pins, slots = arriving_in([BlockTable([Slot(1)]), table])
     assert (pins.tolist(), slots.tolist()) == ([20, 21], [3, 5])
     assert table.end_arriving() == [20, 21]
     assert not table.arriving
     table.extend_arriving([Slot(4)], [Slot(9)])
     assert table.take_all() == ([7, 3, 5, 4], [9])  # both are given back
+    assert arriving_in([table])[0].size == 0
+    table.extend([Slot(7)])
+    table.extend_arriving([Slot(3), Slot(5)], [Slot(20), Slot(21)])
+    assert table.chill_arriving() == [3, 5]
+    assert (list(table), table.num_cold) == ([7, ~20, ~21], 2)
+    assert table.take_all() == ([7], [20, 21])
     assert not table.arriving
     assert len(table) == 0
 
@@ -300,21 +320,27 @@ def opened(
     disk: Path | None = None,
     ahead: bool = True,
     in_step: bool = True,
+    num_blocks: int = 64,
 ) -> Iterator[Engine]:
     below = DiskConfig()
     if disk is not None:
         below = DiskConfig(path=str(disk), size_bytes=256 * (BLOCK_BYTES + 512) + 65536)
     tiers = Config(HostConfig(size_bytes=128 * BLOCK_BYTES, huge_pages=False), below)
     config = EngineConfig(
-        64 * BLOCK_BYTES, TINY_TOKENS, 64, 4, launch_ahead=ahead, load_in_step=in_step
+        num_blocks * BLOCK_BYTES, TINY_TOKENS, 64, 4, launch_ahead=ahead, load_in_step=in_step
     )
     engine = Engine(loaded, config, tiers if host else None, (watch,))
-    engine.runner.only_queues = True
-    always_load(engine)
+    prepare(engine)
     try:
         yield engine
     finally:
         engine.close()
+
+
+def prepare(engine: Engine) -> None:
+    """As on a GPU. All that is found is loaded: it seems to take less time than to compute it."""
+    engine.runner.only_queues = True
+    engine.scheduler._choose = lambda match, num_past: LoadChoice(match.num_blocks, 0.0, 60.0)
 
 
 def forget(engine: Engine) -> None:
@@ -395,7 +421,8 @@ def test_nobody_shares_blocks_before_their_step_is_queued(loaded: LoadedModel) -
             for _ in range(gap):
                 watch.step(engine)
             run(engine, watch, {"b": ids})
-            assert watch.num_brought - before == 6
+            # Together they would wait for the link.
+            assert watch.num_brought - before == (6 if gap else 0)
             assert watch.tokens == plain.tokens
             for name, found in watch.logprobs.items():  # batches differ
                 assert found == pytest.approx(plain.logprobs[name], abs=1e-3)
@@ -432,6 +459,9 @@ def test_others_are_not_made_to_wait_for_the_link(loaded: LoadedModel) -> None:
         run(engine, watch, {"first": ids})
         forget(engine)
         run(engine, watch, {"other": other, "a": ids})
+        assert watch.num_brought == 0
+        forget(engine)
+        run(engine, watch, {"again": ids, "another": other})
         assert watch.num_brought == 0
 
 
@@ -550,3 +580,189 @@ def test_random_requests_are_told_what_they_should_be(loaded: LoadedModel) -> No
             watch.tokens = {}
         idle(engine)
     assert watch.num_brought > 50
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("num_found", [6, 7, 8])
+@pytest.mark.parametrize("num_more", [1, 9, 40])
+def test_a_prompt_as_large_as_the_pool(
+    loaded: LoadedModel, num_found: int, num_more: int, in_step: bool
+) -> None:
+    """A pool of 8 blocks: what arrives cannot leave it again to make room for the rest."""
+    ids = prompt_of(num_found * TINY_TOKENS + num_more, 1)
+    head = ids[: num_found * TINY_TOKENS + 1]
+    watch = Watch()
+    with opened(loaded, Watch(), host=False) as engine:
+        run(engine, watch, {"a": ids})
+    wanted, watch = watch.tokens, Watch()
+    with opened(loaded, watch, num_blocks=8, in_step=in_step) as engine:
+        run(engine, Watch(), {"first": head})
+        forget(engine)
+        (request,) = run(engine, watch, {"a": ids})
+        assert request.finish_reason == "length"
+        assert request.found[Tier.HOST] == num_found
+        assert watch.tokens == wanted
+        idle(engine)
+
+
+def test_what_arrives_stays_in_dram_if_there_is_no_room_for_the_rest(loaded: LoadedModel) -> None:
+    """Others took the room since the load began."""
+    ids = prompt_of(6 * TINY_TOKENS + 40, 1)
+    wanted, watch = expected(loaded, {"a": ids}), Watch()
+    with opened(loaded, watch, num_blocks=10) as engine:
+        run(engine, Watch(), {"first": ids[: 6 * TINY_TOKENS + 1]})
+        forget(engine)
+        request = engine.add("a", ids, GREEDY)
+        may_run = False
+        request.is_ready = lambda: may_run
+        while not request.table.arriving:
+            watch.step(engine)
+        taken = engine.pool.take(engine.pool.num_available)
+        assert taken is not None
+        may_run = True
+        while engine.has_work:
+            watch.step(engine)
+        assert request.finish_reason == "length"
+        assert watch.tokens == wanted.tokens
+        assert engine.scheduler.num_preemptions == 0
+        engine.pool.release(taken)
+        idle(engine)
+
+
+def test_while_dram_is_being_pinned_for_a_gpu(loaded: LoadedModel) -> None:
+    """A copy waits for it. A pin would be refused, and the block computed."""
+    ids = prompt_of(7 * TINY_TOKENS + 3, 1)
+    watch = Watch()
+    with opened(loaded, watch) as engine:
+        run(engine, Watch(), {"first": ids})
+        forget(engine)
+        assert engine.offloader is not None
+        host = engine.offloader.host
+        assert host is not None
+        host.num_for_device = 2
+        (request,) = run(engine, watch, {"a": ids})
+        assert (request.found[Tier.HOST], watch.num_brought) == (7, 0)
+        assert not request.lost
+        host.num_for_device = host.num_slots
+        forget(engine)
+        (request,) = run(engine, watch, {"b": ids})
+        assert (request.found[Tier.HOST], watch.num_brought) == (7, 7)
+
+
+def test_the_link_is_still_measured(loaded: LoadedModel) -> None:
+    ids = prompt_of(12 * TINY_TOKENS + 3, 1)
+    watch = Watch()
+    with opened(loaded, watch) as engine:
+        run(engine, watch, {"first": ids})
+        assert engine.offloader is not None
+
+        def num_ordinary(choice: LoadChoice, rounds: int) -> int:
+            engine.scheduler._choose = lambda match, num_past: choice
+            watch.num_brought = 0
+            for number in range(rounds):
+                forget(engine)
+                (request,) = run(engine, watch, {f"{choice}-{number}": ids})
+                assert request.found[Tier.HOST] == 12
+            return rounds - watch.num_brought // 12
+
+        assert num_ordinary(LoadChoice(12), 2) == 2  # its rate is unknown
+        assert num_ordinary(LoadChoice(12, 2.0, 1.0), 2) == 2  # tried although it seems slow
+        assert num_ordinary(LoadChoice(12, 0.1, 1.0), 32) == 1  # now and then
+
+
+def test_blocks_that_are_verified_are_loaded_as_before(loaded: LoadedModel) -> None:
+    """Threads that copy verify them; a step would wait until all of them are summed."""
+    ids = prompt_of(6 * TINY_TOKENS + 3, 1)
+    watch = Watch()
+    host = HostConfig(size_bytes=64 * BLOCK_BYTES, huge_pages=False, verify=True)
+    config = EngineConfig(64 * BLOCK_BYTES, TINY_TOKENS, 64, load_in_step=True)
+    engine = Engine(loaded, config, Config(host), (watch,))
+    prepare(engine)
+    run(engine, Watch(), {"first": ids})
+    forget(engine)
+    (request,) = run(engine, watch, {"a": ids})
+    assert (request.found[Tier.HOST], watch.num_brought) == (6, 0)
+    engine.close()
+
+
+# A node: its client may pin only a share of its DRAM, and it may die at any moment.
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    be_patient(monkeypatch)
+    made = Node(tmp_path / "node.sock", dram=2 << 20, pin_share=0.1)
+    yield made
+    made.stop()
+
+
+@contextmanager
+def at(node: Node, loaded: LoadedModel, watch: Watch) -> Iterator[Engine]:
+    config = EngineConfig(
+        64 * BLOCK_BYTES,
+        TINY_TOKENS,
+        64,
+        4,
+        residency=ResidencyConfig(cold=False),
+        launch_ahead=True,
+        load_in_step=True,
+    )
+    engine = Engine(loaded, config, Config(node=NodeConfig(url=node.url)), (watch,))
+    prepare(engine)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("num_more", [-2, 2])
+def test_no_more_is_brought_than_a_nodes_client_may_pin(
+    loaded: LoadedModel, node: Node, num_more: int
+) -> None:
+    watch = Watch()
+    with at(node, loaded, watch) as engine:
+        assert engine.offloader is not None
+        num_blocks = engine.offloader.num_pinnable_blocks + num_more
+        ids = prompt_of(num_blocks * TINY_TOKENS + 3, 1)
+        run(engine, watch, {"first": ids})
+        forget(engine)
+        (request,) = run(engine, watch, {"a": ids})
+        assert watch.tokens["a"] == watch.tokens["first"]
+        assert request.num_loaded_tokens == num_blocks * TINY_TOKENS
+        assert watch.num_brought == (num_blocks if num_more < 0 else 0)
+        idle(engine)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_node_that_dies_between_the_load_and_its_step(
+    loaded: LoadedModel, node: Node, restarts: bool
+) -> None:
+    ids = prompt_of(7 * TINY_TOKENS + 3, 1)
+    watch = Watch()
+    with at(node, loaded, watch) as engine:
+        run(engine, watch, {"first": ids})
+        forget(engine)
+        request = engine.add("a", ids, GREEDY)
+        may_run = False
+        request.is_ready = lambda: may_run
+        while not request.table.arriving:
+            watch.step(engine)
+        node.stop()
+        if restarts:
+            node.start()
+        run_beside(engine, watch, prompt_of(9 * TINY_TOKENS, 2))
+        may_run = True
+        while engine.has_work:
+            watch.step(engine)
+        assert watch.num_brought == 7
+        assert watch.tokens["a"] == watch.tokens["first"]
+        assert engine.offloader is not None
+        assert engine.offloader.num_pinned == 0
+        engine.scheduler.check()
+        assert engine.pool.num_available == engine.pool.num_blocks
+
+
+def run_beside(engine: Engine, watch: Watch, ids: list[int]) -> None:
+    other = engine.add("other", ids, GREEDY)
+    while other.finish_reason is None:
+        watch.step(engine)

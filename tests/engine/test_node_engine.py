@@ -37,10 +37,18 @@ HOT = ResidencyConfig(cold=False)
 class Node:
     """A node in a thread, that can be stopped and started again."""
 
-    def __init__(self, path: Path, *, dram: int = 16 << 20, disk: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dram: int = 16 << 20,
+        disk: Path | None = None,
+        pin_share: float = NodeConfig().pin_share,
+    ) -> None:
         self.path = path
         below = DiskConfig(path=None if disk is None else str(disk), size_bytes=64 << 20)
-        self._config = Config(HostConfig(size_bytes=dram, huge_pages=False), below)
+        host = HostConfig(size_bytes=dram, huge_pages=False)
+        self._config = Config(host, below, node=NodeConfig(pin_share=pin_share))
         self.start()
 
     @property
