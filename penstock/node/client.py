@@ -285,9 +285,11 @@ class NodeTiers(NodeBooks):
             self.pause(0.01)
 
     def pause(self, timeout_seconds: float) -> None:
-        """Block until there is news, or time is up. See `Offloader.pause`."""
-        if not self._tickets.have_ended:
-            self._line.pause(timeout_seconds, instead=self._handshake.channel)
+        """Block until there is news, or time is up.
+
+        Also if tickets have ended because the node is gone: whoever tries again would not pause.
+        """
+        self._line.pause(timeout_seconds, instead=self._handshake.channel)
 
     def drain(self, timeout_seconds: float = 60.0) -> bool:
         """Wait until nothing is under way, including the node's writes of this model's blocks.

@@ -120,11 +120,6 @@ class ClientTickets:
         self._open[number] = _Open(direction, tuple(keys), by_key, now, deadline)
         return number
 
-    @property
-    def have_ended(self) -> bool:
-        """Whether some have ended since the last `take_dones`."""
-        return bool(self._dones)
-
     def take_dones(self) -> list[Done]:
         """What has ended since the last call."""
         dones, self._dones = self._dones, []
