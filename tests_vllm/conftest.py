@@ -33,7 +33,6 @@ Tokens = list[int]
 # Files run two at a time: the longest first, so that none of them is left alone at the end.
 _LONGEST = (
     "test_soak.py",
-    "test_group_soak.py",
     "test_identity.py",
     "test_injected_errors.py",
     "test_serve.py",

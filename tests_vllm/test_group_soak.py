@@ -12,6 +12,9 @@ from group_models import VOCABULARY, options
 from test_soak import NUM_REQUESTS, run, workload
 
 
+pytestmark = pytest.mark.soak  # test_soak.py has the same requests for one group
+
+
 @dataclass(frozen=True)
 class Soak:
     model: str
