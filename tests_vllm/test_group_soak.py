@@ -11,7 +11,6 @@ from conftest import Faults, Start, Vllm
 from group_models import VOCABULARY, options
 from test_soak import NUM_REQUESTS, run, workload
 
-
 pytestmark = pytest.mark.soak  # test_soak.py has the same requests for one group
 
 
