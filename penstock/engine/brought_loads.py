@@ -32,7 +32,7 @@ class BroughtLoads:
         self._pool = pool
         self._tiers = tiers
         self._announcer = announcer
-        self._num_loads = 0
+        self.num_loads = 0  # that suited
         self._reading: list[Slot] = []  # HOST slots that the step under way reads
 
     def suits(self, plan: AdmissionPlan, num_blocks: int) -> bool:
@@ -53,8 +53,8 @@ class BroughtLoads:
         load, compute = choice.load_seconds, choice.compute_seconds
         if load is None or compute is None or load >= compute:
             return False  # it is loaded to measure the link
-        self._num_loads += 1
-        return self._num_loads % _MEASURED_EVERY > 0
+        self.num_loads += 1
+        return self.num_loads % _MEASURED_EVERY > 0
 
     def arrive(
         self, request: Request, into: Sequence[Slot | None], pins: Sequence[Slot | None]

@@ -6,6 +6,7 @@ import importlib.util
 import random
 import subprocess
 import sys
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -93,8 +94,20 @@ def make(
     )
     engine = Engine(loaded, settings, tiers)
     # A model as small as this is computed faster than loaded, and here loads are wanted.
-    engine.scheduler._choose = lambda match, num_past: LoadChoice(match.num_blocks)
+    engine.scheduler._choose = lambda match, num_past: LoadChoice(match.num_blocks, 0.0, 60.0)
     return engine
+
+
+def forget(engine: Engine) -> None:
+    """Leave nothing on the device but nonsense. All of DRAM is pinned."""
+    assert engine.offloader is not None
+    assert engine.offloader.host is not None
+    while engine.offloader.host.num_for_device < engine.offloader.host.num_slots:
+        time.sleep(0.01)
+    engine.offloader.drain()
+    engine.step()
+    engine.pool.forget()
+    engine.device.tensor.fill_(float("nan"))
 
 
 def prompts() -> list[list[int]]:
@@ -195,6 +208,7 @@ class Rig:
         from penstock.engine.triton_runner import TritonRunner
 
         shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
+        self.num_ids = loaded.vocab_size
         self.pool = DevicePool(num_blocks, *shape, loaded.dtype, "cuda")
         generator = torch.Generator("cuda").manual_seed(3)
         self.pool.tensor.normal_(generator=generator)
@@ -236,7 +250,7 @@ class Rig:
                 else:
                     table.extend([Slot(slot)])
             table.extend([Slot(last - row)])  # written to: its own
-            request = cast(Any, _Sequence([(row * 7 + i) % VOCABULARY for i in range(length)]))
+            request = cast(Any, _Sequence([(row * 7 + i) % self.num_ids for i in range(length)]))
             request.table = table
             chunks.append(Chunk(request, length - 1, 1))
         return self.runner.run(chunks).clone()
@@ -244,7 +258,8 @@ class Rig:
     def bring(self, num_blocks: int, num_new: int, *, arrives: bool) -> torch.Tensor:
         """A step of one sequence that computes its last tokens. The others arrive, or are there."""
         last = self.pool.num_slots - 1
-        request = cast(Any, _Sequence([n % VOCABULARY for n in range(num_blocks * BLOCK_TOKENS)]))
+        tokens = [n % self.num_ids for n in range(num_blocks * BLOCK_TOKENS)]
+        request = cast(Any, _Sequence(tokens))
         slots = [Slot(n * 7 % (last - 1)) for n in range(num_blocks - 1)]
         if arrives:
             self.pool.tensor[slots] = float("nan")
@@ -308,6 +323,45 @@ def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
     rig.pins.close()
 
 
+@pytest.fixture(scope="module", params=["gemma3", "phi3", "gpt_oss"])
+def with_windows(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedModel:
+    from engine.ruled_models import MIXED, MODELS, make_model
+
+    given = MODELS[request.param].to_dict()
+    changes: dict[str, Any] = {"sliding_window": 100, "max_position_embeddings": 2048}
+    changes |= {"num_hidden_layers": 6}
+    if "layer_types" in given:
+        changes |= {"layer_types": MIXED * 3}
+    folder = str(tmp_path_factory.mktemp("windows"))
+    make_model(type(MODELS[request.param])(**given | changes)).save_pretrained(folder)
+    return load_model(folder, dtype="bfloat16", device="cuda")
+
+
+@pytest.mark.parametrize("room_blocks", ROOMS)
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_layers_fetch_what_their_window_reaches(
+    with_windows: LoadedModel, use_graphs: bool, room_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`test_window_fetches` counts what they fetch; here they must give the same."""
+    from engine.cold_steps import ColdSteps
+
+    assert any(with_windows.windows)
+    _limit_room(monkeypatch, with_windows, room_blocks)
+    lengths = [700, 33, 512, 90]
+    rig = Rig(with_windows, 128, use_graphs=use_graphs)
+    wanted = rig.logits(lengths, 0.0, 0)
+    assert wanted.isfinite().all()
+    for seed, share in enumerate((0.1, 0.5, 0.9, 1.0, 0.5)):
+        assert torch.equal(rig.logits(lengths, share, seed), wanted), share
+    assert rig.runner.num_fetched > 0
+    lengths = [700, 33, 512, 250]
+    ColdSteps(rig.runner, rig.pool, rig.host, lengths, with_windows.vocab_size, 7).run(100)
+    rig.runner.close()
+    rig.pins.close()
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("use_graphs", [True, False])
 def test_a_step_brings_blocks_without_changing_a_bit(
@@ -333,17 +387,14 @@ def test_a_prompt_in_dram_is_answered_within_a_step(loaded: LoadedModel, codec: 
         run(engine)
         told = []
         for prompt in prompts():
-            assert engine.offloader is not None
-            engine.offloader.drain()
-            engine.step()
-            engine.pool.forget()
-            engine.device.tensor.fill_(float("nan"))
+            forget(engine)
             request = engine.add("again", prompt, replace(GREEDY, logprobs=0))
             logprobs = []
             while engine.has_work:
                 logprobs += [each.sampled.logprob for each in engine.step()]
             assert request.num_loaded_tokens == len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
             told.append((request.output_ids, logprobs))
+        assert (engine.scheduler.brought_loads.num_loads > 0) is in_step
         idle(engine)
         answers[in_step] = told
         engine.close()
@@ -546,11 +597,12 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
     from triton import JITFunction, knobs
 
     from penstock.engine import drawing_triton, elementwise
-    from penstock.engine.attention import halves_triton
+    from penstock.engine.attention import bring_triton, halves_triton, packed_triton
     from penstock.engine.attention import triton as kernels
 
     _limit_room(monkeypatch, loaded, room_blocks)
-    for module in (kernels, elementwise, halves_triton, drawing_triton):
+    modules = (kernels, bring_triton, packed_triton, elementwise, halves_triton, drawing_triton)
+    for module in modules:
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 kernel.device_caches.clear()  # what other tests have compiled
@@ -561,7 +613,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
 
     tiers = Config(host=HostConfig(size_bytes=64 * MiB, huge_pages=False))
     residency = ResidencyConfig(prefix_tokens=16, tail_tokens=16)
-    engine = make(loaded, 24, tiers, residency, max_num_seqs)
+    engine = make(loaded, 24, tiers, residency, max_num_seqs, load_in_step=True)
     engine.runner.warm_up(lambda _: None)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
     for length in (40, 41, 250, 1, 2, 333):  # odd and even, within a chunk and beyond, cold
@@ -572,6 +624,10 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(
         for number, wishes in enumerate([{}, {"top_k": 5}, {"top_p": 0.5, "min_p": 0.01}]):
             params = SamplingParams(max_tokens=8, ignore_eos=True, **wishes)
             engine.add(f"{length}-drawn-{number}", [number, *prompt], params)
+        while engine.has_work:
+            engine.step()
+        forget(engine)
+        engine.add(f"{length}-again", [0, *prompt], GREEDY)  # from DRAM, alone
         while engine.has_work:
             engine.step()
     engine.close()
