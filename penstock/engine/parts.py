@@ -98,6 +98,11 @@ class EngineConfig:
         check_cold_attention(self.cold_attention)
 
 
+def has_triton() -> bool:
+    """Whether there are kernels for a GPU. Without them nothing is packed there."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def block_values(
     dtype: str,
     num_layers: int,
@@ -155,7 +160,7 @@ class EngineParts:
                 self.block_tokens,
                 loaded.num_kv_heads,
                 loaded.head_dim,
-                on_gpu=loaded.device != "cpu",
+                on_gpu=loaded.device != "cpu" and has_triton(),
             )
             if tiers.node.url is None:
                 self._codecs = tier_codecs(tiers, values)
@@ -444,7 +449,7 @@ class EngineParts:
             host = None
         if device.on_gpu and residency.max_cold_bytes_per_step is None:
             residency = replace(residency, max_cold_bytes_per_step=_GPU_COLD_BYTES)
-        if device.on_gpu and importlib.util.find_spec("triton") is not None:
+        if device.on_gpu and has_triton():
             from penstock.engine.triton_runner import TritonRunner
 
             runner = TritonRunner(
