@@ -19,7 +19,12 @@ import torch
 
 from penstock.codecs.lossless_format import LosslessFormat
 from penstock.engine.attention import packed_triton as packed
-from penstock.engine.attention.bring_triton import bring_packed, bring_raw
+from penstock.engine.attention.bring_triton import (
+    copy_blocks,
+    unpack_blocks,
+    unpack_constants,
+    words_of,
+)
 from penstock.engine.attention.triton import pull_words
 from penstock.engine.table import Addresses, BlockTable, arriving_in
 
@@ -47,11 +52,15 @@ class Bringer:
         """`layer_bytes`: of a raw block. `form`: of HOST's blocks, if they are packed."""
         self._num_layers = num_layers
         self._layer_bytes = layer_bytes
-        self._form = form
         self._on_gpu = device.type == "cuda"
         self.max_blocks = min(pool_bytes, _MAX_BYTES) // (num_layers * layer_bytes)
         self._buffers: list[torch.Tensor] = []  # in which packed layers arrive, one per stream
         if form is not None:
+            # The address of a packed block is odd.
+            self._packed_at = [
+                packed.packed_at(form, layer * layer_bytes) - 1 for layer in range(num_layers)
+            ]
+            self._constants = unpack_constants(form, layer_bytes)
             size = packed.packed_layer_bytes(form, layer_bytes)
             room_bytes = max(_MIN_ROOM_BYTES, pool_bytes // _POOL_SHARE)
             self.max_blocks = min(self.max_blocks, room_bytes // (_NUM_STREAMS * size))
@@ -62,6 +71,7 @@ class Bringer:
         size = 1 + 2 * self.max_blocks
         self._staged = torch.zeros(size, dtype=torch.int64, pin_memory=self._on_gpu)
         self._sent = torch.zeros(size, dtype=torch.int64, device=device)
+        self._words = words_of(self._sent, layer_bytes)
         self._num_words = 1
         self._read: Any = None  # the list that was sent last
         self._streams: list[Any] = []
@@ -77,6 +87,8 @@ class Bringer:
         False if there are none.
         """
         pins, slots = arriving_in(tables)
+        if not len(pins) and self._num_words == 1:
+            return False  # as in the step before
         if self._read is not None:
             self._read.synchronize()
         self._num_words = 1 + 2 * len(pins)
@@ -116,6 +128,7 @@ class Bringer:
         """Work that is queued from now on waits for all copies."""
         for stream in self._streams:
             _cuda.current_stream().wait_stream(stream)
+        self._arrived.clear()  # events of a graph that was captured are for nobody else
 
     def cut_short(self) -> None:
         """A step has failed halfway: wait for the copies that nothing waits for."""
@@ -123,15 +136,12 @@ class Bringer:
             stream.synchronize()
 
     def _copy(self, layer: int) -> None:
-        if self._form is None:
-            bring_raw(self._sent, layer, self._layer_bytes, _NUM_PROGRAMS)
+        at = layer * self._layer_bytes
+        if not self._buffers:
+            copy_blocks(self._sent, self._words, at, at, self._layer_bytes, _NUM_PROGRAMS)
             return
-        bring_packed(
-            self._sent,
-            self._buffers[layer % _NUM_STREAMS],
-            layer,
-            self._layer_bytes,
-            _NUM_PACKED_PROGRAMS,
-            _NUM_UNPACKING,
-            self._form,
-        )
+        buffer = self._buffers[layer % _NUM_STREAMS]
+        size = buffer.shape[1]
+        words, packed_at = words_of(buffer, size), self._packed_at[layer]
+        copy_blocks(self._sent, words, packed_at, None, size, _NUM_PACKED_PROGRAMS)
+        unpack_blocks(self._sent, buffer, at, _NUM_UNPACKING, self._constants)

@@ -11,6 +11,7 @@ event behind it tells when the next plan may be filled in, long before the graph
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from penstock.engine.decode_plan import DecodePlan, StepKind
 from penstock.engine.runner import PackedRow
 
 _cuda: Any = torch.cuda  # mostly untyped
+
+log = logging.getLogger(__name__)
 
 # Other threads keep pinning memory and waiting for copies, which must not break a capture.
 _IN_THIS_THREAD = {"capture_error_mode": "thread_local"}
@@ -55,8 +58,13 @@ class CudaGraphs:
         max_rows: int,
         device: torch.device,
         kinds: Sequence[StepKind],
+        cut_short: Callable[[], None] = lambda: None,
     ) -> None:
-        """`fill`, `send` and `forward` are those of the runner. `kinds`: that steps may have."""
+        """`fill`, `send`, `forward` and `cut_short` are those of the runner.
+
+        `kinds`: that steps may have.
+        """
+        self._cut_short = cut_short
         self._fill = fill
         self._send = send
         self._forward = forward
@@ -84,16 +92,24 @@ class CudaGraphs:
             self._capture(size, kind)
             kind = self._fill(row, size)
             self._send(kind)
+            if not self.captures:
+                return self._step(size, kind, between_waves)
         graph, logits = self._captured[size, kind]
         graph.replay()
         return logits
+
+    @property
+    def captures(self) -> bool:
+        """Whether the model's steps can be captured."""
+        return bool(self._kinds)
 
     def capture_all(self, progress: Callable[[str], None]) -> None:
         # The largest first: the others reuse its memory.
         steps = [(size, kind) for size in reversed(self._sizes) for kind in self._kinds_of(size)]
         for place, (size, kind) in enumerate(steps):
             progress(f"capturing the decode step: {place + 1} of {len(steps)}")
-            self._capture(size, kind)
+            if self.captures:
+                self._capture(size, kind)
 
     def replay_empty(self) -> None:
         """Replay the smallest step with rows that do nothing."""
@@ -108,18 +124,49 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int, kind: StepKind) -> None:
+        """Capture a step. From a model that waits for the GPU halfway nothing is captured."""
         self._fill(None, size)
         self._send(kind)
         stream: Any = _cuda.Stream()
         stream.wait_stream(_cuda.current_stream())
         with _cuda.stream(stream):
             self._step(size, kind)  # compiles kernels that are not compiled yet
+            waits = self._waits(size, kind)
         _cuda.current_stream().wait_stream(stream)
+        if waits:
+            log.warning(
+                "steps of this model are computed kernel by kernel, which takes longer, because "
+                "they cannot be captured as CUDA graphs: %s",
+                waits,
+            )
+            self._kinds = ()
+            return
         graph = _cuda.CUDAGraph()
-        with _undisturbed(), _cuda.graph(graph, pool=self._memory, **_IN_THIS_THREAD):
+        # If the capture fails, torch leaves its stream as the current one: nothing that is queued
+        # there would be in order with saves and loads.
+        with (
+            _cuda.stream(_cuda.current_stream()),
+            _undisturbed(),
+            _cuda.graph(graph, pool=self._memory, **_IN_THIS_THREAD),
+        ):
             logits = self._step(size, kind)
         self._memory = graph.pool()
         self._captured[size, kind] = (graph, logits)
+
+    def _waits(self, size: int, kind: StepKind) -> str:
+        """Why a step cannot be captured: where it would wait for the GPU. Empty if it never does.
+
+        A capture that fails would leave torch in a state that nobody can use.
+        """
+        _cuda.set_sync_debug_mode("error")
+        try:
+            self._step(size, kind)
+        except RuntimeError as error:
+            self._cut_short()
+            return str(error)
+        finally:
+            _cuda.set_sync_debug_mode("default")
+        return ""
 
     def _step(
         self, size: int, kind: StepKind, between_waves: Callable[[], None] = lambda: None

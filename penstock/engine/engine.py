@@ -361,7 +361,7 @@ class Engine(EngineParts):
         logits = self.runner.run(chunks, self._keep_moving)
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
         read = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)
-        is_left = not looks and self.ahead.may_leave(chunks)
+        is_left = not looks and self.ahead.may_leave(chunks)  # before `queued` takes what arrives
         step = LaunchedStep(
             chunks, lives, read, self.runner.mark(), started, is_left, looks, num_brought
         )

@@ -60,6 +60,7 @@ from penstock.keys import KeyChain, Namespace
 from penstock.node.attach import NodeOpening
 from penstock.shapes.sizing import suggest_block_tokens
 from penstock.stores.device import DevicePool
+from penstock.stores.host import HostArena
 from penstock.tiers import Tiers
 from penstock.transfer.cuda import CudaMover
 from penstock.transfer.pinning import has_same_addresses
@@ -150,6 +151,7 @@ class EngineParts:
                 f"the device pool of {format_bytes(config.device_kv_bytes)} is smaller than one "
                 f"block of {format_bytes(block_bytes)}; enlarge it, or choose smaller blocks."
             )
+        self._readable: tuple[int, bool] | None = None  # an arena's address, and the answer
         self._codecs: TierCodecs | None = None
         self._node: NodeOpening | None = None
         loss = ""
@@ -434,10 +436,16 @@ class EngineParts:
             return 0  # copies wait until a slot is pinned for the GPU, pins do not
         if self._tiers is not None and self._tiers.host.verify:
             return 0  # the threads that copy also verify
-        if self.device.on_gpu and not has_same_addresses(host):
+        if self.device.on_gpu and not self._has_same_addresses(host):
             return 0
         num_pinnable = offloader.num_pinnable_blocks - offloader.num_pinned
         return min(self.runner.max_brought, num_pinnable)
+
+    def _has_same_addresses(self, host: HostArena) -> bool:
+        """Whether kernels can read HOST. Asked once: a request waits for the answer."""
+        if self._readable is None or self._readable[0] != host.address:
+            self._readable = (host.address, has_same_addresses(host))
+        return self._readable[1]
 
     def _make_runner(self, config: EngineConfig) -> tuple[Runner, ResidencyConfig]:
         """Make the runner. Also returns the residency that it supports."""
@@ -469,7 +477,7 @@ class EngineParts:
                     "power of two, or enlarge the pool",
                     self.block_tokens,
                 )
-            reads_host = host is None or (runner.reads_host and has_same_addresses(host))
+            reads_host = host is None or (runner.reads_host and self._has_same_addresses(host))
             return runner, replace(residency, cold=residency.cold and reads_host)
         plain = TorchRunner(
             loaded.model,

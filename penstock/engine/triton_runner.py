@@ -308,6 +308,7 @@ class TritonRunner:
                 max_num_seqs,
                 self._device,
                 kinds,
+                self._cut_short,
             )
 
     @torch.inference_mode()
@@ -317,13 +318,17 @@ class TritonRunner:
         try:
             return self._run(chunks, between_layers)
         except BaseException:
-            if self._fetcher is not None:
-                self._fetcher.cut_short()
-            if self._cold is not None:
-                self._cold.cut_short()
-            if self._bringer is not None:
-                self._bringer.cut_short()
+            self._cut_short()
             raise
+
+    def _cut_short(self) -> None:
+        """A step has failed halfway."""
+        if self._fetcher is not None:
+            self._fetcher.cut_short()
+        if self._cold is not None:
+            self._cold.cut_short()
+        if self._bringer is not None:
+            self._bringer.cut_short()
 
     def _run(self, chunks: Sequence[Chunk], between_layers: Callable[[], None]) -> Tensor:
         row = PackedRow.of(chunks, self._shape.block_tokens)
@@ -349,7 +354,8 @@ class TritonRunner:
             logits = self._run_without_graph(row, between_layers)
         if self._fetcher is not None:
             self._fetcher.fetch_ahead()
-        self._is_long = bool(row.longer) or any(c.request.table.num_cold for c in row.singles)
+        tables = [chunk.request.table for chunk in row.singles]
+        self._is_long = bool(row.longer) or any(t.num_cold or t.arriving_pins for t in tables)
         return logits
 
     @torch.inference_mode()
@@ -415,7 +421,7 @@ class TritonRunner:
 
     @torch.inference_mode()
     def _seconds_without_cold(self) -> float:
-        if self._graphs is None:
+        if self._graphs is None or not self._graphs.captures:
             return 0.0
         seconds = []
         for _ in range(3):
@@ -453,8 +459,9 @@ class TritonRunner:
                 fetches=reads.fetches,
             )
             kind = self._kind_of(reads)._replace(brings=brings)
-        if row.singles or brings:
             self._send_plan(kind)
+        elif brings and self._bringer is not None:
+            self._bringer.send()
         kept = self._send(np.array(row.sampled or [0], np.int64))
         ids, positions, addresses = self._send(self._inputs(row))
         logits = self.forward(

@@ -22,10 +22,9 @@ from penstock.codecs import lossless_triton
 from penstock.codecs.lossless_format import LosslessFormat, fit_lossless
 from penstock.engine import elementwise
 from penstock.engine.anywhere.placing_triton import place_tokens
-from penstock.engine.attention import cold_triton
+from penstock.engine.attention import bring_triton, cold_triton
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
-from penstock.engine.attention.bring_triton import bring_packed, bring_raw
 from penstock.engine.attention.halves_triton import merge
 from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.scattered_triton import attend_scattered
@@ -143,11 +142,18 @@ def compile_reads(shape: Shape) -> None:
             kernels.fetch_layer(plan.fetched, plan.waves, 0, at, words, 8, **which)
             packed.unpack_layer(arrived, plan.waves, 0, buffer, 264, form, **which)
     for layer in (0, 1):
-        bring_raw(plan.table, layer, shape.layer_bytes, 12)
+        at, size = layer * shape.layer_bytes, shape.layer_bytes
+        bring_triton.copy_blocks(
+            plan.table, bring_triton.words_of(plan.table, size), at, at, size, 12
+        )
         if form is not None:
             size = packed.packed_layer_bytes(form, shape.layer_bytes)
             arrived = torch.zeros(8, size, dtype=torch.uint8)
-            bring_packed(plan.table, arrived, layer, shape.layer_bytes, 8, 264, form)
+            packed_at = packed.packed_at(form, at) - 1
+            words = bring_triton.words_of(arrived, size)
+            bring_triton.copy_blocks(plan.table, words, packed_at, None, size, 8)
+            constants = bring_triton.unpack_constants(form, shape.layer_bytes)
+            bring_triton.unpack_blocks(plan.table, arrived, at, 264, constants)
     kernels.copy_layer(plan.table, shape.layer_bytes, whole, form, is_fp8=shape.is_fp8)
     num_variants = count_variants(kernels._copy_layer)
     # Layers with a window leave out the first blocks.

@@ -52,9 +52,9 @@ from tests.node.nodes import be_patient
 
 pytest.importorskip("triton")
 
+from penstock.engine.attention import bring_triton
 from penstock.engine.attention import packed_triton as packed
 from penstock.engine.attention import triton as kernels
-from penstock.engine.attention.bring_triton import bring_packed, bring_raw
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +80,16 @@ def test_packed_blocks_are_unpacked_where_they_belong(shape: tuple[int, int, int
     pins, slots = np.array([~2, ~5, ~0]), np.array([4, 1, 3])
     blocks = list_of(addresses.of(pins), there.of(slots))
     for layer in range(LAYERS):
+        at = layer * layer_bytes_of(pool)
         size = packed.packed_layer_bytes(host.form, layer_bytes_of(pool))
         arrived = torch.full((4, size), 7, dtype=torch.uint8, device=DEVICE)
-        bring_packed(blocks, arrived, layer, layer_bytes_of(pool), 3, 2, host.form)
+        source_at = packed.packed_at(host.form, at) - 1
+        bring_triton.copy_blocks(
+            blocks, bring_triton.words_of(arrived, size), source_at, None, size, 3
+        )
         assert (arrived[3] == 7).all()
+        constants = bring_triton.unpack_constants(host.form, layer_bytes_of(pool))
+        bring_triton.unpack_blocks(blocks, arrived, at, 2, constants)
         assert same_bits(target[[4, 1, 3], layer], pool[[3, 0, 5], layer])
         assert (target[:, layer + 1 :] == 7).all()
     assert (target[[0, 2, 5]] == 7).all()
@@ -110,12 +116,18 @@ def test_raw_blocks_are_copied_where_they_belong(
     stride = pool.stride(0)
     pins, slots = np.array([2, 5, 0]), np.array([4, 1, 3])
     blocks = list_of(pool.data_ptr() + pins * stride, target.data_ptr() + slots * stride)
+    size = layer_bytes_of(pool)
+
+    def bring(blocks: torch.Tensor, at: int) -> None:
+        words = bring_triton.words_of(blocks, size)
+        bring_triton.copy_blocks(blocks, words, at, at, size, 2)
+
     for layer in range(LAYERS):
-        bring_raw(blocks, layer, layer_bytes_of(pool), 2)
+        bring(blocks, layer * size)
         assert torch.equal(target[[4, 1, 3], layer], pool[[2, 5, 0], layer])
         assert (target[:, layer + 1 :] == 7).all()
     assert (target[[0, 2, 5]] == 7).all()
-    bring_raw(list_of(pins[:0], slots[:0]), 0, layer_bytes_of(pool), 2)  # nothing to do
+    bring(list_of(pins[:0], slots[:0]), 0)  # nothing to do
 
 
 def test_a_table_knows_what_arrives() -> None:

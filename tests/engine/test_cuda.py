@@ -307,6 +307,26 @@ def test_nothing_changes_a_bit_wherever_blocks_lie_with_graphs_and_without(
         rig.pins.close()
 
 
+def test_a_model_that_waits_for_the_gpu_is_computed_without_graphs(loaded: LoadedModel) -> None:
+    lengths = [700, 33, 512, 16]
+    rigs = [Rig(loaded, 128, use_graphs=True) for _ in range(2)]
+    wanted = rigs[0].logits(lengths, 0.5, 0)
+    decode: Any = rigs[1].runner._decode
+    attend = decode.attend
+
+    def wait_and_attend(*args: Any, **options: Any) -> torch.Tensor:
+        torch.ones(1, device="cuda").item()
+        found: torch.Tensor = attend(*args, **options)
+        return found
+
+    decode.attend = wait_and_attend
+    assert torch.equal(rigs[1].logits(lengths, 0.5, 0), wanted)
+    graphs = [rig.runner._graphs for rig in rigs]
+    assert [each is not None and each.captures for each in graphs] == [True, False]
+    for rig in rigs:
+        rig.pins.close()
+
+
 @pytest.mark.parametrize("room_blocks", ROOMS)
 @pytest.mark.parametrize("use_graphs", [True, False])
 def test_steps_give_the_same_whatever_was_brought_ahead_of_them(
@@ -378,12 +398,20 @@ def test_a_step_brings_blocks_without_changing_a_bit(
     rig.pins.close()
 
 
+@pytest.fixture(scope="module", params=[64, 96, 128])
+def for_packed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedModel:
+    folder = save_model(str(tmp_path_factory.mktemp("packed")), request.param)
+    return load_model(folder, dtype="bfloat16", device="cuda")
+
+
 @pytest.mark.parametrize("codec", ["raw", "auto"])
-def test_a_prompt_in_dram_is_answered_within_a_step(loaded: LoadedModel, codec: str) -> None:
+def test_a_prompt_in_dram_is_answered_within_a_step(for_packed: LoadedModel, codec: str) -> None:
     tiers = Config(host=HostConfig(size_bytes=32 * MiB, huge_pages=False, codec=codec))
     answers = {}
     for in_step in (False, True):
-        engine = make(loaded, 64, tiers, load_in_step=in_step)
+        engine = make(for_packed, 64, tiers, load_in_step=in_step)
         run(engine)
         told = []
         for prompt in prompts():
@@ -399,14 +427,6 @@ def test_a_prompt_in_dram_is_answered_within_a_step(loaded: LoadedModel, codec: 
         answers[in_step] = told
         engine.close()
     assert answers[True] == answers[False]
-
-
-@pytest.fixture(scope="module", params=[64, 96, 128])
-def for_packed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> LoadedModel:
-    folder = save_model(str(tmp_path_factory.mktemp("packed")), request.param)
-    return load_model(folder, dtype="bfloat16", device="cuda")
 
 
 @pytest.mark.parametrize("room_blocks", ROOMS)
@@ -592,6 +612,18 @@ def test_needles_are_found_with_all_but_prefix_and_tail_cold(smollm2: LoadedMode
 @pytest.mark.parametrize("max_num_seqs", [64, 5])
 @pytest.mark.parametrize("room_blocks", ROOMS)
 def test_no_request_waits_for_a_kernel_to_be_compiled(
+    loaded: LoadedModel, room_blocks: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_compiled(loaded, room_blocks, max_num_seqs, monkeypatch)
+
+
+def test_no_request_waits_for_a_kernel_of_packed_blocks(
+    for_packed: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_compiled(for_packed, ROOMS[-1], 5, monkeypatch)
+
+
+def check_compiled(
     loaded: LoadedModel, room_blocks: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton import JITFunction, knobs

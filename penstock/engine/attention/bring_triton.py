@@ -84,74 +84,63 @@ def _unpack_blocks(
         )
 
 
-def bring_raw(blocks: Any, layer: int, layer_bytes: int, num_programs: int) -> None:
-    """Copy one layer of all `blocks`. `layer_bytes`: its size in a block."""
-    align = gcd(_ALIGN, layer_bytes)
-    words = blocks.view(_word(align))
-    at = layer * layer_bytes
-    _copy(blocks, words, at, at, num_programs, layer_bytes, align, to_device=True)
+def words_of(tensor: Any, num_bytes: int) -> Any:
+    """The same memory as the largest words of which `num_bytes` are a multiple."""
+    import torch
+
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return tensor.view(words.get(gcd(_ALIGN, num_bytes), torch.int64))
 
 
-def bring_packed(
-    blocks: Any,
-    arrived: Any,
-    layer: int,
-    layer_bytes: int,
-    num_programs: int,
-    num_unpacking: int,
-    form: LosslessFormat,
-) -> None:
-    """Copy one layer of all `blocks` to arrived [blocks, bytes], and unpack it from there.
-
-    `layer_bytes`: its size in a raw block. `num_unpacking`: programs that unpack.
-    """
-    at = layer * layer_bytes
-    # The address of a packed block is odd.
-    source_at = packed.packed_at(form, at) - 1
-    words = arrived.view(_word(8))
-    _copy(blocks, words, source_at, 0, num_programs, arrived.shape[1], 8, to_device=False)
-    _unpack_blocks[(num_unpacking,)](
-        blocks,
-        arrived,
-        at,
-        num_unpacking,
-        PACKED_LAYER=arrived.shape[1],
-        ALIGN=gcd(_ALIGN, layer_bytes),
-        LAYER_ROWS=layer_bytes // 2 // form.row_values,
-        ROWS=packed.rows_at_once(form.row_values, _ROW_VALUES),
-        ROW=form.row_values,
-        num_warps=4,
+def unpack_constants(form: LosslessFormat, layer_bytes: int) -> dict[str, int]:
+    """What `unpack_blocks` must know at compile time. `layer_bytes`: of a raw block's layer."""
+    return {
+        "ALIGN": gcd(_ALIGN, layer_bytes),
+        "LAYER_ROWS": layer_bytes // 2 // form.row_values,
+        "ROWS": packed.rows_at_once(form.row_values, _ROW_VALUES),
+        "ROW": form.row_values,
         **packed.form_constants(form),
-    )
+    }
 
 
-def _copy(
+def copy_blocks(
     blocks: Any,
     words: Any,
     source_at: int,
-    target_at: int,
-    num_programs: int,
+    target_at: int | None,
     num_bytes: int,
-    align: int,
-    *,
-    to_device: bool,
+    num_programs: int,
 ) -> None:
+    """Copy `num_bytes` of each block from `source_at` on.
+
+    They go to `target_at` in its place on the device; if that is None, to words [blocks, ...].
+    Otherwise only the type of `words` counts (see `words_of`).
+    """
     size = num_bytes // words.element_size()
     _copy_blocks[(num_programs,)](
         blocks,
         words,
         source_at,
-        target_at,
+        target_at or 0,
         num_programs,
-        TO_DEVICE=to_device,
+        TO_DEVICE=target_at is not None,
         SIZE=size,
         STEP=min(_STEP_BYTES // words.element_size(), triton.next_power_of_2(size)),
-        ALIGN=align,
+        ALIGN=gcd(_ALIGN, num_bytes),
         num_warps=8,
     )
 
 
-def _word(align: int) -> Any:
-    import torch
-
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(align, torch.int64)
+def unpack_blocks(
+    blocks: Any, arrived: Any, layer_at: int, num_programs: int, constants: dict[str, int]
+) -> None:
+    """Unpack a layer of all blocks from arrived [blocks, bytes]. See `unpack_constants`."""
+    _unpack_blocks[(num_programs,)](
+        blocks,
+        arrived,
+        layer_at,
+        num_programs,
+        PACKED_LAYER=arrived.shape[1],
+        num_warps=4,
+        **constants,
+    )
