@@ -26,13 +26,12 @@ from penstock.engine.attention.bring_triton import (
     words_of,
 )
 from penstock.engine.attention.triton import pull_words
+from penstock.engine.fetching import buffer_room
 from penstock.engine.table import Addresses, BlockTable, arriving_in
 
 _cuda: Any = torch.cuda  # mostly untyped
 
 _MAX_BYTES = 1 << 30  # what one step brings at most: for more, copy engines are faster by more
-_POOL_SHARE = 32  # buffers for packed blocks take at most 1/32 of the pool's size ...
-_MIN_ROOM_BYTES = 8 << 20  # ... or as much as this beside a small pool
 _NUM_STREAMS = 2  # used in turn: one layer begins while the last bytes of another arrive
 # See `fetching`: enough to saturate a PCIe Gen5 link, and few enough to leave SMs free.
 _NUM_PROGRAMS = 12
@@ -62,8 +61,8 @@ class Bringer:
             ]
             self._constants = unpack_constants(form, layer_bytes)
             size = packed.packed_layer_bytes(form, layer_bytes)
-            room_bytes = max(_MIN_ROOM_BYTES, pool_bytes // _POOL_SHARE)
-            self.max_blocks = min(self.max_blocks, room_bytes // (_NUM_STREAMS * size))
+            room = buffer_room(pool_bytes) // (_NUM_STREAMS * size)
+            self.max_blocks = min(self.max_blocks, room)
             self._buffers = [
                 torch.empty((self.max_blocks, size), dtype=torch.uint8, device=device)
                 for _ in range(_NUM_STREAMS)

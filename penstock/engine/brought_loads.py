@@ -66,9 +66,9 @@ class BroughtLoads:
     def queued(self, request: Request) -> None:
         """A step of the request is queued."""
         table = request.table
-        arriving = table.arriving
-        if not arriving:
+        if not table.arriving_pins:
             return
+        arriving = table.arriving
         self._reading += table.end_arriving()
         if self._announcer is not None:
             self._announcer.completes(request, arriving)

@@ -357,7 +357,7 @@ class Engine(EngineParts):
         started = time.monotonic()
         looks = self.scheduler.is_looking  # which may read DRAM, so it is not left behind
         self._place_segments()
-        num_brought = sum(len(chunk.request.table.arriving) for chunk in chunks)
+        num_brought = sum(len(chunk.request.table.arriving_pins) for chunk in chunks)
         logits = self.runner.run(chunks, self._keep_moving)
         lives = [self._live[chunk.request.id] for chunk in chunks if chunk.samples]
         read = begin_sampling(logits, [self._row(live) for live in lives], self.runner.post)

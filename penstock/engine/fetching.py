@@ -43,6 +43,11 @@ _NUM_PACKED_PROGRAMS = 8
 _NUM_UNPACKING = 264  # programs that unpack, for a short time
 
 
+def buffer_room(pool_bytes: int) -> int:
+    """How many bytes buffers for blocks from HOST may take beside a pool of this size."""
+    return max(_MIN_ROOM_BYTES, pool_bytes // _POOL_SHARE)
+
+
 class FetchRoom(NamedTuple):
     num_buffers: int
     num_blocks: int  # in each: one layer of them
@@ -61,7 +66,7 @@ def fetch_room(
     `layer_bytes` and `arrival_bytes`: the size of one layer in a block, and in a packed one (0 if
     none is packed). `num_slots`: of HOST.
     """
-    room_bytes = max(_MIN_ROOM_BYTES, pool_bytes // _POOL_SHARE)
+    room_bytes = buffer_room(pool_bytes)
     arrivals_bytes = _NUM_STREAMS * arrival_bytes
     least = max(1, min(span_blocks, num_slots))
     # At most half of the layers, so that blocks fetched ahead are read before their list is

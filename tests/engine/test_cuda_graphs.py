@@ -139,3 +139,19 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(cuda: Cuda) -> None:
     with pytest.raises(RuntimeError, match="capturing"):
         steps.run()
     assert cuda.stream_now == "main"
+
+
+def test_a_fault_is_not_taken_for_a_wait(cuda: Cuda) -> None:
+    steps = Steps(cuda, waits=False)
+    forward = steps.forward
+
+    def fail(*args: Any, kind: StepKind, **options: Any) -> torch.Tensor:
+        if cuda.mode == "error":
+            raise RuntimeError("an illegal memory access was encountered")
+        return forward(*args, kind=kind, **options)
+
+    steps.graphs._forward = fail
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        steps.run()
+    assert steps.graphs.captures
+    assert (cuda.mode, cuda.stream_now) == ("default", "main")
