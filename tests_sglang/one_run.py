@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 
 def main() -> None:
     from sglang.srt.entrypoints.engine import Engine
+
+    from penstock.connectors.sglang.settings import SECTION
 
     model, extra_config, prompts = sys.argv[1:]
     engine = Engine(
@@ -50,9 +53,20 @@ def main() -> None:
                 "cached": facts["cached_tokens"],
             }
         )
-    time.sleep(3)  # pages are stored in the background
+    wait_until_stored(Path(json.loads(extra_config)[SECTION]["disk_path"]))
     print("ANSWERS", json.dumps(answers), flush=True)
     engine.shutdown()
+
+
+def wait_until_stored(folder: Path) -> None:
+    """Pages are stored in the background: until no file of theirs changes for 3 s."""
+    seen: dict[Path, int] = {}
+    since = began = time.monotonic()
+    while time.monotonic() - since < 3 and time.monotonic() - began < 60:
+        now = {path: path.stat().st_mtime_ns for path in folder.rglob("slab-*")}
+        if now != seen:
+            seen, since = now, time.monotonic()
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

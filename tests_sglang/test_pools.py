@@ -601,7 +601,10 @@ def test_a_read_that_ends_after_its_deadline_touches_nothing(
     again.drain()
     assert torch.equal(again.main.kv_buffer, before)
     assert again.storage._exchange.is_working
-    assert all(again.storage.batch_get_v1(HASHES, again.places(12))), "it is there now"
+    for _ in range(100):  # calls, some of which may be late on a busy machine
+        if all(again.storage.batch_get_v1(HASHES, again.places(12))):
+            return
+    raise AssertionError("it is not there again")
 
 
 def test_a_slow_disk_delays_a_call_by_one_deadline(
@@ -668,7 +671,9 @@ def test_servers_share_pages_through_redis(
     monkeypatch.setenv("PENSTOCK_REMOTE_SECRET", "a secret of these servers")
 
     def server(name: str) -> Rank:
-        return start(settings={"disk_path": str(tmp_path / name), "remote": redis.url})
+        patient = {"host.size": "2MiB", "remote.lookup_deadline_seconds": 20}
+        disk = str(tmp_path / name)
+        return start(settings={"disk_path": disk, "remote": redis.url, "set": patient})
 
     first = server("first")
     stored = [first.page(number) for number in range(12)]

@@ -40,7 +40,8 @@ def engines(loaded: LoadedModel, store: MemoryClient) -> Iterator[Engines]:
     made: list[Engine] = []
 
     def make(*, num_blocks: int = 256, shares: bool = True) -> Engine:
-        remote = RemoteConfig(url="memory://roles" if shares else None)
+        url = "memory://roles" if shares else None
+        remote = RemoteConfig(url=url, lookup_deadline_seconds=30.0)
         tiers = Config(HostConfig(size_bytes=256 * BLOCK_BYTES), remote=remote)
         residency = ResidencyConfig(cold=False)
         config = EngineConfig(num_blocks * BLOCK_BYTES, BLOCK_TOKENS, 32, residency=residency)
@@ -85,7 +86,10 @@ class Answer:
 
 
 @pytest.mark.parametrize("num_tokens", [300, 15 * BLOCK_TOKENS, 15 * BLOCK_TOKENS + 1, 5])
-def test_the_decoder_computes_no_complete_block(engines: Engines, num_tokens: int) -> None:
+def test_the_decoder_computes_no_complete_block(
+    engines: Engines, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "IF_UNKNOWN_SECONDS", 30.0)
     prompt = prompt_of(num_tokens)
     plain = engines(shares=False)
     Answer(plain, prompt, PLAIN).finish()
@@ -118,8 +122,8 @@ def test_the_decoder_computes_no_complete_block(engines: Engines, num_tokens: in
 def test_a_prefiller_that_stops_in_the_middle(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "MIN_SECONDS", 0.2)
-    monkeypatch.setattr(patience, "IF_UNKNOWN_SECONDS", 0.2)
+    monkeypatch.setattr(patience, "MIN_SECONDS", 3.0)
+    monkeypatch.setattr(patience, "IF_UNKNOWN_SECONDS", 3.0)
     prompt = prompt_of(500, 2)
     alone = Answer(engines(shares=False), prompt, PLAIN).finish()
     prefiller, decoder = engines(), engines()

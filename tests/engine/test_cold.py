@@ -15,6 +15,7 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load, idle
 from tools import flip_bit
 
 from penstock.config import Config, DiskConfig, HostConfig
+from penstock.engine import scheduler
 from penstock.engine.admission import TooLong
 from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel
@@ -116,8 +117,9 @@ def test_tokens_are_the_same_whatever_leaves_the_device(
 
 
 def test_more_sequences_run_at_once_than_the_device_holds(
-    engines: Engines, answers: list[list[int]]
+    engines: Engines, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(scheduler, "_MAX_STALLS", 10**6)  # a busy machine may save slowly
     hot, cold = engines(24, residency=ResidencyConfig(cold=False)), engines(24)
     assert run(hot, prompts(8))[1].max_running < 4
     found, watch = run(cold, prompts(8))
@@ -126,7 +128,10 @@ def test_more_sequences_run_at_once_than_the_device_holds(
     assert found == answers
 
 
-def test_one_sequence_may_be_larger_than_the_device(engines: Engines, loaded: LoadedModel) -> None:
+def test_one_sequence_may_be_larger_than_the_device(
+    engines: Engines, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_MAX_STALLS", 10**6)  # a busy machine may save slowly
     question = prompts(1, 1, shared=900)[0]
     roomy = Engine(loaded, EngineConfig(128 * BLOCK_BYTES, BLOCK_TOKENS))
     wanted = run(roomy, [question])[0]

@@ -15,6 +15,7 @@ from tiny import BLOCK_BYTES, BLOCK_TOKENS, always_load
 from tools import flip_bit
 
 from penstock.config import Config, DiskConfig, HostConfig
+from penstock.costs import choose
 from penstock.engine.admission import TooLong
 from penstock.engine.attention.torch import NAME
 from penstock.engine.engine import Engine, Progress
@@ -310,7 +311,10 @@ def _answer(engine: Engine, name: str, prompt: list[int]) -> Any:
     return request
 
 
-def test_what_computes_faster_than_it_loads_is_computed(loaded: LoadedModel) -> None:
+def test_what_computes_faster_than_it_loads_is_computed(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_MIN_PATIENCE_SECONDS", 60.0)
     told: list[Event] = []
     settings = EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS)
     engine = Engine(loaded, settings, tiers(64), observers=(told.append,))
@@ -377,8 +381,9 @@ def test_requests_that_were_given_up_do_not_hold_up_their_tenants_next(
 
 
 def test_the_debug_log_tells_a_requests_story(
-    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(choose, "_MIN_PATIENCE_SECONDS", 60.0)
     caplog.set_level("DEBUG", "penstock.engine")
     engine = Engine(loaded, EngineConfig(64 * BLOCK_BYTES, BLOCK_TOKENS), tiers(64))
     prompt = prompts(1)[0]

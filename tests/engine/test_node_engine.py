@@ -308,6 +308,7 @@ def test_an_engine_goes_on_without_its_node_and_uses_it_again(engines: Engines, 
     assert not engine.offloader.is_available
     node.start()
     until_attached(engine)
+    until_found(engine, questions)
     engine.pool.distrust()
     found = run_requests(engine, questions)  # from the node's disk
     assert [each["tokens"] for each in found] == wanted
@@ -401,3 +402,15 @@ def until_attached(engine: Engine) -> None:
         engine.step()
         time.sleep(0.01)
     raise AssertionError("the engine does not attach again")
+
+
+def until_found(engine: Engine, questions: list[list[int]]) -> None:
+    """A node reads the index of its disk in the background."""
+    assert engine.offloader is not None
+    chains = [KeyChain(engine.namespace, question).keys for question in questions]
+    for _ in range(2000):
+        engine.step()
+        if all(engine.offloader.match(keys).num_blocks == len(keys) for keys in chains):
+            return
+        time.sleep(0.01)
+    raise AssertionError("the node does not find what is on its disk")

@@ -298,7 +298,7 @@ def test_a_server_killed_in_the_middle_costs_its_blocks_alone(
 
 @needs_redis
 def test_a_server_that_hangs_is_left_within_the_timeout(own_server: RedisServer) -> None:
-    client = connect(own_server.url, 0.5)
+    client = connect(own_server.url, 3.0)
     assert client.put(items(["a"]), None) == [None]
     own_server.pause()
     (answer,) = client.get([item("a")])

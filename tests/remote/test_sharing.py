@@ -242,7 +242,7 @@ def test_a_server_that_hangs_costs_no_more_than_the_deadline_and_is_left_alone(
     keys = keys_of(8)
     instances().save(keys)
     b = instances(timeout_seconds=0.5, lookup_deadline_seconds=0.1)
-    assert b.lookup(keys) == 8
+    b.until(lambda: b.lookup(keys) == 8)  # its first answer may be late, and counts then
     server.pause()
     assert b.load(keys).verdicts == (Verdict.FAILED,) * 8
     b.lookup(keys_of(8, "others"))

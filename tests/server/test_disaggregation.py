@@ -55,7 +55,12 @@ def shared(
 
 
 @pytest.fixture(scope="module")
-def start(cache: Path, tiny: Path) -> Iterator[Spawn]:
+def start(cache: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawn]:
+    patient = tmp_path_factory.mktemp("patient")  # a busy machine may stall for seconds
+    (patient / "sitecustomize.py").write_text(
+        "from penstock.costs import patience\npatience.MIN_SECONDS = 10.0\n"
+    )
+    path = os.pathsep.join([str(patient), os.environ.get("PYTHONPATH", "")])
     made: list[Spawned] = []
 
     def spawn(*options: object) -> Spawned:
@@ -64,7 +69,7 @@ def start(cache: Path, tiny: Path) -> Iterator[Spawn]:
             *("--device-kv-gib", 0.02, "--block-tokens", BLOCK_TOKENS, "--dtype", "float32"),
             *("--max-num-batched-tokens", 32),
         )
-        made.append(Spawned(cache, *common, *options))
+        made.append(Spawned(cache, *common, *options, PYTHONPATH=path))
         return made[-1]
 
     yield spawn

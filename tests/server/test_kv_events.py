@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from server.running import Client, Local, Spawned, wait_until
+from tiny import always_load
 
 import servers
 from penstock.config import load_config
@@ -85,6 +86,8 @@ def test_it_knows_what_is_evicted_from_which_tier(
         device_kv_gib=0.0005,
         kv_events=f"tcp://127.0.0.1:{port}",
     )
+    assert server.serving is not None
+    always_load(server.serving.service.engine)
     indexer.register(1, f"tcp://127.0.0.1:{port}")  # without replay
     with server.client() as client:
         assert ask(client, PROMPT) == 0
@@ -97,7 +100,6 @@ def test_it_knows_what_is_evicted_from_which_tier(
         await_tiers(indexer, 1, 0, 0, FULL)
         assert ask(client, PROMPT) == FULL  # it told the truth
         await_tiers(indexer, 1, FULL, FULL, FULL)
-    assert server.serving is not None
     server.stop()
     server.serving.service.engine.check()
     await_tiers(indexer, 1, 0, 0, 0)
@@ -169,6 +171,7 @@ def check_two_servers(
     await_tiers(indexer, 1, 0, 0, 0)  # a disk's blocks have no tokens until a prompt brings them
     await_tiers(indexer, 2, 2 * BLOCK, 2 * BLOCK, 2 * BLOCK)
     with again.client() as first:
+        wait_until(lambda: first.metric("penstock_recovered_ratio") == 1, "its disk is read")
         assert ask(first, PROMPT[: 3 * BLOCK + 1]) == 3 * BLOCK
         await_tiers(indexer, 1, 3 * BLOCK, 3 * BLOCK, 3 * BLOCK)
     assert again.end() == 0

@@ -132,6 +132,7 @@ def test_a_line_for_each_request(
         lines(told, "GET /v1/models 200")
         client.get("/health")
         client.get("/metrics")
+        server.slow_down()
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
             next(stream.iter_lines())
     lines(told, "the client left")

@@ -151,7 +151,7 @@ def test_an_upload_that_never_ends_does_not_keep_it(local: Callable[..., Local])
 
 
 def test_an_engine_that_dies_is_said_and_does_not_hang(local: Callable[..., Local]) -> None:
-    server = local()
+    server = local().slow_down()
     assert server.serving is not None
     engine = server.serving.service.engine
 

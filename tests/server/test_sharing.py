@@ -134,7 +134,10 @@ def test_prompts_of_one_request_are_queued_together_or_not_at_all(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_frees_its_blocks(server: Local, path: str, streams: bool) -> None:
+def test_a_client_that_leaves_frees_its_blocks(
+    local: Callable[..., Local], path: str, streams: bool
+) -> None:
+    server = local().slow_down()
     body = {**LONG, "stream": streams}
     if "chat" in path:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]

@@ -246,7 +246,7 @@ def test_a_client_that_leaves(local: Callable[..., Local], tmp_path: Path) -> No
                 "the server learns that the stream is not read any more",
             )
             with pytest.raises(Exception, match="timed out"):
-                routed.post("/v1/completions", json=body, timeout=0.5)
+                routed.post("/v1/completions", json=body, timeout=3.0)
             wait_until(
                 lambda: direct.metric("penstock_requests_total", reason="abort") == 2,
                 "the server learns that nobody waits for the answer",

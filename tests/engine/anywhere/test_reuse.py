@@ -109,6 +109,8 @@ def test_it_does_not_matter_where_segments_come_from(
     engine.close()
 
     engine = make(loaded, tmp_path)
+    assert engine.offloader is not None
+    assert engine.offloader.recover(60)
     from_disk = ask(engine, FOURTH, mode)
     assert from_disk.request.num_loaded_tokens == 368
     assert from_disk.request.found[Tier.DISK] == 368 // BLOCK_TOKENS
