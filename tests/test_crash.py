@@ -20,7 +20,9 @@ from penstock.types import BlockKey, Slot, Tier
 
 NUM_KILLS = 25  # of each kind
 KILLS_PER_STORE = 5  # then a new directory: restarts pile up, and the roomy store never fills
-ROOMY, TIGHT = 4096 * BLOCK_BYTES, 200 * BLOCK_BYTES
+# A child that nobody reads stops when its pipe is full, after some 6,500 blocks: five of them,
+# however late they are killed, evict nothing.
+ROOMY, TIGHT = 40_960 * BLOCK_BYTES, 200 * BLOCK_BYTES
 
 
 def run_until_killed(directory: Path, cap_bytes: int, run: int, seconds: float) -> set[BlockKey]:

@@ -15,7 +15,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm(start: Start, faults: Faults, folder: Path) -> Vllm:
-    settings = {"transfer.load_deadline_seconds": 2.0}
+    settings = {"transfer.load_deadline_seconds": 8.0}
     return start(disk=folder, set=settings, always_load=True)
 
 

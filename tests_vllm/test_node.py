@@ -41,7 +41,7 @@ def start(node: NodeProcess, model: dict[str, Any]) -> Iterator[Start]:
     engines: list[Vllm] = []
 
     def make(url: str = node.url, **given: Any) -> Vllm:
-        config = transfer("penstock.connectors.vllm", node=url, always_load=True)
+        config = transfer("patient", node=url, always_load=True)
         engines.append(Vllm(kv_transfer_config=config, **model | given))
         return engines[-1]
 

@@ -28,7 +28,7 @@ from penstock.node.delegated import DelegatedNodeTiers, join
 from penstock.node.service import NodeService
 from penstock.types import Slot, Tier
 from penstock.units import MiB
-from tests.node.nodes import be_patient
+from tests.node.nodes import be_patient, check
 
 
 class Node:
@@ -131,7 +131,7 @@ def test_what_one_has_computed_the_other_loads(models: Models, node: Node) -> No
     other.add(range(4 * BLOCK_TOKENS + 1), 1)
     other.flush()
     assert other.seen["blocks loaded"] == 4
-    node.service.check()
+    check(node.service)
 
 
 def test_a_node_is_restarted_in_the_middle(models: Models, node: Node) -> None:
@@ -154,7 +154,7 @@ def test_a_node_is_restarted_in_the_middle(models: Models, node: Node) -> None:
     live(vllm, 3, 100, harm=False)
     assert vllm.seen["blocks loaded"] > before
     assert vllm.seen["joined"] == 4  # each worker twice
-    node.service.check()
+    check(node.service)
 
 
 def test_routers_are_told_when_the_node_is_gone(models: Models, node: Node) -> None:
@@ -219,7 +219,7 @@ def test_workers_that_still_copy_keep_their_slots(models: Models, node: Node) ->
     vllm.movers[0].saves_gate.set()
     (room,) = node.service._rooms
     assert room.num_sessions == 1  # the worker's process lives
-    node.service.check()
+    check(node.service)
 
 
 def test_a_scheduler_that_gives_up_keeps_no_file_of_its_node_open(

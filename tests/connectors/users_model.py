@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 from connectors.memory_model import VOCABULARY
@@ -61,9 +62,11 @@ def live(
     rng = random.Random(seed)
     users, vandal = Users(vllm, seed), Vandal(vllm)
     for mover in vllm.movers:
-        mover.max_seconds = 0.002
         mover.failing = 0.01 if harm else 0.0
+    step_seconds = 0.0
     for _ in range(num_steps):
+        for mover in vllm.movers:  # as slow as steps are here, or no save outlives its step
+            mover.max_seconds = max(0.002, step_seconds)
         if len(vllm.requests) < 9 and rng.random() < 0.5:
             users.ask()
         if rng.random() < 0.08:
@@ -78,7 +81,9 @@ def live(
             vllm.clock.advance(31.0)  # past the deadline of every load, and of what is barred
         if rng.random() < 0.01:
             vllm.reset(with_connector=rng.random() < 0.5)
+        began = time.perf_counter()
         vllm.step()
+        step_seconds += 0.1 * (time.perf_counter() - began - step_seconds)
         vllm.check()
     vllm.run()
     # Whatever is kept by now is right: the last talks once more.

@@ -9,15 +9,8 @@ from tests.node.nodes import be_patient
 
 
 @pytest.fixture(autouse=True)
-def _patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that let a node hang ask for `impatient`."""
-    if "impatient" not in request.fixturenames:
-        be_patient(monkeypatch)
-
-
-@pytest.fixture
-def impatient() -> None:
-    """A node hangs if it does not answer for as long as in production."""
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -141,6 +142,24 @@ def node(
         thread.join(10)
         service.close()
         assert not service.num_faults, "the node failed to serve somebody; see its log"
+
+
+def check(service: NodeService) -> None:
+    """Have the node's own thread check its books: in the middle of a step they do not add up."""
+    checked: Future[None] = Future()
+    step = service.step
+
+    def check_and_step(timeout_seconds: float) -> None:
+        service.step = step  # type: ignore[method-assign]
+        try:
+            checked.set_result(service.check())
+        except BaseException as error:
+            checked.set_exception(error)
+        step(timeout_seconds)
+
+    service.step = check_and_step  # type: ignore[method-assign]
+    service.wake()
+    checked.result(60)
 
 
 def num_files() -> int:

@@ -105,7 +105,7 @@ def test_a_node_that_does_not_come_back_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     Dying(path, 2)
     with pytest.raises(ConfigError, match="no node is listening"):
-        attach(path, 0.5)
+        attach(path, 3.0)
 
 
 def test_clients_that_pack_one_namespace_in_other_forms_do_not_share_dram(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from penstock.node.wire import Channel, Frame, WireError, encode, pack_keys, pac
 from penstock.types import KEY_BYTES, BlockKey, Slot, Verdict
 from penstock.units import MiB
 from tests.node.leftovers import at_end, end_process
-from tests.node.nodes import BLOCK_BYTES, Device, namespace, node, num_files
+from tests.node.node_process import wait_until
+from tests.node.nodes import BLOCK_BYTES, Device, check, namespace, node, num_files
 from tests.node.processes import ROOT, await_clients, describe, node_process
 
 
@@ -129,7 +130,7 @@ def test_every_wrong_request_ends_its_session_alone(tmp_path: Path) -> None:
             assert raw.is_refused(), kind
             raw.close()
         time.sleep(0.5)
-        service.check()
+        check(service)
         # Clients in the node's own process live as long as it does: they are still watched.
         assert num_files() <= files + 2 * len(WRONG)
 
@@ -160,7 +161,7 @@ def test_harmless_requests_are_answered(tmp_path: Path) -> None:
         assert raw.hear("done", "refused").kind == "done"
         raw.send("save", {"ticket": 1}, b"", b"")
         assert raw.hear("done", "refused").kind == "done"
-        service.check()
+        check(service)
         raw.send("bye", {})
         raw.close()
 
@@ -172,7 +173,7 @@ def test_discarding_a_block_twice_discards_it_once(tmp_path: Path) -> None:
         assert living.save(keys)
         assert living.tiers.discard([*keys, *keys]) == 4
         assert living.tiers.is_attached
-        service.check()
+        check(service)
         assert living.tiers.close()
 
 
@@ -232,9 +233,8 @@ def test_a_wrong_attach_is_refused(tmp_path: Path, changed: dict[str, Any]) -> N
         channel.send("attach", {**probe.fields, **changed})
         assert wait_for_frame(channel, 5.0).kind == "refused"
         channel.close()
-        time.sleep(0.1)
-        assert num_files() <= files  # memory of earlier tests may be freed meanwhile
-        service.check()
+        wait_until(lambda: num_files() <= files, "its files are closed")
+        check(service)
 
 
 class _Keeping:
@@ -286,7 +286,7 @@ def test_headers_that_are_nested_too_deep_to_be_written_break_nothing(tmp_path: 
                 assert _hear(channel, "refused").kind == "refused", (depth, header)
                 channel.close()
         assert not service.num_faults
-        service.check()
+        check(service)
         time.sleep(0.1)
         assert num_files() <= files + 2 * 60
 
@@ -325,7 +325,7 @@ def test_a_client_cannot_take_memory_away_nor_write_seals(tmp_path: Path) -> Non
                 with pytest.raises(PermissionError):
                     mmap.mmap(writable, size)
             os.close(writable)
-        service.check()
+        check(service)
 
 
 def test_random_bytes_do_not_end_a_node(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_random_bytes_do_not_end_a_node(tmp_path: Path) -> None:
             if number % 2:
                 time.sleep(0.005)
             channel.close()
-        service.check()
+        check(service)
 
 
 def test_a_client_that_never_reads_is_not_served_for_ever(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_very_many_lookups_do_no_harm(tmp_path: Path, num_thousands: int) -> Non
                 raw.channel.send("lookup", {"call": 1}, pack_keys(KEYS[:2]))
             for _ in range(1000):
                 raw.hear("reply")
-        service.check()
+        check(service)
         raw.close()
 
 
@@ -464,6 +464,6 @@ def test_a_greedy_client_stays_within_its_limits(tmp_path: Path) -> None:
         (first, second) = service.describe()["models"]
         assert first["dram_bytes"] == 16 * MiB
         assert second["dram_bytes"] >= 60 * BLOCK_BYTES
-        service.check()
+        check(service)
         assert greedy.tiers.close()
         assert modest.tiers.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.node import line
 from penstock.node.wire import Channel
 from penstock.types import LookupId
 from servers import is_skipped
@@ -60,15 +61,15 @@ def test_a_lookup_whose_end_comes_with_its_answer(
     wait_until(lambda: not _is_moving(device), "all have ended")
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_node_that_hangs_while_it_looks_up(
-    device: Device, node: NodeProcess, redis: RedisServer
+    device: Device, node: NodeProcess, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redis.pause()
     lookup = device.tiers.lookup(device.keys(1, 4))
     assert lookup is not None
     assert _is_open(device, lookup)
     node.process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(line, "ANSWER_SECONDS", 1.0)  # as in production
     wait_until(lambda: not _is_open(device, lookup), "nobody waits for it any more")
     node.process.send_signal(signal.SIGCONT)
     redis.resume()

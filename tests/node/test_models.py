@@ -14,7 +14,7 @@ from penstock.node.service import NodeService
 from penstock.node.wire import pack_keys, pack_slots
 from penstock.types import Slot, Tier
 from penstock.units import MiB
-from tests.node.nodes import Device, node
+from tests.node.nodes import Device, check, node
 from tests.node.test_hostile import KEYS, Raw
 
 
@@ -42,7 +42,7 @@ def test_dram_moves_to_the_model_that_needs_it(tmp_path: Path) -> None:
         save_until(first, service, 36 * MiB)
         save_until(second, service, 20 * MiB)
         assert dram_of(service, first) == 20 * MiB
-        service.check()
+        check(service)
         for device in (first, second):
             keys = device.keys(5000, 16)
             assert device.save(keys)
@@ -71,7 +71,7 @@ def test_a_model_without_clients_gives_up_its_dram_to_its_floor(
         save_until(second, service, 16 * MiB)
         again = Device(path, "first")
         assert dram_of(service, again) == 4 * MiB
-        service.check()
+        check(service)
         assert second.tiers.close()
         assert again.tiers.close()
 
@@ -115,7 +115,7 @@ def test_all_models_together_stay_below_the_disks_size(tmp_path: Path) -> None:
                 last = device.keys(59, 16)
                 device.tiers.empty_host()
                 assert device.load(last) == 16
-            service.check()
+            check(service)
             for device in devices:
                 assert device.tiers.close()
 
@@ -125,6 +125,7 @@ def test_a_model_beyond_the_disks_parts_has_dram_only(
 ) -> None:
     with node(tmp_path, dram=20 * MiB, disk=tmp_path / "disk") as (path, _):
         first = Device(path, "first")
+        assert first.tiers.recover(20)
         with caplog.at_level(logging.WARNING):
             second = Device(path, "second")
         assert "node.disk_models" in caplog.text
@@ -152,7 +153,7 @@ def test_a_node_makes_room_for_one_more_model(tmp_path: Path) -> None:
             assert device.save(device.keys(1, 4))
             assert device.tiers.close()
         assert len(service.describe()["models"]) == 2
-        service.check()
+        check(service)
 
 
 def _disk_bytes(folder: Path) -> int:

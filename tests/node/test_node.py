@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.node.node_process import wait_until
-from tests.node.nodes import Device, node
+from tests.node.nodes import Device, check, node
 
 
 def test_what_one_client_saves_another_loads(tmp_path: Path) -> None:
@@ -21,4 +21,4 @@ def test_what_one_client_saves_another_loads(tmp_path: Path) -> None:
         assert two.load(keys) == 20
         assert two.tiers.close()
         wait_until(lambda: not service.describe()["num_clients"], "all have left")
-        service.check()
+        check(service)

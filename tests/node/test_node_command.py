@@ -20,7 +20,7 @@ from penstock.commands.node import find_socket
 from penstock.config import Config, NodeConfig
 from penstock.errors import ConfigError
 from penstock.node.connection import connect, wait_for_frame
-from tests.node.node_process import NodeProcess, penstock, wait_until
+from tests.node.node_process import TIMEOUT_SECONDS, NodeProcess, penstock, wait_until
 from tests.node.nodes import Device
 
 ROOT = Path(__file__).parent.parent.parent
@@ -190,10 +190,14 @@ def test_status_of_a_server_that_is_not_a_node(tmp_path: Path) -> None:
 def test_metrics_and_health_over_http(start: Start) -> None:
     node = start("--metrics-port", "0")
     base = node.facts["metrics_url"].removesuffix("/metrics")
-    assert httpx.get(f"{base}/health").text == "ok\n"
-    assert httpx.head(f"{base}/metrics").status_code == 200
-    assert httpx.get(f"{base}/").status_code == 404
-    assert httpx.get(f"{base}/metrics", headers={"Host": "evil.example"}).status_code == 403
+
+    def ask(method: str, place: str, headers: dict[str, str] | None = None) -> httpx.Response:
+        return httpx.request(method, base + place, headers=headers, timeout=TIMEOUT_SECONDS)
+
+    assert ask("GET", "/health").text == "ok\n"
+    assert ask("HEAD", "/metrics").status_code == 200
+    assert ask("GET", "/").status_code == 404
+    assert ask("GET", "/metrics", {"Host": "evil.example"}).status_code == 403
     for reason in ("attach", "request", "full", "broken"):  # there before the first one
         assert ("penstock_node_refused_clients_total", (("reason", reason),)) in node.metrics()
 
@@ -224,8 +228,9 @@ def test_a_client_that_is_killed_is_counted(start: Start) -> None:
     node = start("--metrics-port", "0")
     code = (
         "import sys, time; from pathlib import Path; from tests.node.nodes import Device\n"
-        "client = Device(Path(sys.argv[1])); client.save(client.keys(1, 4)); print(1, flush=True)\n"
-        "time.sleep(600)"
+        "from penstock.node import line; line.ANSWER_SECONDS = 60\n"
+        "client = Device(Path(sys.argv[1])); assert client.save(client.keys(1, 4))\n"
+        "print(1, flush=True); time.sleep(600)"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(node.path)],

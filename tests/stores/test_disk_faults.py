@@ -962,7 +962,7 @@ def test_a_hung_write_leaves_host_in_service(
             if not (saved.ok and loaded.ok):
                 refused.append(number)
         rig.offloader.check()
-        assert hang.entered.is_set()
+        assert hang.entered.wait(TIMEOUT_SECONDS)
     finally:
         faulty.on = False
         hang.gate.set()
@@ -997,7 +997,7 @@ def test_a_hung_scan_keeps_neither_saves_nor_close_waiting(
         assert loaded.ok
         assert not offloader.recover(0.1)
         closing.start()
-        closing.join(5.0)
+        closing.join(TIMEOUT_SECONDS)
         hangs = closing.is_alive()
     finally:
         hang.gate.set()
