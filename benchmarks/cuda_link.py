@@ -125,9 +125,9 @@ def _measure(label: str, how: str, copy_all: CopyAll, codec: str = RAW) -> Itera
             limit: Callable[[], float] = partial(raw, saves=saves, loads=loads)
             moved = size * (saves + loads)
             row = compare(title, moved, ours, limit, "one pinned copy each way", aim=aim)
-            if codec == RAW and row.ratio is not None and row.ratio > 1.05:
-                raise SystemExit(f"{title}: {row.ours:.0f} GB/s is more than the link can carry")
             yield row
+            if codec == RAW and row.ratio is not None and row.ratio > 1.1:  # the limit varies, too
+                raise SystemExit(f"{title}: {row.ours:.0f} GB/s is more than the link can carry")
 
 
 def _whole(dones: list[Done]) -> None:

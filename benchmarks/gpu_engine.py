@@ -52,6 +52,7 @@ from penstock.types import Direction, Slot, Verdict
 
 BLOCK_TOKENS = 16
 GIB = 1 << 30
+WARMS_UP = 10**7  # seeds from here on are for prompts that are not measured; -n would be n
 VLLM_PREFILL_MS = {8_192: 204.0, 32_768: 1_184.0}  # vLLM 0.26 on an H200
 
 
@@ -132,7 +133,8 @@ def forget(engine: Engine) -> None:
 
 
 def say(row: dict[str, Any]) -> None:
-    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
+    shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+    print(json.dumps(shown), flush=True)
 
 
 def ttft(scale: Scale, rounds: int) -> None:
@@ -146,8 +148,9 @@ def ttft(scale: Scale, rounds: int) -> None:
     with scale.engine(room, room, observers=(brought,), load_in_step=True) as engine:
         brought_loads = engine.scheduler.brought_loads
         max_blocks = brought_loads.max_blocks
-        serve(engine, [prompt_of(n, -n) for n in lengths[:2]])  # kernels are compiled
-        serve(engine, [prompt_of(lengths[4], -1)])
+        # Kernels are compiled.
+        serve(engine, [prompt_of(n, WARMS_UP + n) for n in lengths[:2]])
+        serve(engine, [prompt_of(lengths[4], WARMS_UP)])
         for length in lengths:
             prompt = prompt_of(length, length)
             computed = [serve(engine, [prompt])[0]]
@@ -194,8 +197,9 @@ def prefill(scale: Scale, rounds: int) -> None:
         with scale.engine(room, 0, chunk_tokens=chunk_tokens) as engine:
             for length, vllm_ms in VLLM_PREFILL_MS.items():
                 num_tokens = scale.tokens(length)
-                serve(engine, [prompt_of(num_tokens, -1)])  # kernels are compiled
-                taken = [serve(engine, [prompt_of(num_tokens, n)])[0] for n in range(rounds)]
+                serve(engine, [prompt_of(num_tokens, WARMS_UP + length)])  # kernels are compiled
+                prompts = [prompt_of(num_tokens, length + n) for n in range(rounds)]
+                taken = [serve(engine, [prompt])[0] for prompt in prompts]
                 ms = median(taken) * 1e3
                 row = {"tokens": num_tokens, "chunk_tokens": chunk_tokens, "ms": ms}
                 say(row if scale.tiny else row | {"of_vllm": vllm_ms / ms})
@@ -214,7 +218,7 @@ def profile(scale: Scale) -> None:
     for length in VLLM_PREFILL_MS:
         num_tokens = scale.tokens(length)
         with scale.engine(scale.tokens(40_000), 0) as engine:
-            serve(engine, [prompt_of(num_tokens, -1)])
+            serve(engine, [prompt_of(num_tokens, WARMS_UP)])
             with _Profile(scale, {"prompt": num_tokens}):
                 serve(engine, [prompt_of(num_tokens, 0)])
     context, num_steps = scale.tokens(2_048), 20

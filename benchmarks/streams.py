@@ -175,9 +175,18 @@ def served(num_streams: int, device: Device) -> float:
         return serving
 
     process = Process(listener, backend, load, ProcessSettings(), lambda _: ready.set())
-    thread = threading.Thread(target=lambda: asyncio.run(process.run()))
+
+    def run() -> None:
+        try:
+            asyncio.run(process.run())
+        finally:
+            ready.set()  # also if the model could not be loaded
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     ready.wait()
+    if not watches:
+        raise SystemExit("the server did not start")
     port = listener.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.streams", "--client", str(port)]
     sizes = ["--streams", str(num_streams), "--prompt-tokens", str(device.prompt_tokens)]

@@ -33,6 +33,9 @@ _cuda: Any = torch.cuda  # mostly untyped
 
 _MAX_BYTES = 1 << 30  # what one step brings at most: for more, copy engines are faster by more
 _NUM_STREAMS = 2  # used in turn: one layer begins while the last bytes of another arrive
+# Layers that are queued before the step's own work. Queueing takes Python longer than the copies of
+# a short prompt take: all of them at first would leave the processors idle.
+_NUM_AHEAD = 4
 # See `fetching`: enough to saturate a PCIe Gen5 link, and few enough to leave SMs free.
 _NUM_PROGRAMS = 12
 _NUM_PACKED_PROGRAMS = 8
@@ -78,6 +81,7 @@ class Bringer:
             self._read = _cuda.Event()
             # High priority: these few programs must not wait for a matrix product to end.
             self._streams = [_cuda.Stream(device, priority=-1) for _ in range(_NUM_STREAMS)]
+        self._num_queued = 0  # layers
         self._arrived: dict[int, Any] = {}  # by layer
 
     def fill(self, tables: Sequence[BlockTable], addresses: Addresses) -> bool:
@@ -106,25 +110,23 @@ class Bringer:
             self._sent.copy_(self._staged)
 
     def begin(self) -> None:
-        """Queue all copies. Call it before the first layer is queued."""
+        """Queue the first copies. Call it before the first layer is queued."""
         for stream in self._streams:
             stream.wait_stream(_cuda.current_stream())
-        for layer in range(self._num_layers if self._on_gpu else 0):
-            stream = self._streams[layer % _NUM_STREAMS]
-            with _cuda.stream(stream):
-                self._copy(layer)
-                self._arrived[layer] = _cuda.Event()
-                self._arrived[layer].record()
+        self._num_queued = 0
+        self._queue_until(_NUM_AHEAD)
 
     def wait(self, layer: int) -> None:
         """Work that is queued from now on waits for this layer."""
         if self._on_gpu:
+            self._queue_until(layer + 1 + _NUM_AHEAD)
             _cuda.current_stream().wait_event(self._arrived[layer])
         else:  # as late as it may be
             self._copy(layer)
 
     def end(self) -> None:
         """Work that is queued from now on waits for all copies."""
+        self._queue_until(self._num_layers)
         for stream in self._streams:
             _cuda.current_stream().wait_stream(stream)
         self._arrived.clear()  # events of a graph that was captured are for nobody else
@@ -133,6 +135,15 @@ class Bringer:
         """A step has failed halfway: wait for the copies that nothing waits for."""
         for stream in self._streams:
             stream.synchronize()
+
+    def _queue_until(self, end: int) -> None:
+        """Queue the copies of all layers before this one."""
+        for layer in range(self._num_queued, min(end, self._num_layers) if self._on_gpu else 0):
+            with _cuda.stream(self._streams[layer % _NUM_STREAMS]):
+                self._copy(layer)
+                self._arrived[layer] = _cuda.Event()
+                self._arrived[layer].record()
+            self._num_queued += 1
 
     def _copy(self, layer: int) -> None:
         at = layer * self._layer_bytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,18 @@ def _undisturbed() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _waiting_forbidden() -> Iterator[None]:
+    """Torch raises if any thread would wait for the GPU."""
+    try:
+        with warnings.catch_warnings():  # it warns once that it does not notice all waits
+            warnings.simplefilter("ignore")
+            _cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        _cuda.set_sync_debug_mode("default")
 
 
 class CudaGraphs:
@@ -158,16 +171,14 @@ class CudaGraphs:
 
         A capture that fails would leave torch in a state that nobody can use.
         """
-        _cuda.set_sync_debug_mode("error")
         try:
-            self._step(size, kind)
+            with _waiting_forbidden():
+                self._step(size, kind)
         except RuntimeError as error:
-            self._cut_short()
+            self._cut_short()  # it waits for streams itself, which is allowed again
             if "synchronizing" not in str(error):  # torch's word for it; anything else is a fault
                 raise
             return str(error)
-        finally:
-            _cuda.set_sync_debug_mode("default")
         return ""
 
     def _step(

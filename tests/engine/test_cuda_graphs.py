@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ class Cuda:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.mode = "default"
+        self.has_warned = False
         self.is_capturing = False
         self.stream_now = "main"
 
@@ -44,7 +46,11 @@ class Cuda:
             self.stream_now = before
 
     def set_sync_debug_mode(self, mode: str) -> None:
+        """As torch's, which warns at its first call in a process, and has set the mode by then."""
         self.mode = mode
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
 
     def CUDAGraph(self) -> Any:  # noqa: N802
         return SimpleNamespace(replay=lambda: self.told.append("replay"), pool=lambda: None)
@@ -78,6 +84,7 @@ class Steps:
         )
 
     def cut_short(self) -> None:
+        assert self.cuda.mode == "default", "this waits for streams"
         self.num_cut_short += 1
 
     def forward(self, *_: Any, kind: StepKind, **__: Any) -> torch.Tensor:
