@@ -179,7 +179,7 @@ def test_whatever_happens_every_answer_is_the_undisturbed_one(
         assert engine.scheduler.num_preemptions > 4
     assert counts["loaded"] > 200
     assert counts["reused"] > 100
-    assert counts["mended"] > 20
+    assert counts["mended"] > 5
     assert weather.kinds == {"fine", "fails", "full", "short", "late", "lies"}
     # The first round fills caches of the libraries; what comes later must not pile up.
     assert traced[-1] - traced[1] < 300_000, f"memory grows: {traced}"
