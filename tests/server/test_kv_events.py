@@ -171,7 +171,9 @@ def check_two_servers(
     await_tiers(indexer, 1, 0, 0, 0)  # a disk's blocks have no tokens until a prompt brings them
     await_tiers(indexer, 2, 2 * BLOCK, 2 * BLOCK, 2 * BLOCK)
     with again.client() as first:
-        wait_until(lambda: first.metric("penstock_recovered_ratio") == 1, "its disk is read")
+        wait_until(
+            lambda: first.metric("penstock_recovered_ratio", tier="disk") == 1, "its disk is read"
+        )
         assert ask(first, PROMPT[: 3 * BLOCK + 1]) == 3 * BLOCK
         await_tiers(indexer, 1, 3 * BLOCK, 3 * BLOCK, 3 * BLOCK)
     assert again.end() == 0
