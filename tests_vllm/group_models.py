@@ -287,7 +287,9 @@ MODELS = {
             small_pool=20,
         ),
         Model(
-            "deepseek3",  # vLLM's kernel on a CPU is compiled for 512 + 64 and blocks of 16
+            # vLLM's kernel for every CPU is compiled for 512 + 64 and blocks of 16. The one that it
+            # prefers where there is AMX refuses float32.
+            "deepseek3",
             "DeepseekV3Config",
             _config(
                 num_key_value_heads=4,
@@ -306,7 +308,7 @@ MODELS = {
                 topk_group=1,
             ),
             block_tokens=16,
-            options={"block_size": None},
+            options={"block_size": None, "attention_backend": "CPU_MLA"},
             extra_config={
                 "topk_method": "noaux_tc",
                 "scoring_func": "sigmoid",
