@@ -447,11 +447,13 @@ def test_both_checks_run_and_are_counted(
     metrics = Metrics()
     events: list[Event] = []
     engine = opened(loaded, tmp_path / "kv", share=0.5, observers=(events.append, metrics))
-    for _ in range(8):
+    for _ in range(100):  # which requests are drawn is random
         ask(engine, prompts())
         forget(engine)
-    assert audited(events, "computed") > 2
-    assert audited(events, "read_back") > 2
+        if min(audited(events, check) for check in ("computed", "read_back")) > 2:
+            break
+    else:
+        pytest.fail("a check hardly ever runs")
     assert failures(events) == []
     assert not any(isinstance(event, Quarantined) for event in events)
     text = metrics.expose().decode()
