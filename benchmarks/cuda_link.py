@@ -126,7 +126,8 @@ def _measure(label: str, how: str, copy_all: CopyAll, codec: str = RAW) -> Itera
             moved = size * (saves + loads)
             row = compare(title, moved, ours, limit, "one pinned copy each way", aim=aim)
             yield row
-            if codec == RAW and row.ratio is not None and row.ratio > 1.1:  # the limit varies, too
+            most = 1.1 if saves and loads else 1.05  # both ways, the limit itself varies by 5%
+            if codec == RAW and row.ratio is not None and row.ratio > most:
                 raise SystemExit(f"{title}: {row.ours:.0f} GB/s is more than the link can carry")
 
 

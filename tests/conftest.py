@@ -21,7 +21,7 @@ if not Path("/dev/nvidiactl").exists():
 # Test files share the cores: a thread of torch's that waits gives its core to another file's.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# On a CPU without AVX-512, MKL rounds by where an operand lies in memory, unless told not to.
+# With AVX2, MKL rounds by where an operand lies in memory, unless told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # The gate looks at the same examples every time; whoever works on the code looks at new ones.
