@@ -35,7 +35,9 @@ class Cut(NamedTuple):
     programs_per_processor: int
 
 
-USUAL = Cut(kernels._TILE_TOKENS, kernels._NUM_WARPS, kernels._NUM_STAGES, 4)
+USUAL = Cut(
+    kernels._TILE_TOKENS, kernels._NUM_WARPS, kernels._NUM_STAGES, kernels.PROGRAMS_PER_PROCESSOR
+)
 CUTS = [
     Cut(*each)
     for each in itertools.product((32, 64, 128), (4, 8), (2, 3, 4), (2, 3, 4, 8))

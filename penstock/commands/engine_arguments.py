@@ -35,7 +35,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "Engine": (
         *("device_kv_gib", "gpu_memory_utilization", "dtype", "kv_cache_dtype", "device"),
         *("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_model_len"),
-        *("max_waiting", "launch_ahead", "segment_separator"),
+        *("max_waiting", "launch_ahead", "load_in_step", "segment_separator"),
     ),
     "KV placement": (
         *("cold_kv", "cold_attention", "resident_prefix_tokens", "resident_tail_tokens"),

@@ -172,6 +172,11 @@ class EngineOptions:
     launch_ahead: bool = option(
         True, "On a GPU, launch the next step before the last one's tokens are read."
     )
+    load_in_step: bool = option(
+        True,
+        "On a GPU, load a prompt from DRAM within the step that computes its rest, if no other "
+        "request runs.",
+    )
     cold_kv: bool = option(
         True, "Allow part of a running sequence's KV to stay in DRAM and be read from there."
     )

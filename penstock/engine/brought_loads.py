@@ -17,6 +17,10 @@ from penstock.engine.tiers import EngineTiers
 from penstock.types import Slot, Tier
 
 _MEASURED_EVERY = 32  # loads: only a transfer measures the link
+# A step with more tokens than this has no graph that brings blocks, and queueing its kernels takes
+# Python longer than a short load takes: then nothing is gained.
+_MAX_SHORT_REST = 64
+_LEAST_SECONDS = 0.005
 
 
 class BroughtLoads:
@@ -35,10 +39,11 @@ class BroughtLoads:
         self.num_loads = 0  # that suited
         self._reading: list[Slot] = []  # HOST slots that the step under way reads
 
-    def suits(self, plan: AdmissionPlan, num_blocks: int) -> bool:
+    def suits(self, plan: AdmissionPlan, num_blocks: int, num_rest: int) -> bool:
         """Whether what is loaded for a request should be brought. Nothing else may be running.
 
-        `num_blocks`: that the request has once its first chunk has been computed.
+        `num_blocks`: that the request has once its first chunk has been computed, which has
+        `num_rest` tokens.
         """
         match, choice = plan.match, plan.choice
         num_loads = len(plan.into)
@@ -53,6 +58,8 @@ class BroughtLoads:
         load, compute = choice.load_seconds, choice.compute_seconds
         if load is None or compute is None or load >= compute:
             return False  # it is loaded to measure the link
+        if num_rest > _MAX_SHORT_REST and load < _LEAST_SECONDS:
+            return False
         self.num_loads += 1
         return self.num_loads % _MEASURED_EVERY > 0
 

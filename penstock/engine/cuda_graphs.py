@@ -1,11 +1,11 @@
 """Steps of single tokens, captured once as CUDA graphs and replayed.
 
 A graph is captured for each of some batch sizes and kinds of steps. Steps that are rare run kernel
-by kernel: those that fetch more cold blocks than fit the buffers at once, and those in which blocks
-arrive for one of several sequences. Rows that are left over attend to one
-scratch block and are written nowhere. Everything that a graph reads is in tensors that keep their
-address, so blocks may move between replays. A step's plan is sent before its graph is replayed: an
-event behind it tells when the next plan may be filled in, long before the graph ends.
+by kernel, such as those that fetch more cold blocks than fit the buffers at once. Rows that are
+left over attend to one scratch block and are written nowhere. Everything that a graph reads is in
+tensors that keep their address, so blocks may move between replays. A step's plan is sent before
+its graph is replayed: an event behind it tells when the next plan may be filled in, long before the
+graph ends.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from penstock.engine.runner import PackedRow
 _cuda: Any = torch.cuda  # mostly untyped
 
 log = logging.getLogger(__name__)
+
+# Steps that bring blocks have few graphs: only one request runs then, with what is left of it.
+_ROWS_THAT_BRING = (1, 16, 64)
 
 # Other threads keep pinning memory and waiting for copies, which must not break a capture.
 _IN_THIS_THREAD = {"capture_error_mode": "thread_local"}
@@ -84,18 +87,23 @@ class CudaGraphs:
         self._plan = plan
         sizes = [1, 2, 4, *range(8, max_rows, 8), max_rows]
         self._sizes = sorted({size for size in sizes if size <= max_rows})
+        self._sizes_that_bring = [s for s in self._sizes if s in (*_ROWS_THAT_BRING, max_rows)][:3]
         self._kinds = kinds
         self._kept = torch.arange(max_rows, device=device)
         self._captured: dict[tuple[int, StepKind], tuple[Any, Tensor]] = {}
         self._memory: Any = None  # one pool for all graphs, because only one runs at a time
 
-    def run(self, row: PackedRow, between_waves: Callable[[], None]) -> Tensor:
+    def run(
+        self, row: PackedRow, between_waves: Callable[[], None], *, brings: bool = False
+    ) -> Tensor:
         """Logits of all rows, valid until the next step.
 
         `between_waves` is called in steps of several waves, never during a capture, which it might
         break.
         """
-        size = next(size for size in self._sizes if size >= len(row.singles))
+        num_rows = len(row.singles)
+        sizes = [*(self._sizes_that_bring if brings else ()), *self._sizes]
+        size = next(size for size in sizes if size >= num_rows)
         kind = self._fill(row, size)
         self._send(kind)
         # Steps of several waves are long, and each would need its own graph.
@@ -132,8 +140,8 @@ class CudaGraphs:
         self._captured[size, kind][0].replay()
 
     def _kinds_of(self, size: int) -> Sequence[StepKind]:
-        """Blocks arrive for a sequence that is alone: for others there is no graph."""
-        return [kind for kind in self._kinds if size == 1 or not kind.brings]
+        brings = size in self._sizes_that_bring
+        return [kind for kind in self._kinds if brings or not kind.brings]
 
     @torch.inference_mode()
     def _capture(self, size: int, kind: StepKind) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-_BLOCK = 4096
-_NUM_WARPS = 8
+_BLOCK = 8192
+_NUM_WARPS = 16
 
 
 @triton.jit

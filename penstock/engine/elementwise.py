@@ -77,41 +77,46 @@ def _rotate_and_store(
     HAS_NORM: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
     FP8: tl.constexpr,  # noqa: N803
+    AT_ONCE: tl.constexpr,  # noqa: N803
 ):
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
     kind: tl.constexpr = qkv.dtype.element_ty
     stored: tl.constexpr = kind if FP8 == "" else tl.uint8
     half: tl.constexpr = DIM // 2
-    places = tl.arange(0, HALF_PAD)
-    mask = places < half
-    mine = qkv + row * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM
-    low = tl.load(mine + places, mask=mask, other=0.0)
-    high = tl.load(mine + half + places, mask=mask, other=0.0)
-    if head < HEADS + KV_HEADS:
-        a, b = low.to(tl.float32), high.to(tl.float32)
-        if HAS_NORM:
-            norm = tl.sqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / DIM + epsilon)
-            weight = query_weight
-            if head >= HEADS:
-                weight = key_weight
-            a = (a / norm).to(kind) * tl.load(weight + places, mask=mask, other=0.0)
-            b = (b / norm).to(kind) * tl.load(weight + half + places, mask=mask, other=0.0)
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        at = tl.load(positions + row) * half + places
-        cosine = tl.load(cosines + at, mask=mask, other=0.0).to(kind).to(tl.float32)
-        sine = tl.load(sines + at, mask=mask, other=0.0).to(kind).to(tl.float32)
-        low = ((a * cosine).to(kind) - (b * sine).to(kind)).to(kind)
-        high = ((b * cosine).to(kind) + (a * sine).to(kind)).to(kind)
-        tl.store(mine + places, low, mask=mask)
-        tl.store(mine + half + places, high, mask=mask)
+    places = tl.arange(0, HALF_PAD)[None, :]
+    is_place = places < half
+    mask = is_place & (heads < HEADS + 2 * KV_HEADS)
+    mine = qkv + row * ((HEADS + 2 * KV_HEADS) * DIM) + heads * DIM + places
+    low = tl.load(mine, mask=mask, other=0.0)
+    high = tl.load(mine + half, mask=mask, other=0.0)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    if HAS_NORM:
+        norm = tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + epsilon)[:, None]
+        of_query, of_key = query_weight + places, key_weight + places
+        is_query = heads < HEADS
+        queries = tl.load(of_query, mask=is_place, other=0.0)
+        keys = tl.load(of_key, mask=is_place, other=0.0)
+        a = (a / norm).to(kind) * tl.where(is_query, queries, keys)
+        queries = tl.load(of_query + half, mask=is_place, other=0.0)
+        keys = tl.load(of_key + half, mask=is_place, other=0.0)
+        b = (b / norm).to(kind) * tl.where(is_query, queries, keys)
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    at = tl.load(positions + row) * half + places
+    cosine = tl.load(cosines + at, mask=is_place, other=0.0).to(kind).to(tl.float32)
+    sine = tl.load(sines + at, mask=is_place, other=0.0).to(kind).to(tl.float32)
+    is_rotated = heads < HEADS + KV_HEADS
+    low = tl.where(is_rotated, ((a * cosine).to(kind) - (b * sine).to(kind)).to(kind), low)
+    high = tl.where(is_rotated, ((b * cosine).to(kind) + (a * sine).to(kind)).to(kind), high)
+    tl.store(mine, low, mask=mask & is_rotated)
+    tl.store(mine + half, high, mask=mask & is_rotated)
     address = tl.load(addresses + row)
-    if (head >= HEADS) & (address != 0):
-        target = tl.multiple_of((address + layer_bytes).to(tl.pointer_type(stored)), ALIGN)
-        target += (head - HEADS) % KV_HEADS * DIM
-        target += (head - HEADS) // KV_HEADS * (BLOCK_TOKENS * KV_HEADS * DIM)
-        tl.store(target + places, narrow(low, FP8), mask=mask)
-        tl.store(target + half + places, narrow(high, FP8), mask=mask)
+    number = heads - HEADS  # of the keys of a token, then of its values
+    target = tl.multiple_of((address + layer_bytes).to(tl.pointer_type(stored)), ALIGN)
+    target += number // KV_HEADS * (BLOCK_TOKENS * KV_HEADS * DIM) + number % KV_HEADS * DIM
+    is_stored = mask & (number >= tl.where(address != 0, 0, 2 * KV_HEADS))
+    tl.store(target + places, narrow(low, FP8), mask=is_stored)
+    tl.store(target + half + places, narrow(high, FP8), mask=is_stored)
 
 
 def add_norm(x: Any, residual: Any | None, weight: Any, epsilon: float) -> tuple[Any, Any]:
@@ -163,7 +168,8 @@ def rotate_and_store(
     `is_fp8`: the pool holds e4m3 bytes. The keys and values in `qkv` are not rounded to them.
     """
     query_weight, key_weight = norms or (qkv, qkv)
-    _rotate_and_store[(qkv.shape[0], heads + 2 * kv_heads)](
+    at_once = 16  # heads: fewer would be too little work for a program
+    _rotate_and_store[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, at_once))](
         qkv,
         *rotary,
         positions,
@@ -180,5 +186,7 @@ def rotate_and_store(
         HAS_NORM=norms is not None,
         ALIGN=math.gcd(16, dim // 2 * (1 if is_fp8 else qkv.element_size())),
         FP8=fp8_mode(qkv, is_fp8=is_fp8),
-        num_warps=1,
+        AT_ONCE=at_once,
+        num_warps=4,
+        enable_fp_fusion=False,  # each product is rounded, as in transformers
     )

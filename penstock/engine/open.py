@@ -106,6 +106,7 @@ def _open_engine(
         options.kv_cache_dtype,
         None if options.launch_ahead else False,
         options.cold_attention,
+        None if options.load_in_step else False,
     )
     tell("allocating memory for KV")
     try:

@@ -92,7 +92,8 @@ class EngineConfig:
     kv_cache_dtype: str = _DEFAULTS.kv_cache_dtype
     launch_ahead: bool | None = None  # see `ahead`; None: on a GPU
     cold_attention: str = _DEFAULTS.cold_attention
-    load_in_step: bool = False  # a prompt that is found in DRAM, if nothing else runs: `bringing`
+    # A prompt that is found in DRAM, if nothing else runs: see `bringing`. None: on a GPU.
+    load_in_step: bool | None = None
 
     def __post_init__(self) -> None:
         check_kv_cache_dtype(self.kv_cache_dtype)
@@ -430,7 +431,7 @@ class EngineParts:
         """How many blocks a step may bring from HOST now."""
         offloader = self.offloader
         host = None if offloader is None else offloader.host
-        if offloader is None or host is None or not self._config.load_in_step:
+        if offloader is None or host is None or not self._loads_in_step:
             return 0
         if host.num_for_device < host.num_slots:
             return 0  # copies wait until a slot is pinned for the GPU, pins do not
@@ -440,6 +441,11 @@ class EngineParts:
             return 0
         num_pinnable = offloader.num_pinnable_blocks - offloader.num_pinned
         return min(self.runner.max_brought, num_pinnable)
+
+    @property
+    def _loads_in_step(self) -> bool:
+        wished = self._config.load_in_step
+        return self.device.on_gpu if wished is None else wished
 
     def _has_same_addresses(self, host: HostArena) -> bool:
         """Whether kernels can read HOST. Asked once: a request waits for the answer."""
@@ -468,7 +474,7 @@ class EngineParts:
                 max_num_seqs=config.max_num_seqs,
                 host_form=self._host_form,
                 cold_attention=config.cold_attention if residency.cold else COLD_DEVICE,
-                brings=config.load_in_step,
+                brings=self._loads_in_step,
             )
             if residency.cold and host is not None and not runner.reads_host:
                 log.warning(

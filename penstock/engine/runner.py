@@ -130,6 +130,13 @@ class PackedRow:
             sampled,
         )
 
+    @property
+    def has_arriving(self) -> bool:
+        """Whether the step brings blocks from DRAM."""
+        tables = [chunk.request.table for chunk in self.singles]
+        tables += [chunk.request.table for _, chunk in self.longer]
+        return any(table.arriving_pins for table in tables)
+
 
 def places_of(chunk: Chunk, block_tokens: int) -> Places:
     """The places of the blocks that a chunk reads and writes."""

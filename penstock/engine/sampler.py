@@ -30,7 +30,7 @@ from penstock.units import counted
 
 # Tokens are drawn for so many rows at once that their scores are at most so many numbers: drawing
 # takes 20 bytes for each on the device.
-_MAX_DRAWN = 2**22
+_MAX_DRAWN = 2**23
 
 
 @dataclass(frozen=True, slots=True)

@@ -620,7 +620,8 @@ class Scheduler:
             return False
         num_present = (plan.num_shared + len(plan.into)) * self._block_tokens
         num_tokens = min(len(request.tokens), num_present + budget)
-        return self.brought_loads.suits(plan, -(-num_tokens // self._block_tokens))
+        num_blocks = -(-num_tokens // self._block_tokens)
+        return self.brought_loads.suits(plan, num_blocks, num_tokens - num_present)
 
     def _run(self, request: Request, num_there: int) -> None:
         """Run a request with `num_there` blocks, and begin its two-ended load if it has one."""

@@ -34,7 +34,7 @@ from penstock.codecs.base import Codec, RawCodec
 from penstock.codecs.lossless import LosslessCodec
 from penstock.config import Config, DiskConfig, HostConfig, NodeConfig
 from penstock.costs.choose import LoadChoice
-from penstock.engine import bringing, fp8
+from penstock.engine import bringing, brought_loads, fp8
 from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.params import SamplingParams
@@ -329,7 +329,7 @@ def opened(
     host: bool = True,
     disk: Path | None = None,
     ahead: bool = True,
-    in_step: bool = True,
+    in_step: bool | None = True,
     num_blocks: int = 64,
 ) -> Iterator[Engine]:
     below = DiskConfig()
@@ -551,10 +551,26 @@ def test_blocks_on_disk_are_loaded_as_before(loaded: LoadedModel, tmp_path: Path
         assert (watch.tokens, watch.logprobs) == (plain.tokens, plain.logprobs)
 
 
-def test_it_is_off_unless_asked_for(loaded: LoadedModel) -> None:
+def test_a_short_load_is_not_worth_a_step_without_a_graph(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(brought_loads, "_MAX_SHORT_REST", 4)
+    for rest, seconds, is_brought in ((4, 0.001, True), (5, 0.001, False), (5, 0.01, True)):
+        ids, watch = prompt_of(6 * TINY_TOKENS + rest, 1), Watch()
+        with opened(loaded, watch) as engine:
+            run(engine, watch, {"first": ids})
+            forget(engine)
+            choice = LoadChoice(6, seconds, 60.0)
+            engine.scheduler._choose = lambda match, num_past, choice=choice: choice
+            run(engine, watch, {"again": ids})
+            assert watch.num_brought == (6 if is_brought else 0)
+
+
+@pytest.mark.parametrize("wish", [None, False])  # None: on a GPU only
+def test_on_a_cpu_it_is_off_unless_asked_for(loaded: LoadedModel, wish: bool | None) -> None:
     ids = prompt_of(6 * TINY_TOKENS + 3, 1)
     watch = Watch()
-    with opened(loaded, watch, in_step=False) as engine:
+    with opened(loaded, watch, in_step=wish) as engine:
         run(engine, watch, {"first": ids})
         forget(engine)
         (request,) = run(engine, watch, {"a": ids})

@@ -429,6 +429,27 @@ def test_a_prompt_in_dram_is_answered_within_a_step(for_packed: LoadedModel, cod
     assert answers[True] == answers[False]
 
 
+def test_the_rest_of_a_prompt_is_replayed_from_a_graph(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if other sequences decode in the same step."""
+    if loaded.dtype is not torch.float32:
+        pytest.skip("in one piece it is rounded otherwise")
+    tiers = Config(host=HostConfig(size_bytes=32 * MiB, huge_pages=False))
+    wanted = run(make(loaded, 256), one_by_one=True)
+    for in_step in (False, True):
+        engine = make(loaded, 256, tiers, load_in_step=in_step)
+        engine.runner.warm_up(lambda _: None)
+        run(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "_run_without_graph", None)
+            for one_by_one in (True, False):
+                forget(engine)
+                assert run(engine, one_by_one=one_by_one) == wanted
+        assert (engine.scheduler.brought_loads.num_loads > 0) is in_step
+        engine.close()
+
+
 @pytest.mark.parametrize("room_blocks", ROOMS)
 def test_packed_cold_blocks_change_no_bit(
     for_packed: LoadedModel, room_blocks: int, monkeypatch: pytest.MonkeyPatch

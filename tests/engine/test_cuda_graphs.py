@@ -95,10 +95,12 @@ class Steps:
         self.cuda.told.append("captured" if self.cuda.is_capturing else "computed")
         return torch.zeros(4, 8)
 
-    def run(self, num_rows: int = 1) -> list[str]:
+    def run(self, num_rows: int = 1, *, brings: bool = False) -> list[str]:
         self.cuda.told = []
+        self.kind = StepKind(brings=brings)
         singles: Any = [None] * num_rows
-        self.graphs.run(PackedRow([], NOTHING, singles, [], NOTHING, NOTHING, []), lambda: None)
+        row = PackedRow([], NOTHING, singles, [], NOTHING, NOTHING, [])
+        self.graphs.run(row, lambda: None, brings=brings)
         return self.cuda.told
 
 
@@ -113,12 +115,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 def test_a_step_is_captured_once_and_replayed(cuda: Cuda) -> None:
     steps = Steps(cuda, waits=False)
     steps.graphs.capture_all(lambda _: None)
-    assert cuda.told.count("captured") == 3 + 1  # for 1, 2 and 4 rows; blocks arrive for one
+    assert cuda.told.count("captured") == 3 + 2  # for 1, 2 and 4 rows; blocks arrive for 1 and 4
     assert (cuda.mode, cuda.stream_now) == ("default", "main")
     assert steps.run() == ["replay"]
-    steps.kind = StepKind(brings=True)
-    assert steps.run() == ["replay"]
-    assert steps.run(2) == ["computed"]
+    for num_rows in (1, 2, 4):
+        assert steps.run(num_rows, brings=True) == ["replay"]
     assert steps.num_cut_short == 0
 
 

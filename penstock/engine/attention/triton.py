@@ -32,9 +32,13 @@ from penstock.engine.attention.packed_triton import (
 from penstock.engine.attention.rules import CAUSAL, LayerRules
 
 PART_TOKENS = 256
-_TILE_TOKENS = 64
+# How the decode kernel is cut: measured by `benchmarks.decode_kernel`. More stages would prefetch
+# little, as addresses are read first, and take registers: fewer programs would fit on a processor.
+_TILE_TOKENS = 128  # that a program reads at once; fewer if their keys are more than so many bytes
+_TILE_BYTES = 32768
 _NUM_WARPS = 4
-_NUM_STAGES = 3
+_NUM_STAGES = 2
+PROGRAMS_PER_PROCESSOR = 3
 _MERGED_PARTS = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -425,7 +429,7 @@ def attend_wave(
         DIM_PAD=triton.next_power_of_2(dim),
         BLOCK_TOKENS=block_tokens,
         PART=PART_TOKENS,
-        TILE=_TILE_TOKENS,
+        TILE=min(_TILE_TOKENS, _TILE_BYTES // (triton.next_power_of_2(dim) * query.itemsize)),
         ALIGN=aligned_bytes(query, is_fp8=is_fp8),
         PRECISION="ieee" if query.element_size() == 4 else "tf32",
         FP8=fp8_mode(query, is_fp8=is_fp8),
@@ -455,7 +459,7 @@ def merge_parts(query: Any, plan: Any, room: Any, rules: LayerRules = CAUSAL) ->
         PARTS=_MERGED_PARTS,
         WINDOW=rules.window,
         HAS_SINKS=rules.sinks is not None,
-        num_warps=4,
+        num_warps=1,  # several would wait for each other longer than each works
     )
     return out
 
