@@ -13,12 +13,13 @@ import itertools
 import json
 import random
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.engine.attention import triton as kernels
+from penstock.engine.attention.triton import DecodeCut
 from penstock.engine.decode_plan import DecodePlan, PartRoom
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK_TOKENS = 32, 32, 8, 128, 16
@@ -28,18 +29,8 @@ BATCHES = ((1, 2_048), (16, 2_048), (64, 2_048), (4, 32_768))
 _cuda: Any = torch.cuda
 
 
-class Cut(NamedTuple):
-    tile_tokens: int
-    num_warps: int
-    num_stages: int
-    programs_per_processor: int
-
-
-USUAL = Cut(
-    kernels._TILE_TOKENS, kernels._NUM_WARPS, kernels._NUM_STAGES, kernels.PROGRAMS_PER_PROCESSOR
-)
 CUTS = [
-    Cut(*each)
+    DecodeCut(*each)
     for each in itertools.product((32, 64, 128), (4, 8), (2, 3, 4), (2, 3, 4, 8))
     if each[0] * each[2] <= 256  # or they need more shared memory than there is
 ]
@@ -74,10 +65,11 @@ class Bench:
         query = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device=self.device)
         return plan, room, query
 
-    def attention_ms(self, made: tuple[DecodePlan, PartRoom, torch.Tensor], cut: Cut) -> float:
+    def attention_ms(
+        self, made: tuple[DecodePlan, PartRoom, torch.Tensor], cut: DecodeCut
+    ) -> float:
         plan, room, query = made
-        kernels._TILE_TOKENS = cut.tile_tokens
-        kernels._NUM_WARPS, kernels._NUM_STAGES = cut.num_warps, cut.num_stages
+        kernels.cut_for = lambda _: cut
         num_programs = self.num_processors * cut.programs_per_processor
 
         def all_layers() -> None:
@@ -119,23 +111,24 @@ def main() -> None:
     options = parser.parse_args()
     bench = Bench(options.pool_gib)
     limit = bench.read_gb_s()
+    usual = kernels.cut_for(bench.device)
     print(json.dumps({"memory_gb_s": round(limit)}), flush=True)
     for batch, context in BATCHES:
         made = bench.step(batch, context)
-        found: dict[Cut, float] = {}
-        for cut in [USUAL, *(each for each in CUTS if each != USUAL)]:
+        found: dict[DecodeCut, float] = {}
+        for cut in [usual, *(each for each in CUTS if each != usual)]:
             try:
                 found[cut] = bench.attention_ms(made, cut)
             except Exception as error:  # too much shared memory, for example
                 print(json.dumps({"cut": cut._asdict(), "error": str(error)[:100]}), flush=True)
         best = min(found, key=lambda cut: found[cut])
         for cut, ms in sorted(found.items(), key=lambda each: each[1]):
-            if not (options.all or cut in (best, USUAL)):
+            if not (options.all or cut in (best, usual)):
                 continue
             rate = batch * context * TOKEN_BYTES / ms / 1e6
             row: dict[str, Any] = {"batch": batch, "context": context, **cut._asdict()}
             row |= {"ms": round(ms, 3), "gb_s": round(rate), "of_memory": round(rate / limit, 3)}
-            print(json.dumps(row | {"is_usual": cut == USUAL}), flush=True)
+            print(json.dumps(row | {"is_usual": cut == usual}), flush=True)
 
 
 if __name__ == "__main__":

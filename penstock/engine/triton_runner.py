@@ -246,7 +246,7 @@ class TritonRunner:
             num_processors = properties.multi_processor_count
             part_bytes = kernels.PART_TOKENS * pool.block_bytes // block_tokens
             self._max_parts_apart = int(properties.total_memory * _READ_APART) // part_bytes
-        num_programs = num_processors * kernels.PROGRAMS_PER_PROCESSOR
+        num_programs = num_processors * kernels.cut_for(self._device).programs_per_processor
         # Rows that fill up a graph's batch have a part each.
         num_parts = self._max_parts + max_num_seqs
         room = PartRoom.make(num_parts, loaded.num_heads, loaded.head_dim, self._device)
@@ -356,10 +356,10 @@ class TritonRunner:
             return torch.cat([first, self._run(chunks[half:], between_layers)])
         if self._graphs is not None and not row.longer:
             logits = self._graphs.run(row, between_layers, brings=row.has_arriving)
-            first = row.sampled[0] if row.sampled else 0
-            end = first + len(row.sampled)
-            if row.sampled == list(range(first, end)):  # a slice needs no index on the GPU
-                logits = logits[first:end].to(torch.float32, copy=True)
+            begin = row.sampled[0] if row.sampled else 0
+            end = begin + len(row.sampled)
+            if row.sampled == list(range(begin, end)):  # a slice needs no index on the GPU
+                logits = logits[begin:end].to(torch.float32, copy=True)
             else:
                 logits = logits[sent(torch.tensor(row.sampled), logits)].float()
         else:

@@ -105,7 +105,7 @@ def test_a_gpus_decode_obeys_them(rule: str, monkeypatch: pytest.MonkeyPatch) ->
 
     torch.manual_seed(0)
     monkeypatch.setattr(kernels, "PART_TOKENS", 32)
-    monkeypatch.setattr(kernels, "_TILE_TOKENS", 32)
+    monkeypatch.setattr(kernels, "cut_for", lambda _: kernels.DecodeCut(32, 4, 2, 3))
     monkeypatch.setattr(kernels, "_MERGED_PARTS", 4)
     rules = on_device(RULES[rule], test_triton.DEVICE)
     monkeypatch.setattr(kernels, "attend_wave", partial(kernels.attend_wave, rules=rules))

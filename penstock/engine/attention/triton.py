@@ -15,8 +15,10 @@ has some of the parts. Packed blocks (see `packed_triton`) are unpacked after th
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -32,15 +34,41 @@ from penstock.engine.attention.packed_triton import (
 from penstock.engine.attention.rules import CAUSAL, LayerRules
 
 PART_TOKENS = 256
-# How the decode kernel is cut: measured by `benchmarks.decode_kernel`. More stages would prefetch
-# little, as addresses are read first, and take registers: fewer programs would fit on a processor.
-_TILE_TOKENS = 128  # that a program reads at once; fewer if their keys are more than so many bytes
-_TILE_BYTES = 32768
-_NUM_WARPS = 4
-_NUM_STAGES = 2
-PROGRAMS_PER_PROCESSOR = 3
+_HEAD_BYTES = 256  # of a token's keys in one head, at most, in a whole tile
 _MERGED_PARTS = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class DecodeCut(NamedTuple):
+    """How the decode kernel is cut: measured by `benchmarks.decode_kernel`.
+
+    More stages would prefetch little, as addresses are read first, and take registers: then fewer
+    programs fit on a processor.
+    """
+
+    tile_tokens: int  # that a program reads at once
+    num_warps: int
+    num_stages: int
+    programs_per_processor: int
+
+
+_LARGE = DecodeCut(128, 4, 2, 3)
+_SMALL = DecodeCut(64, 4, 2, 4)
+_LARGE_BYTES = 3 * (74 << 10)  # shared memory of three programs with large tiles
+
+
+@cache
+def cut_for(device: torch.device) -> DecodeCut:
+    if device.type != "cuda":
+        return _LARGE
+    properties: Any = torch.cuda.get_device_properties(device)
+    room = getattr(properties, "shared_memory_per_multiprocessor", 0)
+    return _LARGE if room >= _LARGE_BYTES else _SMALL
+
+
+def _tile_tokens(cut: DecodeCut, dim: int, item_bytes: int) -> int:
+    """Fewer for wide heads and for float32, or shared memory or registers would not suffice."""
+    return cut.tile_tokens // max(1, dim * item_bytes // _HEAD_BYTES, item_bytes // 2)
 
 
 @triton.jit
@@ -403,6 +431,8 @@ def attend_wave(
     """
     heads, dim = query.shape[1:]
     group = heads // kv_heads
+    dim_pad = triton.next_power_of_2(dim)
+    cut = cut_for(query.device)
     _attend_parts[(num_programs,)](
         query,
         plan.table,
@@ -426,17 +456,17 @@ def attend_wave(
         GROUP=group,
         GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim),
+        DIM_PAD=dim_pad,
         BLOCK_TOKENS=block_tokens,
         PART=PART_TOKENS,
-        TILE=min(_TILE_TOKENS, _TILE_BYTES // (triton.next_power_of_2(dim) * query.itemsize)),
+        TILE=_tile_tokens(cut, dim_pad, query.itemsize),
         ALIGN=aligned_bytes(query, is_fp8=is_fp8),
         PRECISION="ieee" if query.element_size() == 4 else "tf32",
         FP8=fp8_mode(query, is_fp8=is_fp8),
         WINDOW=rules.window,
         CAP=rules.cap,
-        num_warps=_NUM_WARPS,
-        num_stages=_NUM_STAGES,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
     )
 
 
