@@ -33,6 +33,7 @@ THOROUGH: dict[str, tuple[str, ...]] = {
     "engine/test_needles.py": ("*",),
     "engine/test_soak.py": ("*",),
     "engine/test_audit_soak.py": ("*short*",),
+    "engine/test_taken_apart.py": ("test_random_steps*mistral*", "test_random_steps*gpt_oss*"),
     "engine/test_announcer.py": ("*cold?", "*in turns?", "test_after_a_fault*"),
     "engine/test_audit.py": (
         "test_nothing_is_found*dtype1*",

@@ -17,10 +17,7 @@ from penstock.engine.tiers import EngineTiers
 from penstock.types import Slot, Tier
 
 _MEASURED_EVERY = 32  # loads: only a transfer measures the link
-# A step with more tokens than this has no graph that brings blocks, and queueing its kernels takes
-# Python longer than a short load takes: then nothing is gained.
-_MAX_SHORT_REST = 64
-_LEAST_SECONDS = 0.005
+_LEAST_SECONDS = 0.005  # of a load, if the step has no graph: queueing its kernels takes longer
 
 
 class BroughtLoads:
@@ -39,11 +36,11 @@ class BroughtLoads:
         self.num_loads = 0  # that suited
         self._reading: list[Slot] = []  # HOST slots that the step under way reads
 
-    def suits(self, plan: AdmissionPlan, num_blocks: int, num_rest: int) -> bool:
+    def suits(self, plan: AdmissionPlan, num_blocks: int, *, is_short: bool) -> bool:
         """Whether what is loaded for a request should be brought. Nothing else may be running.
 
-        `num_blocks`: that the request has once its first chunk has been computed, which has
-        `num_rest` tokens.
+        `num_blocks`: that the request has once its first chunk has been computed. `is_short`:
+        whether that step has a graph (see `Runner.takes_apart`).
         """
         match, choice = plan.match, plan.choice
         num_loads = len(plan.into)
@@ -58,7 +55,7 @@ class BroughtLoads:
         load, compute = choice.load_seconds, choice.compute_seconds
         if load is None or compute is None or load >= compute:
             return False  # it is loaded to measure the link
-        if num_rest > _MAX_SHORT_REST and load < _LEAST_SECONDS:
+        if load < _LEAST_SECONDS and not is_short:
             return False
         self.num_loads += 1
         return self.num_loads % _MEASURED_EVERY > 0

@@ -28,7 +28,8 @@ _cuda: Any = torch.cuda  # mostly untyped
 log = logging.getLogger(__name__)
 
 # Steps that bring blocks have few graphs: only one request runs then, with what is left of it.
-_ROWS_THAT_BRING = (1, 16, 64)
+MAX_ROWS_THAT_BRING = 64
+_ROWS_THAT_BRING = (1, 16, MAX_ROWS_THAT_BRING)
 
 # Other threads keep pinning memory and waiting for copies, which must not break a capture.
 _IN_THIS_THREAD = {"capture_error_mode": "thread_local"}

@@ -414,6 +414,7 @@ class EngineParts:
             # A look runs the first layer, and what the second one needs for its keys.
             looks_per_token=max(1, self.loaded.num_layers // 2),
             max_brought=self._max_brought,
+            takes_apart=lambda num_tokens, end: self.runner.takes_apart(num_tokens, end),
             compute_seconds=self._compute_seconds,
             max_num_batched_tokens=num_batched,
             max_num_seqs=config.max_num_seqs,

@@ -40,6 +40,11 @@ class Runner(Protocol):
         """
         ...
 
+    def takes_apart(self, num_tokens: int, end: int) -> bool:
+        """Whether a step for the last `num_tokens` before `end` of a sequence is queued as quickly
+        as one of single tokens."""
+        ...
+
     def key_changes(self, chunk: Chunk) -> Tensor:
         """By how much the keys of each token change where it stands (see `anywhere.blending`).
 
@@ -255,6 +260,9 @@ class TorchRunner:
         )
         logits: Tensor = output.logits[0, : len(row.sampled)].float()
         return logits
+
+    def takes_apart(self, num_tokens: int, end: int) -> bool:
+        return True  # nothing is queued
 
     @torch.inference_mode()
     def key_changes(self, chunk: Chunk) -> Tensor:

@@ -100,16 +100,21 @@ class Scheduler:
         announcer: Announcer | None = None,
         looks_per_token: int = 1,
         max_brought: Callable[[], int] = lambda: 0,
+        takes_apart: Callable[[int, int], bool] = lambda num_tokens, end: True,
         compute_seconds: ComputeSeconds = lambda num_tokens, num_past: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_brought`: how many blocks a step may bring now (see `brought_loads`)."""
+        """`max_brought`: how many blocks a step may bring now (see `brought_loads`).
+
+        `takes_apart`: see `Runner`.
+        """
         self._pool = pool
         self._block_tokens = block_tokens
         self._admission = admission
         self._tiers = tiers
         self._choose = choose
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._takes_apart = takes_apart
         self._max_num_seqs = max_num_seqs
         self._fair = FairQueue()
         self._waiting: list[Request] = []  # most urgent first
@@ -621,7 +626,8 @@ class Scheduler:
         num_present = (plan.num_shared + len(plan.into)) * self._block_tokens
         num_tokens = min(len(request.tokens), num_present + budget)
         num_blocks = -(-num_tokens // self._block_tokens)
-        return self.brought_loads.suits(plan, num_blocks, num_tokens - num_present)
+        is_short = self._takes_apart(max(1, num_tokens - num_present), num_tokens)
+        return self.brought_loads.suits(plan, num_blocks, is_short=is_short)
 
     def _run(self, request: Request, num_there: int) -> None:
         """Run a request with `num_there` blocks, and begin its two-ended load if it has one."""

@@ -28,7 +28,7 @@ from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.bringing import Bringer
 from penstock.engine.cold_opening import measure_rates, open_cold_attention
-from penstock.engine.cuda_graphs import CudaGraphs
+from penstock.engine.cuda_graphs import MAX_ROWS_THAT_BRING, CudaGraphs
 from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, StepKind, span_blocks
 from penstock.engine.drawing import DrawnRow, draw
 from penstock.engine.fetch_choice import Fetches
@@ -54,8 +54,11 @@ _POLL_SECONDS = 0.0001
 
 _MAX_PARTS = 8192  # in one step, for two million tokens of context; more if one sequence has more
 # Each token of a chunk that is taken apart reads what is before it. All of a step may read this
-# share of the GPU's memory, which takes 3 to 7 ms on today's GPUs, and kernel by kernel 14 ms.
+# share of the GPU's memory, which takes an H200 4 ms and an L4 10 ms. Memory that the CPU shares is
+# large and slow.
 _READ_APART = 1 / 8
+_READ_APART_INTEGRATED = 1 / 64
+_MAX_PARTS_APART = 1024  # beyond that, choosing what to fetch for all rows takes Python too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +243,14 @@ class TritonRunner:
         on_gpu = self._device.type == "cuda"
         num_processors = 1
         self._max_rows = max_num_seqs
-        self._max_parts_apart = self._max_parts
+        self._max_parts_apart = _MAX_PARTS_APART
         if on_gpu:
             properties = _cuda.get_device_properties(self._device)
             num_processors = properties.multi_processor_count
+            share = _READ_APART_INTEGRATED if properties.is_integrated else _READ_APART
             part_bytes = kernels.PART_TOKENS * pool.block_bytes // block_tokens
-            self._max_parts_apart = int(properties.total_memory * _READ_APART) // part_bytes
+            most = int(properties.total_memory * share) // part_bytes
+            self._max_parts_apart = min(most, _MAX_PARTS_APART)
         num_programs = num_processors * kernels.cut_for(self._device).programs_per_processor
         # Rows that fill up a graph's batch have a part each.
         num_parts = self._max_parts + max_num_seqs
@@ -341,7 +346,8 @@ class TritonRunner:
             self._bringer.cut_short()
 
     def _run(self, chunks: Sequence[Chunk], between_layers: Callable[[], None]) -> Tensor:
-        row = PackedRow.of(self._taken_apart(chunks), self._shape.block_tokens)
+        rows = self._taken_apart(chunks)
+        row = PackedRow.of(rows, self._shape.block_tokens)
         num_parts = _num_parts(row.singles)
         if num_parts > self._max_parts:  # too many for the plan at once
             if len(row.singles) == 1:
@@ -367,32 +373,47 @@ class TritonRunner:
         if self._fetcher is not None:
             self._fetcher.fetch_ahead()
         tables = [chunk.request.table for chunk in row.singles]
-        self._is_long = bool(row.longer) or any(t.num_cold or t.arriving_pins for t in tables)
+        is_short = len(rows) == len(chunks) and not row.longer
+        self._is_long = not is_short or any(t.num_cold or t.arriving_pins for t in tables)
         return logits
 
+    def takes_apart(self, num_tokens: int, end: int) -> bool:
+        num_parts = num_tokens * -(-end // kernels.PART_TOKENS)
+        most = min(self._max_parts, self._max_parts_apart)
+        return num_tokens <= min(MAX_ROWS_THAT_BRING, self._max_rows) and num_parts <= most
+
     def _taken_apart(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        """The same with the tokens of short chunks as chunks of their own (see above)."""
+        """The same with the tokens of short chunks as chunks of their own (see above).
+
+        All or none: a step with a chunk in one piece has no graph. Where blocks are makes no
+        difference here: answers must not depend on it.
+        """
         longer = [chunk for chunk in chunks if chunk.num_tokens > 1]
-        if not longer:
+        if not longer or not self._replays:
             return chunks
+        if any(chunk.positions is not None for chunk in longer):
+            return chunks  # what was placed is not in order
         singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
-        num_rows, num_parts = len(singles), _num_parts(singles)
-        # Where cold blocks are makes no difference here: answers must not depend on it.
-        most = min(self._max_parts, num_parts + self._max_parts_apart)
-        apart: dict[int, list[Chunk]] = {}
-        for chunk in longer:
-            if chunk.positions is not None or num_rows + chunk.num_tokens > self._max_rows:
-                continue  # what was placed is not in order
-            rows = [
+        num_apart = sum(chunk.num_tokens for chunk in longer)
+        if num_apart > min(MAX_ROWS_THAT_BRING, self._max_rows - len(singles)):
+            return chunks
+        apart = {
+            id(chunk): [
                 Chunk(chunk.request, chunk.start + n, 1, int(n < chunk.num_present))
                 for n in range(chunk.num_tokens)
             ]
-            if num_parts + _num_parts(rows) > most:
-                continue
-            num_rows += len(rows)
-            num_parts += _num_parts(rows)
-            apart[id(chunk)] = rows
+            for chunk in longer
+        }
+        num_parts = sum(map(_num_parts, apart.values()))
+        if num_parts > min(self._max_parts_apart, self._max_parts - _num_parts(singles)):
+            return chunks
         return [row for chunk in chunks for row in apart.get(id(chunk), (chunk,))]
+
+    @property
+    def _replays(self) -> bool:
+        """Whether steps of single tokens are replayed. In the interpreter they are as if."""
+        on_gpu = self._device.type == "cuda"
+        return not on_gpu or (self._graphs is not None and self._graphs.captures)
 
     @torch.inference_mode()
     def key_changes(self, chunk: Chunk) -> Tensor:

@@ -34,7 +34,7 @@ from penstock.codecs.base import Codec, RawCodec
 from penstock.codecs.lossless import LosslessCodec
 from penstock.config import Config, DiskConfig, HostConfig, NodeConfig
 from penstock.costs.choose import LoadChoice
-from penstock.engine import bringing, brought_loads, fp8
+from penstock.engine import bringing, fp8
 from penstock.engine.engine import Engine
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.params import SamplingParams
@@ -551,19 +551,24 @@ def test_blocks_on_disk_are_loaded_as_before(loaded: LoadedModel, tmp_path: Path
         assert (watch.tokens, watch.logprobs) == (plain.tokens, plain.logprobs)
 
 
-def test_a_short_load_is_not_worth_a_step_without_a_graph(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(brought_loads, "_MAX_SHORT_REST", 4)
+def test_a_short_load_is_not_worth_a_step_without_a_graph(loaded: LoadedModel) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def takes_apart(num_tokens: int, end: int) -> bool:
+        asked.append((num_tokens, end))
+        return num_tokens <= 4
+
     for rest, seconds, is_brought in ((4, 0.001, True), (5, 0.001, False), (5, 0.01, True)):
         ids, watch = prompt_of(6 * TINY_TOKENS + rest, 1), Watch()
         with opened(loaded, watch) as engine:
+            engine.runner.takes_apart = takes_apart
             run(engine, watch, {"first": ids})
             forget(engine)
             choice = LoadChoice(6, seconds, 60.0)
             engine.scheduler._choose = lambda match, num_past, choice=choice: choice
             run(engine, watch, {"again": ids})
             assert watch.num_brought == (6 if is_brought else 0)
+            assert asked[-1] == (rest, len(ids))
 
 
 @pytest.mark.parametrize("wish", [None, False])  # None: on a GPU only

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
-from engine.test_runner import BLOCK_TOKENS, MODELS, Sequence, need_interpreter
+from engine.test_runner import BLOCK_TOKENS, MODELS, SMALL, Sequence, need_interpreter
 
-from penstock.engine.models import load_model
+from penstock.engine.models import LoadedModel, load_model
+from penstock.engine.scheduler import Chunk
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 from penstock.types import BlockSpec, Slot
@@ -58,7 +60,7 @@ def steps(one: Sequence, two: Sequence) -> list[list[Any]]:
         [one.chunk(46, 49), two.chunk(41, 45)],
         [one.chunk(49, 56)],  # its logits are not needed
         [replace(one.chunk(54, 60), num_present=2), two.chunk(45, 46), two.chunk(46, 47)],
-        [one.chunk(56, 60), two.chunk(47, 60)],  # the second has too many rows
+        [one.chunk(56, 60), two.chunk(47, 60)],  # the second has too many rows, so both stay whole
     ]
 
 
@@ -74,7 +76,7 @@ def test_they_give_the_same_as_in_one_piece(kind: str, tmp_path: Path) -> None:
             apart.pool.tensor, whole.pool.tensor, rtol=1e-4, atol=1e-4, equal_nan=True
         )
         assert whole.runner._taken_apart(other) == other
-    assert num_rows == [3, 4, 7, 7, 8, 5]
+    assert num_rows == [3, 4, 7, 7, 8, 2]
 
 
 def test_what_is_present_is_not_written_again(tmp_path: Path) -> None:
@@ -99,17 +101,21 @@ def test_where_blocks_are_changes_no_bit(tmp_path: Path, monkeypatch: pytest.Mon
         assert torch.equal(cold.pool.tensor[slot].nan_to_num(), hot.pool.tensor[slot].nan_to_num())
 
 
-def test_a_chunk_that_would_read_too_much_stays_whole(tmp_path: Path) -> None:
+def test_a_step_that_would_read_too_much_stays_whole(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     one, two = rig.sequences
     chunks = [one.chunk(40, 44), two.chunk(40, 42)]
     assert len(rig.runner._taken_apart(chunks)) == 6
-    rig.runner._max_parts_apart = 3  # a part for each row of the second, not of the first
-    assert rig.runner._taken_apart(chunks) == [chunks[0], two.chunk(40, 41), two.chunk(41, 42)]
+    assert rig.runner.takes_apart(8, 48)
+    assert not rig.runner.takes_apart(9, 48)  # it has eight rows
+    rig.runner._max_parts_apart = 5  # a part for each row but one
+    assert rig.runner._taken_apart(chunks) == chunks
+    assert rig.runner.takes_apart(5, 48)
+    assert not rig.runner.takes_apart(6, 48)
     rig.runner._max_parts_apart, rig.runner._max_rows = 100, 5
-    assert len(rig.runner._taken_apart(chunks)) == 5
-    scattered = [one.scattered(40, 42)]
-    assert rig.runner._taken_apart(scattered) == scattered
+    assert rig.runner._taken_apart(chunks) == chunks
+    placed = [one.scattered(40, 42), two.chunk(40, 42)]
+    assert rig.runner._taken_apart(placed) == placed
 
 
 def test_the_order_of_the_logits_is_that_of_the_chunks(tmp_path: Path) -> None:
@@ -126,3 +132,192 @@ def test_the_order_of_the_logits_is_that_of_the_chunks(tmp_path: Path) -> None:
     ):
         found = rig.runner.run(chunks)
         torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=1e-4)
+
+
+TINY = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+}
+WINDOWED = {
+    "llama": transformers.LlamaConfig(**TINY),
+    "mistral": transformers.MistralConfig(**TINY, sliding_window=20),
+    "gpt_oss": transformers.GptOssConfig(
+        **TINY, head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=12
+    ),
+}
+LENGTH = 56
+NUM_SEQUENCES = 2
+NUM_BLOCKS = LENGTH // BLOCK_TOKENS
+
+
+TOKENS_OF = [
+    [random.Random(n).randrange(3, 60) for _ in range(LENGTH)] for n in range(NUM_SEQUENCES)
+]
+
+
+class Chosen(NamedTuple):
+    """A chunk of a random step."""
+
+    number: int  # of the sequence
+    start: int
+    end: int
+    num_present: int
+    num_known: int  # tokens of the sequence: if there are more than `end`, nothing is sampled
+
+
+class Copy:
+    """One of three runners that compute the same steps, with sequences of its own."""
+
+    def __init__(self, loaded: LoadedModel, room_blocks: int, *, apart: bool) -> None:
+        from penstock.engine import fetching
+        from penstock.engine.triton_runner import TritonRunner
+
+        shape = (loaded.num_layers, BLOCK_TOKENS, loaded.num_kv_heads, loaded.head_dim)
+        self.pool = DevicePool(NUM_SEQUENCES * NUM_BLOCKS, *shape, torch.float32)
+        self.pool.tensor.fill_(float("nan"))
+        self.host = HostArena(BlockSpec(bytes(32), self.pool.block_bytes, BLOCK_TOKENS), 1 << 18)
+        with pytest.MonkeyPatch.context() as patch:
+            room = room_blocks * self.pool.block_bytes // loaded.num_layers
+            patch.setattr(fetching, "_BUFFER_BYTES", room)
+            self.runner: Any = TritonRunner(
+                loaded, self.pool, BLOCK_TOKENS, self.host, max_num_seqs=12, brings=True
+            )
+        if not apart:
+            self.runner._max_parts_apart = -1
+        self.sequences = [
+            Sequence([], [slot_of(number, index) for index in range(NUM_BLOCKS)])
+            for number in range(NUM_SEQUENCES)
+        ]
+
+    def chunks(self, step: list[Chosen]) -> list[Chunk]:
+        found = []
+        for each in step:
+            mine = self.sequences[each.number]
+            mine.tokens = TOKENS_OF[each.number][: each.num_known]
+            found.append(replace(mine.chunk(each.start, each.end), num_present=each.num_present))
+        return found
+
+    def run(self, step: list[Chosen]) -> torch.Tensor:
+        logits: torch.Tensor = self.runner.run(self.chunks(step))
+        return logits.clone()
+
+
+def slot_of(number: int, index: int) -> int:
+    return number * NUM_BLOCKS + index
+
+
+class Wandering(Copy):
+    """Its blocks wander between the device and DRAM. What is left behind is nonsense."""
+
+    def __init__(self, loaded: LoadedModel, room_blocks: int, rng: random.Random) -> None:
+        super().__init__(loaded, room_blocks, apart=True)
+        self._rng = rng
+        self._free = [Slot(pin) for pin in range(self.host.num_slots)]
+        self.num_arrived = 0
+
+    def _put(self, slot: int) -> Slot:
+        pin = self._free.pop()
+        self.host.view(pin)[: self.pool.block_bytes] = bytes(self.pool.view(Slot(slot)))
+        self.pool.tensor[slot] = float("nan")
+        return pin
+
+    def _release(self, pins: list[Slot]) -> None:
+        for pin in pins:
+            self.host.view(pin)[:] = b"\xff" * self.host.stride_bytes
+        self._free += pins
+
+    def wander(self, ends: list[int]) -> None:
+        """Move some blocks that are complete."""
+        for number, end in enumerate(ends):
+            table = self.sequences[number].table
+            for index in range(max(0, end - 4) // BLOCK_TOKENS):  # a step may write the last ones
+                if self._rng.random() > 0.3:
+                    continue
+                slot = Slot(slot_of(number, index))
+                if table.places[index] >= 0:
+                    table.chill(index, self._put(slot))
+                else:
+                    pin = Slot(~int(table.places[index]))
+                    self.pool.view(slot)[:] = self.host.view(pin)[: self.pool.block_bytes]
+                    self._release([table.warm(index, slot)])
+
+    def arrive(self, number: int, start: int) -> None:
+        """Some blocks before `start` arrive in the next step."""
+        table = self.sequences[number].table
+        last = start // BLOCK_TOKENS
+        first = self._rng.randint(0, last)
+        if table.cold(first, last):
+            return
+        slots = [Slot(slot_of(number, index)) for index in range(NUM_BLOCKS)]
+        places = table.places.tolist()
+        pins = [self._put(slot) for slot in slots[first:last]]
+        made = Sequence([], [])
+        made.table.extend_places(places[:first])
+        made.table.extend_arriving(slots[first:last], pins)
+        made.table.extend(slots[last:])
+        self.sequences[number] = made
+        self.num_arrived += len(pins)
+
+    def arrived(self) -> None:
+        for each in self.sequences:
+            self._release(each.table.end_arriving())
+
+
+def random_step(rng: random.Random, ends: list[int]) -> list[Chosen]:
+    """One chunk or two. Some begin with tokens whose KV is present."""
+    left = [number for number in range(NUM_SEQUENCES) if ends[number] < LENGTH]
+    step = []
+    for number in rng.sample(left, rng.randint(1, len(left))):
+        num_present = rng.randint(0, min(3, ends[number])) if rng.random() < 0.3 else 0
+        end = min(LENGTH, ends[number] + rng.choice([1, 2, 4, 5, 6, 13]))
+        start = ends[number] - num_present
+        step.append(Chosen(number, start, end, num_present, rng.choice([end, LENGTH])))
+    return step
+
+
+@pytest.mark.parametrize("room_blocks", [2, 100], ids=["in waves", "at once"])
+@pytest.mark.parametrize("kind", list(WINDOWED))
+def test_random_steps(
+    kind: str, room_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as with everything on the device, and nearly as with every chunk in one piece."""
+    need_interpreter()
+    kernels = pytest.importorskip("penstock.engine.attention.triton")
+    monkeypatch.setattr(kernels, "PART_TOKENS", 2 * BLOCK_TOKENS)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(WINDOWED[kind]).save_pretrained(tmp_path)
+    loaded = [load_model(str(tmp_path), dtype="float32") for _ in range(3)]
+    rng = random.Random(room_blocks)
+    mine = Wandering(loaded[0], room_blocks, rng)
+    resident, whole = (Copy(loaded[n], room_blocks, apart=n == 1) for n in (1, 2))
+    ends, num_apart, num_waves = [0] * NUM_SEQUENCES, 0, []
+    while min(ends) < LENGTH:
+        step = random_step(rng, ends)
+        if len(step) == 1 and rng.random() < 0.7:
+            mine.arrive(step[0].number, step[0].start)
+        num_apart += len(mine.runner._taken_apart(mine.chunks(step))) > len(step)
+        found = mine.run(step)
+        num_waves.append(mine.runner._plan.num_waves)
+        mine.arrived()
+        assert torch.equal(found, resident.run(step)), step
+        torch.testing.assert_close(found, whole.run(step), rtol=1e-4, atol=1e-4)
+        for each in step:
+            ends[each.number] = each.end
+        for number, end in enumerate(ends):
+            for index in range(end // BLOCK_TOKENS):
+                slot = slot_of(number, index)
+                if mine.sequences[number].table.places[index] >= 0:
+                    assert torch.equal(mine.pool.tensor[slot], resident.pool.tensor[slot])
+                torch.testing.assert_close(
+                    resident.pool.tensor[slot], whole.pool.tensor[slot], rtol=1e-4, atol=1e-4
+                )
+        mine.wander(ends)
+    assert num_apart > 3
+    assert mine.num_arrived > 0
+    assert mine.runner.num_fetched > 3
+    if kind == "llama":  # a window reaches few blocks
+        assert (max(num_waves) > 1) is (room_blocks == 2)
