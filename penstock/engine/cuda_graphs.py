@@ -22,14 +22,14 @@ from torch import Tensor
 
 from penstock.engine.decode_plan import DecodePlan, StepKind
 from penstock.engine.runner import PackedRow
+from penstock.engine.taken_apart import MAX_APART
 
 _cuda: Any = torch.cuda  # mostly untyped
 
 log = logging.getLogger(__name__)
 
 # Steps that bring blocks have few graphs: only one request runs then, with what is left of it.
-MAX_ROWS_THAT_BRING = 64
-_ROWS_THAT_BRING = (1, 16, MAX_ROWS_THAT_BRING)
+_ROWS_THAT_BRING = (1, 16, MAX_APART)
 
 # Other threads keep pinning memory and waiting for copies, which must not break a capture.
 _IN_THIS_THREAD = {"capture_error_mode": "thread_local"}

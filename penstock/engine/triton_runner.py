@@ -1,9 +1,8 @@
 """Runs one step of a model on a GPU, with our own kernels that find blocks by their addresses.
 
 A step in which every sequence adds one token is replayed from a CUDA graph (see `cuda_graphs`).
-Steps with chunks of prompts run kernel by kernel, which keeps the CPU busy for longer than a short
-chunk takes the GPU. So a short chunk, such as what is left of a prompt that was found in DRAM, is
-taken apart: each of its tokens is a row that attends to those before it, as in a decode step.
+Steps with chunks of prompts run kernel by kernel, unless these are short, such as what is left of a
+prompt that was found in DRAM (see `taken_apart`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from penstock.engine.attention.rules import CAUSAL, LayerRules
 from penstock.engine.attention.torch import AttentionStep, SequenceSpan, attend, prepare, register
 from penstock.engine.bringing import Bringer
 from penstock.engine.cold_opening import measure_rates, open_cold_attention
-from penstock.engine.cuda_graphs import MAX_ROWS_THAT_BRING, CudaGraphs
+from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.decode_plan import NO_FETCHES, DecodePlan, PartRoom, StepKind, span_blocks
 from penstock.engine.drawing import DrawnRow, draw
 from penstock.engine.fetch_choice import Fetches
@@ -41,6 +40,7 @@ from penstock.engine.runner import PackedRow, places_of, span_of
 from penstock.engine.scheduler import Chunk
 from penstock.engine.sending import sent
 from penstock.engine.table import Addresses, Places
+from penstock.engine.taken_apart import ShortChunks
 from penstock.errors import BookError
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
@@ -242,15 +242,17 @@ class TritonRunner:
         self._max_parts = min(self._plan.max_items, most)
         on_gpu = self._device.type == "cuda"
         num_processors = 1
-        self._max_rows = max_num_seqs
-        self._max_parts_apart = _MAX_PARTS_APART
+        max_parts_apart = _MAX_PARTS_APART
         if on_gpu:
             properties = _cuda.get_device_properties(self._device)
             num_processors = properties.multi_processor_count
             share = _READ_APART_INTEGRATED if properties.is_integrated else _READ_APART
             part_bytes = kernels.PART_TOKENS * pool.block_bytes // block_tokens
             most = int(properties.total_memory * share) // part_bytes
-            self._max_parts_apart = min(most, _MAX_PARTS_APART)
+            max_parts_apart = min(most, _MAX_PARTS_APART)
+        self._short_chunks = ShortChunks(
+            kernels.PART_TOKENS, max_num_seqs, self._max_parts, max_parts_apart
+        )
         num_programs = num_processors * kernels.cut_for(self._device).programs_per_processor
         # Rows that fill up a graph's batch have a part each.
         num_parts = self._max_parts + max_num_seqs
@@ -346,9 +348,9 @@ class TritonRunner:
             self._bringer.cut_short()
 
     def _run(self, chunks: Sequence[Chunk], between_layers: Callable[[], None]) -> Tensor:
-        rows = self._taken_apart(chunks)
+        rows = self._short_chunks.taken_apart(chunks) if self._replays else chunks
         row = PackedRow.of(rows, self._shape.block_tokens)
-        num_parts = _num_parts(row.singles)
+        num_parts = self._short_chunks.num_parts(row.singles)
         if num_parts > self._max_parts:  # too many for the plan at once
             if len(row.singles) == 1:
                 raise ValueError(
@@ -378,36 +380,7 @@ class TritonRunner:
         return logits
 
     def takes_apart(self, num_tokens: int, end: int) -> bool:
-        num_parts = num_tokens * -(-end // kernels.PART_TOKENS)
-        most = min(self._max_parts, self._max_parts_apart)
-        return num_tokens <= min(MAX_ROWS_THAT_BRING, self._max_rows) and num_parts <= most
-
-    def _taken_apart(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
-        """The same with the tokens of short chunks as chunks of their own (see above).
-
-        All or none: a step with a chunk in one piece has no graph. Where blocks are makes no
-        difference here: answers must not depend on it.
-        """
-        longer = [chunk for chunk in chunks if chunk.num_tokens > 1]
-        if not longer or not self._replays:
-            return chunks
-        if any(chunk.positions is not None for chunk in longer):
-            return chunks  # what was placed is not in order
-        singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
-        num_apart = sum(chunk.num_tokens for chunk in longer)
-        if num_apart > min(MAX_ROWS_THAT_BRING, self._max_rows - len(singles)):
-            return chunks
-        apart = {
-            id(chunk): [
-                Chunk(chunk.request, chunk.start + n, 1, int(n < chunk.num_present))
-                for n in range(chunk.num_tokens)
-            ]
-            for chunk in longer
-        }
-        num_parts = sum(map(_num_parts, apart.values()))
-        if num_parts > min(self._max_parts_apart, self._max_parts - _num_parts(singles)):
-            return chunks
-        return [row for chunk in chunks for row in apart.get(id(chunk), (chunk,))]
+        return self._replays and self._short_chunks.suits(num_tokens, end)
 
     @property
     def _replays(self) -> bool:
@@ -669,10 +642,6 @@ class TritonRunner:
             blocks = self._send(table)
             spans.append(span_of(begin, chunk, blocks, self._device))
         return spans
-
-
-def _num_parts(singles: Sequence[Chunk]) -> int:
-    return sum(-(-(chunk.start + 1) // kernels.PART_TOKENS) for chunk in singles)
 
 
 def _as_copied(pool: Tensor) -> Tensor:

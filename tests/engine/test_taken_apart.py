@@ -14,6 +14,7 @@ from engine.test_runner import BLOCK_TOKENS, MODELS, SMALL, Sequence, need_inter
 
 from penstock.engine.models import LoadedModel, load_model
 from penstock.engine.scheduler import Chunk
+from penstock.engine.taken_apart import MAX_APART, ShortChunks
 from penstock.stores.device import DevicePool
 from penstock.stores.host import HostArena
 from penstock.types import BlockSpec, Slot
@@ -38,7 +39,7 @@ class Rig:
         self.host = HostArena(BlockSpec(bytes(32), self.pool.block_bytes, BLOCK_TOKENS), 1 << 20)
         self.runner: Any = TritonRunner(loaded, self.pool, BLOCK_TOKENS, self.host, max_num_seqs=8)
         if not apart:
-            self.runner._max_parts_apart = -1
+            self.runner._short_chunks.max_parts_apart = -1
         self.sequences = [
             Sequence(TOKENS, [5, 3, 9, 1, 0, 2, 30, 12]),
             Sequence(TOKENS[::-1], [10, 11, 17, 13, 14, 15, 16, 20]),
@@ -69,13 +70,13 @@ def test_they_give_the_same_as_in_one_piece(kind: str, tmp_path: Path) -> None:
     apart, whole = Rig(tmp_path / "apart", kind), Rig(tmp_path / "whole", kind, apart=False)
     num_rows = []
     for mine, other in zip(steps(*apart.sequences), steps(*whole.sequences), strict=True):
-        num_rows.append(len(apart.runner._taken_apart(mine)))
+        num_rows.append(len(apart.runner._short_chunks.taken_apart(mine)))
         found, wanted = apart.runner.run(mine), whole.runner.run(other)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(
             apart.pool.tensor, whole.pool.tensor, rtol=1e-4, atol=1e-4, equal_nan=True
         )
-        assert whole.runner._taken_apart(other) == other
+        assert whole.runner._short_chunks.taken_apart(other) == other
     assert num_rows == [3, 4, 7, 7, 8, 2]
 
 
@@ -101,21 +102,29 @@ def test_where_blocks_are_changes_no_bit(tmp_path: Path, monkeypatch: pytest.Mon
         assert torch.equal(cold.pool.tensor[slot].nan_to_num(), hot.pool.tensor[slot].nan_to_num())
 
 
-def test_a_step_that_would_read_too_much_stays_whole(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    one, two = rig.sequences
+def test_a_step_that_would_read_too_much_stays_whole() -> None:
+    one, two = Sequence(TOKENS, []), Sequence(TOKENS[::-1], [])
+    short = ShortChunks(256, max_rows=8, max_parts=100, max_parts_apart=100)
     chunks = [one.chunk(40, 44), two.chunk(40, 42)]
-    assert len(rig.runner._taken_apart(chunks)) == 6
-    assert rig.runner.takes_apart(8, 48)
-    assert not rig.runner.takes_apart(9, 48)  # it has eight rows
-    rig.runner._max_parts_apart = 5  # a part for each row but one
-    assert rig.runner._taken_apart(chunks) == chunks
-    assert rig.runner.takes_apart(5, 48)
-    assert not rig.runner.takes_apart(6, 48)
-    rig.runner._max_parts_apart, rig.runner._max_rows = 100, 5
-    assert rig.runner._taken_apart(chunks) == chunks
+    assert len(short.taken_apart(chunks)) == 6
+    assert short.suits(8, 48)
+    assert not short.suits(9, 48)
+    fewer = replace(short, max_parts_apart=5)  # a part for each row but one
+    assert fewer.taken_apart(chunks) == chunks
+    assert fewer.suits(5, 48)
+    assert not fewer.suits(6, 48)
+    assert not fewer.suits(3, 300)  # two parts each
+    beside = [one.chunk(40, 41), two.chunk(40, 43)]
+    assert len(replace(short, max_parts=4).taken_apart(beside)) == 4
+    assert replace(short, max_parts=3).taken_apart(beside) == beside
+    assert replace(short, max_rows=3).taken_apart(beside) == beside
     placed = [one.scattered(40, 42), two.chunk(40, 42)]
-    assert rig.runner._taken_apart(placed) == placed
+    assert short.taken_apart(placed) == placed
+    many = replace(short, max_rows=100)
+    assert many.suits(MAX_APART, 100)
+    assert not many.suits(MAX_APART + 1, 100)
+    long = [Sequence(TOKENS * 2, []).chunk(0, MAX_APART + 1)]
+    assert many.taken_apart(long) == long
 
 
 def test_the_order_of_the_logits_is_that_of_the_chunks(tmp_path: Path) -> None:
@@ -187,7 +196,7 @@ class Copy:
                 loaded, self.pool, BLOCK_TOKENS, self.host, max_num_seqs=12, brings=True
             )
         if not apart:
-            self.runner._max_parts_apart = -1
+            self.runner._short_chunks.max_parts_apart = -1
         self.sequences = [
             Sequence([], [slot_of(number, index) for index in range(NUM_BLOCKS)])
             for number in range(NUM_SEQUENCES)
@@ -299,7 +308,7 @@ def test_random_steps(
         step = random_step(rng, ends)
         if len(step) == 1 and rng.random() < 0.7:
             mine.arrive(step[0].number, step[0].start)
-        num_apart += len(mine.runner._taken_apart(mine.chunks(step))) > len(step)
+        num_apart += len(mine.runner._short_chunks.taken_apart(mine.chunks(step))) > len(step)
         found = mine.run(step)
         num_waves.append(mine.runner._plan.num_waves)
         mine.arrived()
