@@ -1,6 +1,6 @@
 """vLLM's own pace on a GPU, to stand beside `benchmarks.gpu_engine decode prefill`.
 
-    python -P benchmarks/peers/vllm_pace.py MODEL_FOLDER
+    python -m benchmarks.peers.vllm_pace MODEL_FOLDER
 
 The folder needs only a config.json: weights are made up. Each prompt is new, except where answers
 of two lengths are subtracted: the time of a step is what 128 more tokens take.
@@ -10,14 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
 from statistics import median
 
-
-def draw(num: int, length: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(100, 40_000) for _ in range(length)] for _ in range(num)]
+from benchmarks.peers.vllm_hits import Prompts, draw, timed
 
 
 def main() -> None:
@@ -38,14 +33,12 @@ def main() -> None:
         skip_tokenizer_init=True,
     )
 
-    def seconds(prompts: list[list[int]], num_tokens: int = 1) -> float:
+    def seconds(prompts: Prompts, num_tokens: int = 1) -> float:
         params = SamplingParams(
             temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        started = time.perf_counter()
-        llm.generate(asked, params, use_tqdm=False)
-        return time.perf_counter() - started
+        return timed(lambda: llm.generate(asked, params, use_tqdm=False))[0]
 
     for length in (64, 8_192):
         seconds(draw(1, length, length + 1), 4)
@@ -59,7 +52,9 @@ def main() -> None:
         for _ in range(options.rounds):
             short = seconds(prompts)
             steps.append((seconds(prompts, 129) - short) / 128)
-        print(json.dumps({"decode": batch, "context": 2_048, "ms": median(steps) * 1e3}))
+        print(
+            json.dumps({"decode": batch, "context": 2_048, "ms": median(steps) * 1e3}), flush=True
+        )
     computed = []
     for turn in range(options.rounds):
         llm.reset_prefix_cache()

@@ -161,11 +161,7 @@ WINDOWED = {
 LENGTH = 56
 NUM_SEQUENCES = 2
 NUM_BLOCKS = LENGTH // BLOCK_TOKENS
-
-
-TOKENS_OF = [
-    [random.Random(n).randrange(3, 60) for _ in range(LENGTH)] for n in range(NUM_SEQUENCES)
-]
+TOKENS_OF = [random.Random(n).choices(range(3, 60), k=LENGTH) for n in range(NUM_SEQUENCES)]
 
 
 class Chosen(NamedTuple):
